@@ -1,0 +1,277 @@
+"""torch_npu's fused attention functions as vendor paths, written against their published signatures and constraints.
+
+Sources: Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md and
+torch_npu-npu_fused_infer_attention_score.md (the torch_npu API reference of hiascend.com), schemas in
+op_plugin/config/op_plugin_functions.yaml; hicann/ops-transformer, aclnnFlashAttentionScore.md, for the shapes of the
+softmax statistics and the chips. Neither has been run on an NPU by this project.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from portattn.backends.base import VendorPath
+from portattn.backends.refusal import Check, first_refusal
+from portattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.call import Call
+    from portattn.planner import Rejection
+    from portattn.problem import Problem
+    from portattn.target import Target
+
+# sparse_mode: 0 everything, 2 causal from the upper left corner, 3 causal from the lower right corner. 2 and 3 take
+# one compressed mask for every length.
+SPARSE_MODE = {"none": 0, "top_left": 2, "bottom_right": 3}
+COMPRESSED_MASK_SIZE = 2048
+INFER_ROWS_MAY_BE_EMPTY = 2  # inner_precise: high precision, and rows that are masked whole are corrected
+
+SUPPORTED_ARCHES = ("ascend910b*", "ascend910_93")  # Atlas A2 and A3
+
+
+class NpuFusionAttention(VendorPath):
+    """torch_npu.npu_fusion_attention: dense attention with gradients and dropout.
+
+    Its statistics softmax_max and softmax_sum, (B, N, Sq, 8) float32 with eight equal columns, give the LSE as
+    max + log(sum).
+    """
+
+    name = "npu_fusion_attention"
+
+    MAX_HEAD_DIM = 768
+    MAX_HEADS = 256
+    MAX_SEQ = 1 << 20  # "1M"
+    MAX_BATCH = 2 << 20  # "2M"
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why npu_fusion_attention cannot run the problem; None when it can."""
+        p = problem
+        return first_refusal(
+            self.name,
+            _arch_check(self.name, target),
+            (
+                p.op != "attention",
+                f"op is {p.op}, and npu_fusion_attention takes no per-sequence lengths into a cache",
+                "npu_fused_infer_attention_score does, for inference",
+            ),
+            _padding_check(self.name, p, ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")),
+            _empty_check(self.name, p),
+            _blind_rows_check(self.name, p),
+            _head_dim_v_check(self.name, p),
+            _limit(self.name, "head_dim", p.head_dim, self.MAX_HEAD_DIM),
+            _limit(self.name, "heads_q", p.heads_q, self.MAX_HEADS),
+            _limit(self.name, "seq_q", p.seq_q, self.MAX_SEQ),
+            _limit(self.name, "seq_k", p.seq_k, self.MAX_SEQ),
+            _limit(self.name, "batch", p.batch, self.MAX_BATCH),
+        )
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out (B, Hq, Sq, Dv) in q's dtype, LSE (B, Hq, Sq) float32 or None).
+
+        Raises ArgumentError when dropout_p is 1: the function keeps a share in (0, 1].
+        """
+        import torch_npu
+
+        p = call.problem
+        if not 0.0 <= call.dropout_p < 1.0:
+            raise ArgumentError(p.op, "dropout_p", call.dropout_p, f"{self.name} takes 0 up to, and without, 1")
+        out, softmax_max, softmax_sum, *_ = torch_npu.npu_fusion_attention(
+            call.q,
+            call.k,
+            call.v,
+            p.heads_q,
+            "BNSD",
+            scale=float(call.scale),  # its default is 1.0, not 1/√D
+            keep_prob=1.0 - call.dropout_p,
+            **_mask(p, call.q.device),
+        )
+        lse = (softmax_max + softmax_sum.log())[..., 0] if p.return_lse else None
+        return out, lse
+
+
+class NpuFusedInferAttentionScore(VendorPath):
+    """torch_npu.npu_fused_infer_attention_score: inference, decode and right-padded sequences included.
+
+    Lengths are lists of Python ints, so a call with lengths waits for the device (one copy to the host). Rows that
+    attend nothing (padding, an empty sequence, causal rows before the first key) are documented as imprecise, not as
+    zero: they are overwritten with 0, and their LSE with -inf.
+    """
+
+    name = "npu_fused_infer_attention_score"
+
+    DTYPES = ("fp16", "bf16")
+    MAX_HEAD_DIM = 512
+    HEAD_DIM_MULTIPLE = 16
+    MAX_HEADS = 256
+    MAX_GROUP = 64
+    MAX_BATCH = 65536
+    MAX_SEQ = 20 * (1 << 20)  # 20,971,520
+    MAX_SEQ_K_OF_ONE_ROW = 1 << 18  # seq_q = 1 goes to its incremental branch, with a limit of its own
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why npu_fused_infer_attention_score cannot run the problem; None when it can."""
+        p = problem
+        return first_refusal(
+            self.name,
+            _arch_check(self.name, target),
+            (
+                p.dtype not in self.DTYPES,
+                f"dtype is {p.dtype}, and {self.name} takes {' and '.join(self.DTYPES)}",
+                "npu_fusion_attention takes fp32",
+            ),
+            (
+                p.needs_grad,
+                f"gradients are asked for, and {self.name} is for inference",
+                "npu_fusion_attention for training, or call it under torch.no_grad()",
+            ),
+            (
+                p.dropout,
+                f"dropout_p > 0, and {self.name} has no dropout",
+                "npu_fusion_attention for training, or dropout_p=0.0",
+            ),
+            _padding_check(self.name, p, ("leftpad_q", "leftpad_k")),
+            _empty_check(self.name, p),
+            (
+                p.causal == "top_left" and p.seq_q == 1,
+                f"causal top-left with seq_q 1, and {self.name} applies no sparse mode to a single row",
+                "pass the first key and value only",
+            ),
+            _head_dim_v_check(self.name, p),
+            _limit(self.name, "head_dim", p.head_dim, self.MAX_HEAD_DIM),
+            (
+                p.head_dim % self.HEAD_DIM_MULTIPLE != 0,
+                f"head_dim is {p.head_dim}, and {self.name} takes multiples of {self.HEAD_DIM_MULTIPLE}",
+                "pad the heads, or backend='reference'",
+            ),
+            _limit(self.name, "heads_q", p.heads_q, self.MAX_HEADS),
+            _limit(self.name, "query heads for each key/value head", p.group, self.MAX_GROUP),
+            _limit(self.name, "batch", p.batch, self.MAX_BATCH),
+            _limit(self.name, "seq_q", p.seq_q, self.MAX_SEQ),
+            _limit(self.name, "seq_k", p.seq_k, self.MAX_SEQ_K_OF_ONE_ROW if p.seq_q == 1 else self.MAX_SEQ),
+        )
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out (B, Hq, Sq, D) in q's dtype, LSE (B, Hq, Sq) float32 or None). Waits for the device if lengths are given."""
+        import torch_npu
+
+        p = call.problem
+        attending = _attending_rows(call)
+        # Right for one row too: bottom-right, it sees every key, and its own length is documented as ignored.
+        lengths_q = None if p.seq_q == 1 else _host_lengths(call.seqlens_q, p.seq_q)
+        out, lse = torch_npu.npu_fused_infer_attention_score(
+            call.q.contiguous(),  # documented: no support for strided tensors
+            call.k.contiguous(),
+            call.v.contiguous(),
+            actual_seq_lengths=lengths_q,
+            actual_seq_lengths_kv=_host_lengths(call.seqlens_k, p.seq_k),
+            num_heads=p.heads_q,
+            num_key_value_heads=p.heads_k,
+            input_layout="BNSD",
+            scale=float(call.scale),  # its default is 1.0, not 1/√D
+            inner_precise=INFER_ROWS_MAY_BE_EMPTY if attending is not None and p.seq_q > 1 else 0,
+            softmax_lse_flag=p.return_lse,
+            **_mask(p, call.q.device),
+        )
+        lse = lse[..., 0] if p.return_lse else None  # (B, N, Sq, 1)
+        if attending is not None:
+            idle = ~attending[:, None, :]  # (B, 1, Sq)
+            out = out.masked_fill(idle[..., None], 0.0)
+            lse = None if lse is None else lse.masked_fill(idle, -math.inf)
+        return out, lse
+
+
+def _mask(p: Problem, device: torch.device) -> dict[str, Any]:
+    """The sparse_mode and atten_mask of a problem. A single bottom-right row sees every key: no mask."""
+    if p.causal == "none" or (p.causal == "bottom_right" and p.seq_q == 1):
+        return {"sparse_mode": SPARSE_MODE["none"]}
+    return {"sparse_mode": SPARSE_MODE[p.causal], "atten_mask": compressed_causal_mask(device)}
+
+
+@functools.lru_cache(maxsize=16)
+def compressed_causal_mask(device: torch.device) -> torch.Tensor:
+    """The mask that sparse modes 2 and 3 take whatever the lengths: (2048, 2048) bool, True = masked, 4 MiB a device."""
+    import torch
+
+    # Kept for later calls, which may ask for gradients: a tensor born under inference_mode could not be saved for them.
+    with torch.inference_mode(False):
+        size = COMPRESSED_MASK_SIZE
+        return torch.ones(size, size, dtype=torch.bool, device=device).triu(diagonal=1)
+
+
+def _host_lengths(lengths: torch.Tensor | None, capacity: int) -> list[int] | None:
+    """Lengths as the function takes them: a list of ints in 1..capacity; None for all.
+
+    Whether 0 is allowed is not documented. A sequence of length 0 is passed as one of length 1, and its rows are
+    overwritten.
+    """
+    if lengths is None:
+        return None
+    return [min(max(n, 1), capacity) for n in lengths.tolist()]
+
+
+def _attending_rows(call: Call) -> torch.Tensor | None:
+    """Rows that attend at least one key, (B, Sq) bool; None where every row does, whatever the data."""
+    import torch
+
+    p = call.problem
+    some_see_nothing = p.causal == "bottom_right" and p.seq_q > p.seq_k
+    if call.seqlens_q is None and call.seqlens_k is None and not some_see_nothing:
+        return None
+    rows = torch.arange(p.seq_q, device=call.q.device)  # [Sq]
+
+    def ends(lengths: torch.Tensor | None, capacity: int) -> torch.Tensor:  # [B, 1]
+        given = torch.full((p.batch,), capacity, device=rows.device) if lengths is None else lengths
+        return given.to(rows.dtype).clamp(0, capacity)[:, None]
+
+    end_q, end_k = ends(call.seqlens_q, p.seq_q), ends(call.seqlens_k, p.seq_k)
+    attending = (rows < end_q) & (end_k > 0)
+    if p.causal == "bottom_right":
+        attending &= rows + end_k - end_q >= 0  # the last valid row sees the last valid key
+    return attending
+
+
+def _arch_check(path: str, target: Target) -> Check:
+    arch = target.arch.name
+    return (
+        not any(fnmatch.fnmatchcase(arch, pattern) for pattern in SUPPORTED_ARCHES),
+        f"arch is {arch}, and {path} is documented for {', '.join(SUPPORTED_ARCHES)} (Atlas A2 and A3)",
+        "backend='reference'",
+    )
+
+
+def _padding_check(path: str, p: Problem, names: tuple[str, ...]) -> Check:
+    given = [name for name in names if getattr(p, name)]
+    what = "lengths or left padding" if "seqlens_k" in names else "left padding (one amount serves its whole batch)"
+    return bool(given), f"{', '.join(given)} given, and {path} takes no per-sequence {what}", "backend='reference'"
+
+
+def _empty_check(path: str, p: Problem) -> Check:
+    sizes = {"batch": p.batch, "seq_q": p.seq_q, "seq_k": p.seq_k}
+    empty = [name for name, size in sizes.items() if size == 0]
+    return bool(empty), f"{', '.join(empty)} is 0, and {path} takes sizes from 1", "backend='reference' gives zeros"
+
+
+def _blind_rows_check(path: str, p: Problem) -> Check:
+    return (
+        p.causal == "bottom_right" and p.seq_q > p.seq_k,
+        f"causal bottom-right with seq_q {p.seq_q} over seq_k {p.seq_k} leaves the first {p.seq_q - p.seq_k} rows without "
+        f"a key, and what {path} gives for them is not documented",
+        "drop those rows, or backend='reference'",
+    )
+
+
+def _head_dim_v_check(path: str, p: Problem) -> Check:
+    return (
+        p.head_dim_v != p.head_dim,
+        f"head_dim_v is {p.head_dim_v} with head_dim {p.head_dim}, and {path} takes keys and values of one shape",
+        "pad the narrower one, or backend='reference'",
+    )
+
+
+def _limit(path: str, what: str, value: int, most: int) -> Check:
+    return value > most, f"{what} is {value}, and {path} takes up to {most}", "backend='reference'"

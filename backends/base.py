@@ -1,0 +1,76 @@
+"""The protocol of a backend: small, so that another package can add a chip.
+
+A package registers an instance under the entry-point group `portattn.backends`. What a backend must say:
+which device is here, which arches it knows (arches.toml), how Triton names them, and what the vendor's own
+library can run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.call import Call
+    from portattn.planner import Rejection
+    from portattn.problem import Problem
+    from portattn.target import Arch, Target
+    from portattn.toolchain import Toolchain
+
+ENTRY_POINT_GROUP = "portattn.backends"
+
+
+class VendorPath:
+    """A vendor library's attention, as one candidate path of a plan.
+
+    name      path name in plans, warnings and `backend=`
+    """
+
+    name: str
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why this library cannot run the problem; None when it can. Pure: asked about machines that are not here."""
+        raise NotImplementedError
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the call: (out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32 or None)."""
+        raise NotImplementedError
+
+
+class Backend:
+    """One family of accelerators.
+
+    name         the backend's name in targets and quirks
+    device_type  torch's device type of its tensors
+    folder       where its arches.toml and tuning/ lie
+    vendor       the vendor library's paths, in order of preference
+    core_path    name of the path that runs the core kernels; empty where none is offered by itself
+    """
+
+    name: str
+    device_type: str
+    folder: Path
+    vendor: tuple[VendorPath, ...] = ()
+    core_path: str = "triton"
+
+    def detect(self, index: int | None = None) -> str | None:
+        """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""
+        raise NotImplementedError
+
+    def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
+        """Versions of what compiles beside Triton for this arch under this toolchain (ptxas, …), where known."""
+        return {}
+
+    def machine_components(self) -> dict[str, str]:
+        """Versions of drivers and run-time libraries of this machine. Never raises."""
+        return {}
+
+    def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
+        """(backend, arch, warp size) as Triton's GPUTarget takes them."""
+        raise NotImplementedError
+
+    def quirk_folder(self) -> Path | None:
+        """Folder with this backend's quirk files; None for the ones that come with portattn."""
+        return None

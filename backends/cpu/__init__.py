@@ -1,0 +1,21 @@
+"""The CPU: the reference path, and the core kernels under Triton's interpreter when asked for by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from portattn.backends.base import Backend
+from portattn.target import Arch
+
+
+class CpuBackend(Backend):
+    name = "cpu"
+    device_type = "cpu"
+    folder = Path(__file__).parent
+    core_path = "interpreter"
+
+    def detect(self, index: int | None = None) -> str:
+        return "generic"
+
+    def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
+        raise NotImplementedError("Triton has no CPU target here; the interpreter runs the kernels' Python")

@@ -1,0 +1,54 @@
+"""Guarded questions to this machine that several backends ask: a device's properties, a version inside a text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+
+def torch_device_properties(runtime: Literal["cuda", "hip"], index: int | None) -> Any | None:
+    """torch.cuda's properties of device `index` (the current one when None); None where this torch has no such device.
+
+    torch serves NVIDIA and AMD devices through the one name `torch.cuda`; `runtime` says which is asked for. Nothing
+    is initialised on a machine without a device.
+    """
+    import torch
+
+    if getattr(torch.version, runtime, None) is None:
+        return None
+    try:
+        # is_available() counts devices through the driver, and creates no context.
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    except (RuntimeError, AssertionError):
+        # RuntimeError: the driver is too old, a device is in exclusive use, or the context cannot be made.
+        # AssertionError: torch was built without the runtime, or there is no device of that number.
+        return None
+
+
+def version_in(text: str | None) -> str | None:
+    """The PEP 440 version that `text` is or starts with; None where it has none.
+
+    Vendors append build ids that are no PEP 440 (`6.4.43484-123eb5128`): the numbers before them are kept.
+    """
+    if not text:
+        return None
+    try:
+        return str(Version(text.strip()))
+    except InvalidVersion:
+        found = re.match(r"\s*\d+(\.\d+)*(\.?RC\d+)?", text, re.IGNORECASE)
+        return str(Version(found.group())) if found else None
+
+
+def first_line_matching(path: Path, pattern: str) -> str | None:
+    """Group 1 of the first line of a text file that `pattern` is found in; None where there is no such file or line."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        # No such file is the normal case on a machine without that driver.
+        return None
+    return next((found.group(1) for line in lines if (found := re.search(pattern, line))), None)

@@ -1,0 +1,46 @@
+"""AMD GPUs: detection, ROCm and driver versions, and SDPA as the vendor's path. torch calls its devices `cuda`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from portattn.backends.base import Backend
+from portattn.backends.machine import first_line_matching, torch_device_properties, version_in
+from portattn.backends.sdpa import SdpaPath
+from portattn.target import Arch
+
+DRIVER_VERSION_FILE = Path("/sys/module/amdgpu/version")
+
+
+class RocmBackend(Backend):
+    name = "rocm"
+    device_type = "cuda"
+    folder = Path(__file__).parent
+    vendor = (SdpaPath(),)
+
+    def detect(self, index: int | None = None) -> str | None:
+        """Arch of AMD device `index`; None without one, and for a processor that arches.toml does not know.
+
+        A processor that is close to a known one (gfx1101 to gfx1100) is not mapped to it: AMD's code objects run on
+        the processor that they were compiled for only.
+        """
+        from portattn.registry import load_arches  # the registry imports the backends
+
+        properties = torch_device_properties("hip", index)
+        if properties is None:
+            return None
+        # Feature suffixes (`gfx942:sramecc+:xnack-`) say how memory is run, not which instructions there are.
+        name = properties.gcnArchName.split(":")[0]
+        return name if name in load_arches(self.folder / "arches.toml") else None
+
+    def machine_components(self) -> dict[str, str]:
+        """`rocm` (the HIP that torch was built with) and `driver` (amdgpu-dkms), where there are any."""
+        import torch
+
+        # The amdgpu module of a distribution's own kernel has no version file: then the driver is not known.
+        driver = first_line_matching(DRIVER_VERSION_FILE, r"^(\d+(?:\.\d+)+)")
+        found = {"rocm": version_in(torch.version.hip), "driver": version_in(driver)}
+        return {name: version for name, version in found.items() if version}
+
+    def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
+        return "hip", arch.name, arch.warp_size

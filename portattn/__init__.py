@@ -1,0 +1,75 @@
+"""portattn: attention written once, run on every accelerator, that can always say which path ran and why."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
+_PUBLIC = {
+    "attention": "portattn.ops",
+    "decode_attention": "portattn.ops",
+    "plan": "portattn.ops",
+    "explain": "portattn.ops",
+    "last_plan": "portattn.dispatch",
+    "settings": "portattn.config",
+    "Problem": "portattn.problem",
+    "Target": "portattn.target",
+    "Toolchain": "portattn.toolchain",
+    "Plan": "portattn.planner",
+    "Quirk": "portattn.quirk",
+    "Lowering": "portattn.lowering",
+    "Launch": "portattn.lowering",
+    "Verdict": "portattn.verdict",
+    "Incident": "portattn.verdict",
+    "Registry": "portattn.registry",
+    "PortattnError": "portattn.errors",
+    "ArgumentError": "portattn.errors",
+    "SettingError": "portattn.errors",
+    "DataError": "portattn.errors",
+    "QuirkConflict": "portattn.errors",
+    "PathUnavailable": "portattn.errors",
+    "FallbackWarning": "portattn.errors",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604 - the names are strings
+
+if TYPE_CHECKING:
+    from portattn.dispatch import last_plan as last_plan
+    from portattn.errors import ArgumentError as ArgumentError
+    from portattn.errors import DataError as DataError
+    from portattn.errors import FallbackWarning as FallbackWarning
+    from portattn.errors import PathUnavailable as PathUnavailable
+    from portattn.errors import PortattnError as PortattnError
+    from portattn.errors import QuirkConflict as QuirkConflict
+    from portattn.errors import SettingError as SettingError
+    from portattn.lowering import Launch as Launch
+    from portattn.lowering import Lowering as Lowering
+    from portattn.ops import attention as attention
+    from portattn.ops import decode_attention as decode_attention
+    from portattn.ops import explain as explain
+    from portattn.ops import plan as plan
+    from portattn.planner import Plan as Plan
+    from portattn.problem import Problem as Problem
+    from portattn.quirk import Quirk as Quirk
+    from portattn.registry import Registry as Registry
+    from portattn.config import settings as settings
+    from portattn.target import Target as Target
+    from portattn.toolchain import Toolchain as Toolchain
+    from portattn.verdict import Incident as Incident
+    from portattn.verdict import Verdict as Verdict
+
+
+def __getattr__(name: str) -> object:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'portattn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

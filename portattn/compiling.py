@@ -1,0 +1,206 @@
+"""Making sure that a planned kernel compiles here, before it is launched: in a child process when nobody has seen it.
+
+A compiler error, crash or hang becomes an Incident and a negative Verdict; the caller's process lives on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+import shlex
+import sys
+import threading
+
+import msgspec
+
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.launch import KernelCall, kernel_calls, load_kernels, signature
+from portattn.launch.run import compile_environment, device_guard
+from portattn.planner import Plan
+from portattn.quirk import Symptom
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.verdict import Incident, Verdict
+from portattn.verdicts import VerdictStore, store
+from portattn.worker.client import SERVE, Reply, Worker
+
+_ready: set[str] = set()
+_worker: Worker | None = None
+_worker_lock = threading.Lock()
+
+
+def ensure(plan: Plan, call: Call, target: Target, settings: Settings) -> Incident | None:
+    """Return None when the plan's kernels compile for this target; otherwise the Incident, recorded on disk.
+
+    What this process or a verdict on disk has seen is not compiled again. With isolate="never" the first compile runs
+    in this process, where a compiler that aborts takes it down.
+    """
+    if plan.key in _ready:
+        return None
+    verdicts = store(settings)
+    seen = verdicts.get(plan.key)
+    if seen is None or settings.isolate == "always":
+        if settings.isolate != "never":
+            with verdicts.lock(plan.key):
+                # Another process may have tried it while this one waited for the lock.
+                seen = verdicts.get(plan.key)
+                if seen is None:
+                    incident = _in_child(plan, call, target, settings, verdicts)
+                    if incident is not None:
+                        return incident
+    incident = _in_this_process(plan, call, target, verdicts)
+    if incident is None:
+        _ready.add(plan.key)
+    return incident
+
+
+def compile_in(worker: Worker, launch: KernelCall, plan: Plan, target: Target, seconds: float, facts: str) -> Reply:
+    """Compile one launch for a target in a worker; `facts` is "basic" or "full" (registers, spills, instructions)."""
+    backend = Registry.load().backends[target.backend]
+    return worker.request(
+        "compile",
+        seconds,
+        signature=msgspec.to_builtins(signature(launch)),
+        target=list(backend.triton_target(target.arch)),
+        env=plan.env,
+        facts=facts,
+    )
+
+
+def over_limit(reply: Reply, target: Target) -> str:
+    """Why compiled code does not fit the chip; empty when it does."""
+    used = int(reply.facts.get("local_memory", 0))
+    if used > target.arch.local_memory:
+        kind = target.arch.local_memory_kind
+        return f"out of resource: {kind}, required {used} bytes, {target.arch.name} has {target.arch.local_memory}"
+    return ""
+
+
+def _in_child(
+    plan: Plan, call: Call, target: Target, settings: Settings, verdicts: VerdictStore
+) -> Incident | None:
+    launches, _, _ = kernel_calls(plan, call, target.arch.cores)
+    for launch in launches:
+        reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
+        problem = over_limit(reply, target) if reply.outcome == "ok" else ""
+        if problem:
+            reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
+        if reply.outcome != "ok":
+            return _record(reply, launch, plan, target, verdicts)
+    verdicts.put(
+        Verdict(
+            key=plan.key,
+            kernel=plan.kernel,
+            target=plan.target,
+            toolchain=plan.toolchain,
+            level="compiles",
+            passed=True,
+            date=datetime.date.today(),
+            facts={k: v for k, v in reply.facts.items() if not isinstance(v, float)},
+        )
+    )
+    return None
+
+
+def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictStore) -> Incident | None:
+    """Compile and load in this process (a cache hit after the child's compile), so that a launch cannot fail to."""
+    launches, _, _ = kernel_calls(plan, call, target.arch.cores)
+    with device_guard(call.q), compile_environment(plan.env):
+        for launch in launches:
+            kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
+            try:
+                compiled = kernel.warmup(
+                    *launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options()
+                )
+                compiled._init_handles()
+            except Exception as error:
+                # Only a compile is under way here: whatever is raised is the compiler's, or the loader's refusal.
+                reply = Reply(outcome="error", stage="load", kind=type(error).__name__, message=str(error))
+                return _record(reply, launch, plan, target, verdicts)
+    return None
+
+
+def _record(
+    reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore
+) -> Incident:
+    """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that plans go by."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    digest = hashlib.sha256(f"{plan.key}{now.isoformat()}".encode()).hexdigest()[:6]
+    cause = first_line(reply.message)
+    incident = Incident(
+        id=f"{now:%Y%m%d}-{plan.kernel.replace('_', '-')}-{digest}",
+        key=plan.key,
+        kernel=launch.function,
+        target=plan.target,
+        toolchain=plan.toolchain,
+        symptom=symptom_of(reply),
+        stage=reply.stage,
+        message=f"{reply.kind} at {reply.stage}: {cause}",
+        log=reply.log or reply.message,
+        command=_reproducer(launch, plan, target),
+        environment={name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "AMDGCN_"))}
+        | plan.env
+        | dict(target.toolchain.components),
+        date=now,
+        quirks=tuple(q.id for q in plan.quirks),
+        specialisation=msgspec.to_builtins(signature(launch)),
+    )
+    verdicts.add_incident(incident)
+    verdicts.put(
+        Verdict(
+            key=plan.key,
+            kernel=plan.kernel,
+            target=plan.target,
+            toolchain=plan.toolchain,
+            level="declared",
+            passed=False,
+            date=now.date(),
+            reason=incident.message,
+            incident=incident.id,
+        )
+    )
+    return incident
+
+
+def symptom_of(reply: Reply) -> Symptom:
+    """The symptom of a failed compile, in the words that quirks use."""
+    if reply.outcome == "hang":
+        return "hang"
+    if reply.outcome == "crash":
+        return "compiler-crash"
+    over = re.search(r"out of resource|OutOfResources|ub overflow|uses too much shared data", f"{reply.kind} {reply.message}")
+    return "resource-limit" if over else "compile-error"
+
+
+def first_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no message"
+
+
+def _reproducer(launch: KernelCall, plan: Plan, target: Target) -> str:
+    """A shell command that sends the same request to a worker."""
+    backend = Registry.load().backends[target.backend]
+    request = {
+        "version": 1,
+        "task": "compile",
+        "signature": msgspec.to_builtins(signature(launch)),
+        "target": list(backend.triton_target(target.arch)),
+        "env": plan.env,
+    }
+    return f"echo {shlex.quote(json.dumps(request))} | {shlex.quote(sys.executable)} {shlex.quote(str(SERVE))}"
+
+
+def _shared_worker() -> Worker:
+    """One worker for this process's first compiles; it ends with the process."""
+    global _worker
+    with _worker_lock:
+        if _worker is None:
+            import atexit
+
+            _worker = Worker()
+            atexit.register(_worker.close)
+        return _worker

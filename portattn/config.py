@@ -1,0 +1,120 @@
+"""What a user can set: six environment variables, and the same names in a `settings(...)` block.
+
+An environment variable that starts with PORTATTN_ and is none of the six is an error, so that a misspelt name
+is never silently ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from portattn.errors import SettingError
+
+Fallback = Literal["warn", "error", "silent"]
+Isolate = Literal["auto", "always", "never"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one call.
+
+    backend      `auto`, or a path that every call must take (see `portattn.attention`)
+    fallback     what a planned or recorded fall-back does: `warn` once, raise an `error`, or stay `silent`
+    quirks       overrides, "+id,-id": + applies a quirk whose conditions do not hold, - switches one off
+    isolate      whether a first compile runs in a child process: `auto` does so for what nobody has verified
+    cache_dir    where verdicts and incidents are kept; empty for the platform's cache directory
+    validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU)
+    compile_seconds  time limit of one compile in a child process
+    """
+
+    backend: str = "auto"
+    fallback: Fallback = "warn"
+    quirks: str = ""
+    isolate: Isolate = "auto"
+    cache_dir: str = ""
+    validate: Literal["auto", "always", "never"] = "auto"
+    compile_seconds: float = 120.0
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "PORTATTN_BACKEND": "backend",
+    "PORTATTN_FALLBACK": "fallback",
+    "PORTATTN_QUIRKS": "quirks",
+    "PORTATTN_ISOLATE": "isolate",
+    "PORTATTN_CACHE_DIR": "cache_dir",
+    "PORTATTN_VALIDATE": "validate",
+}
+_VOCABULARY = {
+    "fallback": get_args(Fallback),
+    "isolate": get_args(Isolate),
+    "validate": ("auto", "always", "never"),
+}
+
+
+def _check(name: str, value: Any, origin: str) -> None:
+    allowed = _VOCABULARY.get(name)
+    if allowed and value not in allowed:
+        raise SettingError(f"{origin} is {value!r}, but must be one of {', '.join(allowed)}")
+    if name == "compile_seconds" and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+        raise SettingError(f"{origin} is {value!r}, but must be a positive number of seconds")
+    if name not in _VOCABULARY and name != "compile_seconds" and not isinstance(value, str):
+        raise SettingError(f"{origin} is {value!r}, but must be a string")
+
+
+def from_environment(environ: Mapping[str, str]) -> Settings:
+    """Settings as the environment gives them. Raises SettingError on an unknown PORTATTN_* name or a bad value."""
+    values = {}
+    for variable in sorted(environ):
+        if not variable.startswith("PORTATTN_"):
+            continue
+        name = ENVIRONMENT.get(variable)
+        if name is None:
+            raise SettingError(f"unknown environment variable {variable}; known: {', '.join(ENVIRONMENT)}")
+        if environ[variable] == "":
+            continue
+        _check(name, environ[variable], f"environment variable {variable}")
+        values[name] = environ[variable]
+    return Settings(**values)
+
+
+_block: ContextVar[Settings | None] = ContextVar("portattn_settings", default=None)
+_environment: tuple[tuple[tuple[str, str], ...], Settings] | None = None
+
+
+def current() -> Settings:
+    """The innermost `settings(...)` block, or else the environment's settings."""
+    global _environment
+    chosen = _block.get()
+    if chosen is not None:
+        return chosen
+    seen = tuple((k, v) for k, v in os.environ.items() if k.startswith("PORTATTN_"))
+    if _environment is None or _environment[0] != seen:
+        _environment = (seen, from_environment(os.environ))
+    return _environment[1]
+
+
+@contextlib.contextmanager
+def settings(**changes: Any) -> Iterator[Settings]:
+    """Change settings inside a block, in this thread or task only.
+
+    Blocks nest: a block changes what it names and keeps the rest. Raises SettingError on an unknown name or value.
+
+    >>> with portattn.settings(fallback="error", quirks="-cuda-0012-serialised-wgmma"):
+    ...     out = portattn.attention(q, k, v)
+    """
+    known = Settings.__struct_fields__
+    for name, value in changes.items():
+        if name not in known:
+            raise SettingError(f"unknown setting {name!r}; known: {', '.join(known)}")
+        _check(name, value, f"setting {name}")
+    chosen = msgspec.structs.replace(current(), **changes)
+    token = _block.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _block.reset(token)

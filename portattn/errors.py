@@ -1,0 +1,57 @@
+"""Every error that portattn raises on purpose. All derive from PortattnError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from portattn.planner import Rejection
+
+
+class PortattnError(Exception):
+    """Base class: `except portattn.PortattnError` catches what portattn itself refuses, and nothing else."""
+
+
+class ArgumentError(PortattnError, ValueError):
+    """A call's argument is out of its limits. The text names the operation, the argument, the value and the limit."""
+
+    def __init__(self, op: str, argument: str, value: object, limit: str) -> None:
+        self.op, self.argument, self.value, self.limit = op, argument, value, limit
+        super().__init__(f"{op}: {argument} is {value!r}, but {limit}")
+
+
+class SettingError(PortattnError, ValueError):
+    """An environment variable or a setting is unknown or holds a value outside its vocabulary."""
+
+
+class DataError(PortattnError, ValueError):
+    """A data file (quirk, arch, tuning, results) breaks its schema. The text starts with file:line."""
+
+    def __init__(self, path: object, line: int | None, problem: str) -> None:
+        self.path, self.line, self.problem = str(path), line, problem
+        super().__init__(f"{path}:{line}: {problem}" if line else f"{path}: {problem}")
+
+
+class QuirkConflict(PortattnError):
+    """Two active quirks set one choice differently, so no plan can be made."""
+
+    def __init__(self, choice: str, first: tuple[str, object], second: tuple[str, object]) -> None:
+        self.choice, self.quirks = choice, (first[0], second[0])
+        super().__init__(
+            f"quirks {first[0]} and {second[0]} both apply and set {choice} differently: "
+            f"{first[1]!r} and {second[1]!r}. Narrow one of them, or switch one off with PORTATTN_QUIRKS=-<id>"
+        )
+
+
+class PathUnavailable(PortattnError):
+    """No path is left for this call: one was named that cannot run it, or falling back is forbidden."""
+
+    def __init__(self, message: str, rejected: Sequence[Rejection] = ()) -> None:
+        self.rejected = tuple(rejected)
+        lines = [f"  {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else "") for r in self.rejected]
+        super().__init__("\n".join([message, *lines]))
+
+
+class FallbackWarning(UserWarning):
+    """A call asked for the best path and got another one. Given once per (op, requested, taken, reason)."""

@@ -1,0 +1,129 @@
+"""Launching the core kernels, on a device or under Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from portattn.call import Call
+from portattn.errors import PortattnError
+from portattn.launch import decode, dense
+from portattn.launch.kernelcall import KernelCall
+from portattn.planner import Plan
+from portattn.problem import Problem
+
+Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
+_CALLS: dict[str, Callable[[Plan, Call, int], Launches]] = {"attention": dense.calls, "decode_attention": decode.calls}
+_TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
+    """The launches that a core plan means for this call, and the outputs they fill. Nothing is launched."""
+    return _CALLS[plan.problem.op](plan, call, cores)
+
+
+def meta_call(problem: Problem) -> Call:
+    """A call of this problem with tensors that have shape and strides but no data: for planning a compile.
+
+    An unaligned problem gets rows one element longer than they are wide.
+    """
+    dtype, pad = _TORCH_DTYPE[problem.dtype], 0 if problem.aligned else 1
+
+    def tensor(heads: int, seq: int, dim: int) -> torch.Tensor:
+        shape = (problem.batch, seq, heads) if problem.layout == "bshd" else (problem.batch, heads, seq)
+        full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
+        return full.transpose(1, 2) if problem.layout == "bshd" else full
+
+    def lengths(given: bool) -> torch.Tensor | None:
+        return torch.empty(problem.batch, dtype=torch.int32, device="meta") if given else None
+
+    return Call(
+        problem=problem,
+        q=tensor(problem.heads_q, problem.seq_q, problem.head_dim),
+        k=tensor(problem.heads_k, problem.seq_k, problem.head_dim),
+        v=tensor(problem.heads_k, problem.seq_k, problem.head_dim_v),
+        scale=problem.head_dim**-0.5,
+        seqlens_q=lengths(problem.seqlens_q),
+        seqlens_k=lengths(problem.seqlens_k),
+        leftpad_q=lengths(problem.leftpad_q),
+        leftpad_k=lengths(problem.leftpad_k),
+    )
+
+
+def load_kernels(module: str, interpreted: bool) -> ModuleType:
+    """Import a kernel module for the device or for the interpreter.
+
+    Triton decides which of the two a `@triton.jit` function is when Triton itself is imported, once for the whole
+    process. Raises PortattnError when the process has already decided for the other one.
+    """
+    if interpreted and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    loaded = importlib.import_module(module)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    kernels = [getattr(loaded, name) for name in vars(loaded) if name.startswith(("dense_", "decode_"))]
+    is_interpreted = isinstance(kernels[0], InterpretedFunction)
+    if is_interpreted and not interpreted:
+        raise PortattnError("TRITON_INTERPRET=1 is set, so kernels cannot run on a device: unset it, and restart Python")
+    if interpreted and not is_interpreted:
+        raise PortattnError(
+            "Triton was imported for compiling, so its interpreter is not available in this process: "
+            "start Python with TRITON_INTERPRET=1"
+        )
+    return loaded
+
+
+@contextlib.contextmanager
+def compile_environment(env: dict[str, str]) -> Iterator[None]:
+    """Set the variables that a quirk asks the compiler to see, for the time of a compile."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _descriptor_memory(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    return allocate
+
+
+def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a core plan: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) or None). Errors of the compiler and of the device pass through."""
+    launches, out, lse = kernel_calls(plan, call, cores)
+    if plan.problem.batch == 0 or plan.problem.seq_q == 0:
+        return out, lse
+    interpreted = plan.path == "interpreter"
+    with device_guard(call.q), compile_environment(plan.env):
+        for launch in launches:
+            kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
+            if launch.constexprs.get("LOAD") == "descriptor" and not interpreted:
+                import triton
+
+                # Descriptors that a kernel builds for itself live in global memory, which the launcher must provide.
+                triton.set_allocator(_descriptor_memory(call.q.device))
+            kernel[launch.grid](**launch.arguments, **launch.constexprs, **({} if interpreted else launch.options()))
+    return out, lse
+
+
+def device_guard(tensor: torch.Tensor) -> Any:
+    """Make the tensor's device current: Triton launches on the current device, whatever its arguments say."""
+    if tensor.device.type == "cpu":
+        return contextlib.nullcontext()
+    return getattr(torch, tensor.device.type).device(tensor.device)
+
+

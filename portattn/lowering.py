@@ -1,0 +1,99 @@
+"""The choices that a kernel body leaves open (Lowering), and how it is launched (Launch).
+
+The set of choices is closed: a quirk file can pick a value, only a code change can add a choice. Each field says
+what the choice is about; docs/lowering.md says who needs which value and why.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+DotPrecision = Literal["ieee", "tf32", "tf32x3", "hf32"]
+
+
+class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Named choices of a kernel specialisation; every field becomes a `tl.constexpr` of the same name in capitals.
+
+    load           how K and V tiles are read: pointer arithmetic, block pointers, or tensor descriptors (TMA)
+    k_tile         whether a K tile is read as (D, N), or as (N, D) and transposed by `tl.trans`
+    block_order    the `order` of a (D, N) block pointer: `column` is (0, 1), `row` is (1, 0)
+    exp            base of the softmax: `exp2` with log2(e) folded into the scale, or `exp`
+    mask_value     what a masked score becomes: `-inf`, or `finite` (-1e30, then zeroed after the exponential)
+    dot_precision  how an fp32 product is computed; 16-bit operands ignore it
+    grid           one program a tile, or `persistent`: as many programs as cores, each looping over tiles
+    pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product
+    q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
+    """
+
+    load: Literal["pointer", "block_ptr", "descriptor"] = "pointer"
+    k_tile: Literal["transposed", "row"] = "transposed"
+    block_order: Literal["row", "column"] = "column"
+    exp: Literal["exp2", "exp"] = "exp2"
+    mask_value: Literal["-inf", "finite"] = "-inf"
+    dot_precision: DotPrecision = "ieee"
+    grid: Literal["tiles", "persistent"] = "tiles"
+    pipeline: Literal["plain", "rotated"] = "plain"
+    q_operand: Literal["keep", "reload"] = "keep"
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(Lowering).items() if get_args(hint)
+}
+
+OptionValue = bool | int | str
+
+# Options that only some backends' compilers know. An option is passed on only where the backend names it.
+BACKEND_OPTIONS: dict[str, dict[str, type]] = {
+    "cuda": {"maxnreg": int},
+    "rocm": {"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str},
+    "ascend": {"multibuffer": bool},
+    "cpu": {},
+}
+OPTIONS: dict[str, type] = {name: kind for known in BACKEND_OPTIONS.values() for name, kind in known.items()}
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Block sizes and compiler options of one launch.
+
+    block_m   query rows a program works on        block_n    keys a loop step reads
+    num_warps warps a program                      num_stages depth of Triton's load pipeline (1 = none)
+    splits    programs that share one row's keys (decode); 1 elsewhere
+    options   backend compiler options, (name, value) pairs in name order
+    """
+
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    splits: int = 1
+    options: tuple[tuple[str, OptionValue], ...] = ()
+
+    def changed(self, values: dict[str, Any]) -> Launch:
+        """A copy with values set; names that are no field go to `options`."""
+        fields = {k: v for k, v in values.items() if k in LAUNCH_FIELDS}
+        options = dict(self.options) | {k: v for k, v in values.items() if k not in LAUNCH_FIELDS}
+        return msgspec.structs.replace(self, **fields, options=tuple(sorted(options.items())))
+
+    def get(self, name: str) -> Any:
+        """A field's or an option's value; None for an option that is not set."""
+        return getattr(self, name) if name in LAUNCH_FIELDS else dict(self.options).get(name)
+
+
+LAUNCH_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "splits")
+
+
+def check_launch_values(values: dict[str, Any]) -> None:
+    """Raise ValueError on an unknown launch name or a value of the wrong kind or outside its range."""
+    for name, value in values.items():
+        if name in LAUNCH_FIELDS:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"launch {name} is {value!r}, but must be an integer ≥ 1")
+            if name in ("block_m", "block_n", "num_warps") and value & (value - 1):
+                raise ValueError(f"launch {name} is {value}, but must be a power of two")
+        elif name not in OPTIONS:
+            known = ", ".join([*LAUNCH_FIELDS, *OPTIONS])
+            raise ValueError(f"unknown launch value {name!r}; known: {known}")
+        elif type(value) is not OPTIONS[name]:
+            raise ValueError(f"launch {name} is {value!r}, but must be of type {OPTIONS[name].__name__}")

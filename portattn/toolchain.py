@@ -1,0 +1,156 @@
+"""Toolchain: which compiler this is, told by the *distribution* that owns the `triton/` folder.
+
+`triton.__version__` does not identify a compiler: forks install under the same import name and report another
+project's number. The installed files' owner does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata as metadata
+import importlib.util
+from pathlib import Path
+
+import msgspec
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+# Builds of community Triton that are published under other names.
+_ALIASES = {"pytorch-triton": "triton", "pytorch-triton-rocm": "triton", "triton-rocm": "triton"}
+COMPILERS = ("triton", "triton-ascend", "flagtree")
+COMPONENTS = ("ptxas", "cuda", "rocm", "cann", "driver", "torch", "torch-npu", "numpy", "python")
+
+
+class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A compiler's identity.
+
+    distribution  the compiler: `triton` (community), `triton-ascend`, another fork, or `none`
+    version       that distribution's version (PEP 440)
+    path          folder of the installed `triton` package; empty for a toolchain that is only named
+    components    (name, version) pairs of what else takes part: ptxas, cuda, rocm, cann, driver, torch …
+    """
+
+    distribution: str
+    version: str
+    path: str = ""
+    components: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def none(cls) -> Toolchain:
+        """The toolchain of a machine with no Triton at all."""
+        return cls(distribution="none", version="0")
+
+    @classmethod
+    def parse(cls, text: str) -> Toolchain:
+        """Read `triton==3.6.0`, or with components `triton==3.6.0,ptxas==13.3.33`; `none` for no compiler.
+
+        Raises ValueError naming the part that is not NAME==VERSION, an unknown name, or a bad version.
+        """
+        if text.strip() == "none":
+            return cls.none()
+        pairs = []
+        for part in text.split(","):
+            name, equals, version = (s.strip() for s in part.partition("=="))
+            if not (name and equals and version):
+                raise ValueError(f"toolchain {text!r}: {part!r} is not NAME==VERSION")
+            try:
+                Version(version)
+            except InvalidVersion:
+                raise ValueError(f"toolchain {text!r}: {version!r} is not a PEP 440 version") from None
+            pairs.append((_ALIASES.get(name, name), version))
+        if pairs[0][0] not in COMPILERS:
+            raise ValueError(f"toolchain {text!r}: {pairs[0][0]!r} is no known compiler; known: {', '.join(COMPILERS)}")
+        unknown = [name for name, _ in pairs[1:] if name not in COMPONENTS]
+        if unknown:
+            raise ValueError(f"toolchain {text!r}: unknown component {unknown[0]!r}; known: {', '.join(COMPONENTS)}")
+        return cls(distribution=pairs[0][0], version=pairs[0][1], components=tuple(sorted(pairs[1:])))
+
+    def __bool__(self) -> bool:
+        return self.distribution != "none"
+
+    def component(self, name: str) -> str | None:
+        """Version of the compiler itself or of a component; None where it is not known."""
+        return self.version if name == self.distribution else dict(self.components).get(name)
+
+    def with_components(self, components: dict[str, str]) -> Toolchain:
+        """A copy that knows more. What was named explicitly is kept."""
+        merged = components | dict(self.components)
+        return msgspec.structs.replace(self, components=tuple(sorted(merged.items())))
+
+    def within(self, name: str, specifier: str) -> bool | None:
+        """Whether the named component's version lies in a PEP 440 range; None where its version is not known.
+
+        A compiler that this toolchain is not (asking a community Triton about `triton-ascend`) is not in any range.
+        """
+        if name in COMPILERS and name != self.distribution:
+            return False
+        version = self.component(name)
+        return None if version is None else parse_range(specifier).contains(version, prereleases=True)
+
+    def __str__(self) -> str:
+        return f"{self.distribution}=={self.version}" if self else "none"
+
+
+@functools.lru_cache(maxsize=512)
+def parse_range(text: str) -> SpecifierSet:
+    """A PEP 440 version range. Raises ValueError on a malformed one."""
+    try:
+        return SpecifierSet(text)
+    except InvalidSpecifier:
+        raise ValueError(f"{text!r} is not a PEP 440 version range") from None
+
+
+def has_upper_bound(text: str) -> bool:
+    return any(s.operator in ("<", "<=", "==", "===", "~=") for s in parse_range(text))
+
+
+def _triton_folder() -> Path | None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def owners(folder: Path) -> list[tuple[str, str]]:
+    """Every distribution whose file list claims `folder`/__init__.py: (name, version), most recently written last.
+
+    More than one means that one install overwrote another.
+    """
+    target = folder / "__init__.py"
+    found = []
+    for name in metadata.packages_distributions().get("triton", []):
+        dist = metadata.distribution(name)
+        claims = any(
+            str(f) == "triton/__init__.py" and Path(str(dist.locate_file(f))).resolve() == target.resolve()
+            for f in dist.files or []
+        )
+        if claims:
+            record = Path(str(dist.locate_file(""))) / f"{name.replace('-', '_')}-{dist.version}.dist-info"
+            written = record.stat().st_mtime if record.exists() else 0.0
+            found.append((written, name, dist.version))
+    # packages_distributions lists a distribution once per file group: keep each once, in order of writing.
+    return list(dict.fromkeys((name, version) for _, name, version in sorted(found)))
+
+
+@functools.lru_cache(maxsize=1)
+def installed() -> Toolchain:
+    """The toolchain of this Python, read from installed metadata; Triton itself is not imported."""
+    folder = _triton_folder()
+    if folder is None:
+        return Toolchain.none()
+    claims = owners(folder)
+    if not claims:
+        return Toolchain(distribution="unowned", version="0", path=str(folder))
+    name, version = claims[-1]
+    components = {}
+    for component in ("torch", "torch-npu", "numpy"):
+        try:
+            components[component] = metadata.version(component)
+        except metadata.PackageNotFoundError:
+            continue
+    return Toolchain(
+        distribution=_ALIASES.get(name, name),
+        version=version,
+        path=str(folder),
+        components=tuple(sorted(components.items())),
+    )

@@ -1,0 +1,70 @@
+"""Verdict: what was seen when one kernel specialisation met one toolchain. Incident: a failure, classified."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Literal, Protocol
+
+import msgspec
+
+from portattn.quirk import Level, Symptom
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was seen for (kernel specialisation, target, toolchain).
+
+    key       digest of the specialisation, target and toolchain (see planner.specialisation_key)
+    level     highest evidence level reached
+    passed    False: the specialisation must not be used on this toolchain
+    error     largest error against the reference, where numbers were compared
+    incident  id of the recorded failure when not passed
+    facts     registers, spills, local memory and matrix-instruction counts, where they were read
+    """
+
+    key: str
+    kernel: str
+    target: str
+    toolchain: str
+    level: Level
+    passed: bool
+    date: datetime.date
+    error: float | None = None
+    reason: str = ""
+    incident: str = ""
+    facts: dict[str, int | str] = {}
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A failure seen here, with what is needed to report and reproduce it.
+
+    symptom   as quirks name it
+    stage     where it happened: parse | ttir | ttgir | llir | ptx | cubin | amdgcn | hsaco | ttadapter | load | unknown
+    message   the line that names the cause
+    log       the failing process's last output
+    command   a shell command that fails the same way
+    environment  toolchain, components and Triton variables that took part
+    """
+
+    id: str
+    key: str
+    kernel: str
+    target: str
+    toolchain: str
+    symptom: Symptom
+    stage: str
+    message: str
+    log: str
+    command: str
+    environment: dict[str, str]
+    date: datetime.datetime
+    quirks: tuple[str, ...] = ()
+    specialisation: Literal[None] | dict[str, object] = None
+
+
+class Verdicts(Protocol):
+    """Where a plan looks verdicts up: a dict serves, and so does the on-disk store."""
+
+    def get(self, key: str, /) -> Verdict | None: ...
+
+
+NO_VERDICTS: dict[str, Verdict] = {}

@@ -1,0 +1,156 @@
+"""The parent's side of a worker: send a request, wait under a time limit, and turn any end into a Reply."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+import msgspec
+
+Outcome = Literal["ok", "error", "crash", "hang"]
+SERVE = Path(__file__).with_name("serve.py")
+LOG_TAIL = 16_000
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended.
+
+    outcome  ok; error: the compiler raised; crash: the process died; hang: the time limit passed
+    stage    the compiler stage it was in
+    kind     exception type, or the signal's name
+    """
+
+    outcome: Outcome
+    facts: dict[str, int | str | float] = {}
+    stage: str = ""
+    kind: str = ""
+    message: str = ""
+    log: str = ""
+
+
+class Worker:
+    """A child process that compiles. It is started at the first request, and again after a crash or a hang.
+
+    python       the interpreter to run it under; another toolchain's environment, for example
+    environment  variables to set in it (beside this process's own)
+    interpreter  run kernels under Triton's interpreter in it; needs portattn installed in that Python
+    """
+
+    def __init__(
+        self, python: str = sys.executable, environment: dict[str, str] | None = None, interpreter: bool = False
+    ) -> None:
+        self.python = python
+        self.environment = (environment or {}) | ({"TRITON_INTERPRET": "1"} if interpreter else {})
+        self.interpreter = interpreter
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._log: IO[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        """Send one request and wait for its answer, at most `seconds`. Never raises for what the child does."""
+        with self._lock:
+            process = self._start()
+            assert process.stdin is not None and self._log is not None
+            begun = self._log.seek(0, os.SEEK_END)
+            deadline = time.monotonic() + seconds
+            stage = "start"
+            with contextlib.suppress(BrokenPipeError):  # the child died early: its end is read below
+                process.stdin.write(json.dumps({"version": 1, "task": task, **fields}) + "\n")
+                process.stdin.flush()
+            while True:
+                try:
+                    line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.001))
+                except queue.Empty:
+                    self._kill()
+                    return Reply(
+                        outcome="hang", stage=stage, kind="timeout", message=f"no answer in {seconds:g} s", log=self._tail(begun)
+                    )
+                if line is None:
+                    status = process.wait()
+                    self._process = None
+                    name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                    log = self._tail(begun)
+                    return Reply(outcome="crash", stage=stage, kind=name, message=_cause(log) or name, log=log)
+                message = json.loads(line)
+                if "ok" not in message:
+                    stage = message["stage"]
+                elif message["ok"]:
+                    return Reply(outcome="ok", facts=message["facts"], stage=stage)
+                else:
+                    log = self._tail(begun)
+                    return Reply(
+                        outcome="error", stage=message["stage"], kind=message["kind"], message=message["message"],
+                        log=(log + "\n" + message["log"])[-LOG_TAIL:],
+                    )  # fmt: skip
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._kill()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        if self._log is None:
+            self._log = tempfile.TemporaryFile()
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | self.environment
+        # A process group of its own: a compiler's children (ptxas, linkers) end with it.
+        process = subprocess.Popen(
+            [self.python, "-u", str(SERVE), *(["--installed"] if self.interpreter else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
+        self._process, self._lines = process, lines
+        return process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _tail(self, begun: int) -> str:
+        assert self._log is not None
+        end = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(begun, end - LOG_TAIL))
+        return self._log.read().decode(errors="replace")
+
+
+def _pump(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:
+    assert stream is not None
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _cause(log: str) -> str:
+    """The line of a crash log that names the cause: an assertion, an MLIR or LLVM error, or else the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for mark in ("Assertion", "LLVM ERROR", "error:", "UNREACHABLE", "what():"):
+        for line in lines:
+            if mark in line:
+                return line[:500]
+    return lines[-1][:500] if lines else ""

@@ -1,0 +1,123 @@
+"""Where Triton's Python API differs between versions: building a source, its attributes, its target and options.
+
+Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0. Runs in a child process; standard library and Triton only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from portattn.worker import resources
+
+try:
+    from triton.compiler import ASTSource
+except ImportError:  # triton-ascend 3.2 exports it one level down only
+    from triton.compiler.compiler import ASTSource
+
+VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+
+
+def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Compile one Signature (as plain data) for one target; facts about the machine code come back.
+
+    `enter(stage)` is called before each compiler stage. Whatever the compiler raises passes through.
+    """
+    signature, (backend, arch, warp) = request["signature"], request["target"]
+    enter("parse")
+    function = getattr(importlib.import_module(signature["module"]), signature["function"])
+    target = GPUTarget(backend, arch, warp)
+    if backend == "npu":
+        from portattn.worker import ascend
+
+        return {"facts": ascend.lower(source(function, signature, backend), target, signature["options"], enter)}
+    if backend == "hip":
+        _link_without_rocm()
+    _announce_stages(target, enter)
+    kernel = triton.compile(source(function, signature, backend), target=target, options=signature["options"])
+    enter("read")
+    facts = resources.read(kernel, backend, arch, full=request.get("facts") == "full")
+    return {"facts": facts, "toolchain": triton.__version__}
+
+
+def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
+    """An ASTSource of this Triton version for one Signature."""
+    names = function.arg_names
+    types = {name: signature["types"].get(name, "constexpr") for name in names}
+    constants = {name: signature["constants"][name] for name in names if name in signature["constants"]}
+    attributes = _attributes(names, signature, backend)
+    if VERSION < (3, 3):
+        run_time = {name: kind for name, kind in types.items() if kind != "constexpr"}
+        return ASTSource(function, signature=run_time, constants=constants, attrs=attributes)
+    return ASTSource(function, signature=types, constexprs=constants, attrs=attributes)
+
+
+def _attributes(names: list[str], signature: dict[str, Any], backend: str) -> Any:
+    """What is known of arguments: multiples of 16, and on AMD tensors that 32-bit offsets reach."""
+    divisible = [names.index(name) for name in signature["divisible"]]
+    small = [names.index(name) for name in signature["small"]] if backend == "hip" else []
+    if VERSION >= (3, 3):
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {(i,): [["tt.divisibility", 16]] for i in divisible}
+        for i in small:
+            attributes.setdefault((i,), []).append(["tt.pointer_range", 32])
+        return attributes
+    from triton.backends.compiler import AttrsDescriptor
+
+    properties = {"tt.divisibility": divisible, "tt.equal_to": []}
+    kind = "AttrsDescriptor"
+    if backend == "hip":
+        importlib.import_module("triton.backends.amd.compiler")  # registers the class that the name means
+        kind = "HIPAttrsDescriptor"
+        properties["tt.pointer_range"] = small
+    return AttrsDescriptor.from_dict({"arg_properties": properties, "cls": kind})
+
+
+def _announce_stages(target: GPUTarget, enter: Callable[[str], None]) -> None:
+    """Have the backend's stages announce themselves. Patches the backend class once a process."""
+    from triton.compiler.compiler import make_backend
+
+    kind = type(make_backend(target))
+    original = getattr(kind, "_portattn_add_stages", kind.add_stages)
+
+    def add_stages(self: Any, stages: dict[str, Any], *arguments: Any) -> Any:
+        result = original(self, stages, *arguments)
+        for name, run in list(stages.items()):
+            stages[name] = _announced(name, run, enter)
+        return result
+
+    kind._portattn_add_stages = original
+    kind.add_stages = add_stages
+
+
+def _announced(name: str, run: Callable[..., Any], enter: Callable[[str], None]) -> Callable[..., Any]:
+    def stage(*arguments: Any) -> Any:
+        enter(name)
+        return run(*arguments)
+
+    return stage
+
+
+def _link_without_rocm() -> None:
+    """Before 3.5 the last AMD step calls ROCm's linker. Where there is none, keep the relocatable object: registers,
+    spills and LDS are in the assembly already, and nothing is run."""
+    from triton.backends import backends
+
+    compiler = backends["amd"].compiler
+    if not hasattr(compiler, "path_to_rocm_lld"):
+        return
+    try:
+        compiler.path_to_rocm_lld()
+    except (Exception, SystemExit):  # versions differ in what they raise where no ROCm is installed
+        from triton._C.libtriton import amd
+
+        compiler.make_hsaco = staticmethod(lambda src, metadata, options: amd.assemble_amdgcn(src, options.arch, ""))
+        compiler.hash = lambda self: f"unlinked-{self.target}"
+
+
+def run_tool(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,0 +1,87 @@
+"""The child process: reads requests as JSON lines, answers with JSON lines. Standard library and Triton only.
+
+Started by file path, so that it also runs under a Python in which portattn is not installed (a toolchain's own
+environment). Protocol version 1, one request at a time:
+
+  request   {"version": 1, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, "facts": "full"}
+  progress  {"stage": "ttgir"}                       before each compiler stage, so that a crash has a stage
+  answer    {"ok": true, "facts": {…}, "toolchain": "3.6.0"}
+            {"ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import types
+from typing import Any, TextIO
+
+PROTOCOL = 1
+
+
+def import_without_package() -> None:
+    """Make portattn's kernels and worker modules importable without running portattn/__init__ or needing its deps."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # A script's own folder heads sys.path; its modules must not shadow others.
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.join(folder, "worker")]
+    package = types.ModuleType("portattn")
+    package.__path__ = [folder]
+    sys.modules["portattn"] = package
+
+
+def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
+    """Carry out one request; `say` sends a progress line."""
+    if request.get("version") != PROTOCOL:
+        return _failure("protocol", "ProtocolError", f"protocol {request.get('version')!r}, this worker speaks {PROTOCOL}")
+    stage = {"now": "import"}
+
+    def enter(name: str) -> None:
+        stage["now"] = name
+        say({"stage": name})
+
+    before = dict(os.environ)
+    os.environ.update(request.get("env", {}))
+    try:
+        if request["task"] == "compile":
+            from portattn.worker import compilers
+
+            return {"ok": True, **compilers.compile_signature(request, enter)}
+        if request["task"] == "interpret":
+            from portattn.worker import interpret
+
+            return {"ok": True, **interpret.compare(request)}
+        return _failure("protocol", "ProtocolError", f"unknown task {request['task']!r}")
+    except (Exception, SystemExit) as error:
+        # Whatever a compiler raises is this request's result; the parent classifies it.
+        return _failure(stage["now"], type(error).__name__, str(error), traceback.format_exc())
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _failure(stage: str, kind: str, message: str, log: str = "") -> dict[str, Any]:
+    return {"ok": False, "stage": stage, "kind": kind, "message": message[-8000:], "log": log[-16000:]}
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    for line in requests:
+        say(answer(json.loads(line), say))
+
+
+def main() -> None:
+    # Compilers print to the standard streams: answers get a descriptor of their own, and the rest goes to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    if "--installed" not in sys.argv:
+        import_without_package()
+    main()
