@@ -14,4 +14,7 @@ def first_refusal(path: str, *checks: Check) -> Rejection | None:
     """The first check that holds, as the rejection of `path`; None when none does."""
     from portattn.planner import Rejection  # the planner's registry imports the backends
 
-    return next((Rejection(path=path, reason=reason, hint=hint) for holds, reason, hint in checks if holds), None)
+    for holds, reason, hint in checks:
+        if holds:
+            return Rejection(path=path, reason=reason, hint=hint)
+    return None

@@ -1,5 +1,6 @@
-"""torch's scaled_dot_product_attention as a vendor path: cuDNN, FlashAttention and memory-efficient kernels on NVIDIA,
-AOTriton's and CK's on AMD, whichever torch picks.
+"""torch's scaled_dot_product_attention as a vendor path, with whichever kernel torch picks.
+
+On NVIDIA: cuDNN's, FlashAttention's or the memory-efficient one. On AMD: AOTriton's or CK's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class SdpaPath(VendorPath):
         p = problem
         widest = max(p.head_dim, p.head_dim_v)
         given = [n for n in ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k") if getattr(p, n)]
-        blind = min(p.seq_q - p.seq_k, p.seq_q)  # rows that see no key when causal is bottom-right
+        empty = [n for n in ("batch", "seq_q", "seq_k") if getattr(p, n) == 0]
         return first_refusal(
             self.name,
             (
@@ -55,32 +56,37 @@ class SdpaPath(VendorPath):
             ),
             (
                 widest > MAX_HEAD_DIM,
-                f"head_dim is {widest}, and SDPA's fused kernels take up to {MAX_HEAD_DIM}; beyond, it holds all "
-                f"{p.seq_q} × {p.seq_k} scores",
+                f"head_dim is {widest}, and SDPA's fused kernels take up to {MAX_HEAD_DIM}; beyond, it holds "
+                f"all {p.seq_q} × {p.seq_k} scores",
                 "backend='reference' is blockwise",
             ),
             (
-                p.causal == "bottom_right" and blind > 0 and p.seq_k > 0,
-                f"causal bottom-right with seq_q {p.seq_q} over seq_k {p.seq_k} leaves the first {blind} rows without "
-                "a key, and causal_lower_right is undefined there (NaN)",
+                bool(empty),
+                f"{', '.join(empty)} is 0, and torch's fused kernels are not all defined for empty tensors",
+                "backend='reference' gives zeros",
+            ),
+            (
+                p.causal == "bottom_right" and p.seq_q > p.seq_k,
+                f"causal bottom-right with seq_q {p.seq_q} over seq_k {p.seq_k} leaves the first "
+                f"{p.seq_q - p.seq_k} rows without a key, and causal_lower_right is undefined there",
                 "drop those rows, or backend='reference'",
             ),
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, None]:
-        """out (B, Hq, Sq, Dv) in q's dtype; the LSE is always None. Memory: no more than the mask below."""
+        """(out (B, Hq, Sq, Dv) in q's dtype, None).
+
+        Memory grows with Sq and Sk, except on ROCm with a bottom-right mask and Sq < Sk: Sq × Sk bytes.
+        """
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
         p = call.problem
-        if 0 in (p.batch, p.seq_q, p.seq_k):
-            # No score to compute. torch's fused kernels are not all defined for empty tensors.
-            return _nothing_attended(call), None
         q, scale = _with_positive_scale(call.q, call.scale)
         k, v, gqa = call.k, call.v, p.group > 1
         if gqa and (p.dtype == "fp32" or p.head_dim != p.head_dim_v):
             # Here only the memory-efficient kernel serves, and it has no GQA: repeated heads cost group × (K + V),
-            # SDPA's fall-back would cost Sq × Sk for every head.
+            # SDPA's fall-back would hold Sq × Sk scores of every head.
             k, v, gqa = k.repeat_interleave(p.group, dim=1), v.repeat_interleave(p.group, dim=1), False
         # Fused kernels need rows that are contiguous.
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
@@ -89,14 +95,12 @@ class SdpaPath(VendorPath):
             mask = {"is_causal": True}
         elif p.causal == "bottom_right" and p.seq_q > 1:  # a single last row sees every key
             mask = {"attn_mask": _lower_right(p, q.device, hip=torch.version.hip is not None)}
-        out = scaled_dot_product_attention(
-            q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **mask
-        )
+        out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **mask)
         return out, None
 
 
 def _lower_right(p: Problem, device: torch.device, *, hip: bool) -> torch.Tensor:
-    """Bottom-right causal mask (Sq, Sk) for Sq < Sk: torch's own marker, or a boolean mask (True = attend) on ROCm."""
+    """Bottom-right causal mask (Sq, Sk), Sq < Sk: torch's own marker, or on ROCm a boolean mask, True = attend."""
     import torch
     from torch.nn.attention.bias import causal_lower_right
 
@@ -108,15 +112,11 @@ def _lower_right(p: Problem, device: torch.device, *, hip: bool) -> torch.Tensor
 
 
 def _with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same scores with a positive scale: the fused kernels take a row's maximum before they scale."""
+    """The same scores with a positive scale.
+
+    The fused 16-bit kernels take a row's maximum before they scale: a scale of 0 or less gives NaN (seen with torch
+    2.11 on an H200).
+    """
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
-
-
-def _nothing_attended(call: Call) -> torch.Tensor:
-    """Zeros (B, Hq, Sq, Dv) that stay in the autograd graph of q, k and v."""
-    out = call.new_out().zero_()
-    if call.problem.needs_grad:
-        out = out + 0.0 * (call.q.sum() + call.k.sum() + call.v.sum()).to(out.dtype)
-    return out

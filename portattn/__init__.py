@@ -34,9 +34,10 @@ _PUBLIC = {
     "FallbackWarning": "portattn.errors",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604 - the names are strings
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
+    from portattn.config import settings as settings
     from portattn.dispatch import last_plan as last_plan
     from portattn.errors import ArgumentError as ArgumentError
     from portattn.errors import DataError as DataError
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from portattn.problem import Problem as Problem
     from portattn.quirk import Quirk as Quirk
     from portattn.registry import Registry as Registry
-    from portattn.config import settings as settings
     from portattn.target import Target as Target
     from portattn.toolchain import Toolchain as Toolchain
     from portattn.verdict import Incident as Incident

@@ -20,6 +20,7 @@ class Call:
     scale            factor on the scores, 1/√D unless the caller named one
     seqlens_q/k      (B,) int32 on the same device: valid rows of each sequence; None for all
     leftpad_q/k      (B,) int32 on the same device: padding rows before the first valid one; None for none
+    copied           k or v is a contiguous copy of the caller's (its rows lay too far apart for 32-bit offsets)
     """
 
     problem: Problem
@@ -32,6 +33,7 @@ class Call:
     leftpad_q: torch.Tensor | None = None
     leftpad_k: torch.Tensor | None = None
     dropout_p: float = 0.0
+    copied: bool = False
 
     def new_out(self) -> torch.Tensor:
         """An uninitialised output (B, Hq, Sq, Dv) in q's dtype, laid out in memory as the caller's layout is."""

@@ -42,16 +42,14 @@ def ensure(plan: Plan, call: Call, target: Target, settings: Settings) -> Incide
     if plan.key in _ready:
         return None
     verdicts = store(settings)
-    seen = verdicts.get(plan.key)
-    if seen is None or settings.isolate == "always":
-        if settings.isolate != "never":
-            with verdicts.lock(plan.key):
-                # Another process may have tried it while this one waited for the lock.
-                seen = verdicts.get(plan.key)
-                if seen is None:
-                    incident = _in_child(plan, call, target, settings, verdicts)
-                    if incident is not None:
-                        return incident
+    always = settings.isolate == "always"
+    if settings.isolate != "never" and (always or verdicts.get(plan.key) is None):
+        with verdicts.lock(plan.key):
+            # Another process may have tried it while this one waited for the lock.
+            tried = None if always else verdicts.get(plan.key)
+            incident = _in_child(plan, call, target, settings, verdicts) if tried is None else None
+        if incident is not None:
+            return incident
     incident = _in_this_process(plan, call, target, verdicts)
     if incident is None:
         _ready.add(plan.key)
@@ -80,9 +78,7 @@ def over_limit(reply: Reply, target: Target) -> str:
     return ""
 
 
-def _in_child(
-    plan: Plan, call: Call, target: Target, settings: Settings, verdicts: VerdictStore
-) -> Incident | None:
+def _in_child(plan: Plan, call: Call, target: Target, settings: Settings, verdicts: VerdictStore) -> Incident | None:
     launches, _, _ = kernel_calls(plan, call, target.arch.cores)
     for launch in launches:
         reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
@@ -117,16 +113,14 @@ def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictSt
                     *launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options()
                 )
                 compiled._init_handles()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # Only a compile is under way here: whatever is raised is the compiler's, or the loader's refusal.
                 reply = Reply(outcome="error", stage="load", kind=type(error).__name__, message=str(error))
                 return _record(reply, launch, plan, target, verdicts)
     return None
 
 
-def _record(
-    reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore
-) -> Incident:
+def _record(reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Incident:
     """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that plans go by."""
     now = datetime.datetime.now(datetime.timezone.utc)
     digest = hashlib.sha256(f"{plan.key}{now.isoformat()}".encode()).hexdigest()[:6]
@@ -172,7 +166,9 @@ def symptom_of(reply: Reply) -> Symptom:
         return "hang"
     if reply.outcome == "crash":
         return "compiler-crash"
-    over = re.search(r"out of resource|OutOfResources|ub overflow|uses too much shared data", f"{reply.kind} {reply.message}")
+    over = re.search(
+        r"out of resource|OutOfResources|ub overflow|uses too much shared data", f"{reply.kind} {reply.message}"
+    )
     return "resource-limit" if over else "compile-error"
 
 

@@ -7,6 +7,7 @@ is never silently ignored.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -68,7 +69,7 @@ def _check(name: str, value: Any, origin: str) -> None:
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
     """Settings as the environment gives them. Raises SettingError on an unknown PORTATTN_* name or a bad value."""
-    values = {}
+    values: dict[str, Any] = {}
     for variable in sorted(environ):
         if not variable.startswith("PORTATTN_"):
             continue
@@ -83,19 +84,17 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
 
 
 _block: ContextVar[Settings | None] = ContextVar("portattn_settings", default=None)
-_environment: tuple[tuple[tuple[str, str], ...], Settings] | None = None
+
+
+@functools.lru_cache(maxsize=1)
+def environment_settings() -> Settings:
+    """The environment's settings, read once at the first call: `settings(...)` is for changes while running."""
+    return from_environment(os.environ)
 
 
 def current() -> Settings:
     """The innermost `settings(...)` block, or else the environment's settings."""
-    global _environment
-    chosen = _block.get()
-    if chosen is not None:
-        return chosen
-    seen = tuple((k, v) for k, v in os.environ.items() if k.startswith("PORTATTN_"))
-    if _environment is None or _environment[0] != seen:
-        _environment = (seen, from_environment(os.environ))
-    return _environment[1]
+    return _block.get() or environment_settings()
 
 
 @contextlib.contextmanager

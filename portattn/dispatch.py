@@ -1,16 +1,18 @@
-"""From a Call to its result: detect the target, plan, make sure that the kernel compiles, run, and say what happened."""
+"""From a Call to its result: detect the target, plan, see that the kernel compiles, run, and say what happened."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import msgspec
 import torch
 
+from portattn import fastpath
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
@@ -76,13 +78,27 @@ def _planned(problem: Problem, device_type: str, index: int | None, settings: Se
 def forget_plans() -> None:
     """Drop every cached plan: verdicts or data have changed."""
     _planned.cache_clear()
+    fastpath.forget()
 
 
-def run(call: Call, settings: Settings) -> tuple[torch.Tensor, torch.Tensor | None]:
+def repeat(
+    key: Hashable, settings: Settings, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Run again what an earlier call with this key kept: (out in the caller's layout, LSE); None when nothing is."""
+    if _only_plan.get() is not None or settings.validate == "always":
+        return None
+    kept = fastpath.find(key, settings)
+    if kept is None:
+        return None
+    _last.set(kept.plan)
+    return kept(q, k, v, optional)
+
+
+def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
 
-    A compile that fails becomes an Incident and the call is planned again without that path. An error while the
-    kernel runs passes through: it is never retried elsewhere.
+    With a key, a core path's launches are kept for `repeat`. A compile that fails becomes an Incident, and the call is
+    planned again without that path. An error while the kernel runs passes through: it is never retried elsewhere.
     """
     device = call.q.device
     while True:
@@ -105,21 +121,27 @@ def run(call: Call, settings: Settings) -> tuple[torch.Tensor, torch.Tensor | No
                         [Rejection(path=made.path, reason=incident.message, incident=incident.id)],
                     )
                 continue
-        result = _execute(made, call)
+        result = _execute(made, call, settings, key)
         _last.set(made)
         return result
 
 
-def _execute(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _execute(
+    made: Plan, call: Call, settings: Settings, key: Hashable | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if made.path == "reference":
         return blockwise.run(call)
     registry = Registry.load()
     backend = registry.backends[made.target.partition(":")[0]]
     if made.path == backend.core_path:
-        from portattn.launch import run_core
+        from portattn.launch import kernel_calls, launch_all
 
         target, _ = detect_target(call.q.device.type, call.q.device.index)
-        return run_core(made, call, target.arch.cores)
+        launches, out, lse = kernel_calls(made, call, target.arch.cores)
+        launch_all(launches, made, call.q)
+        if key is not None and out.numel() and not call.copied:
+            fastpath.keep(key, fastpath.Kept(made, settings, launches, out, lse))
+        return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)
 
@@ -131,7 +153,8 @@ def _report(made: Plan, settings: Settings) -> None:
     first = made.rejected[0]
     if settings.fallback == "error":
         raise PathUnavailable(
-            f"{made.problem.op}: the {first.path} path is not available on {made.target} and fallback='error'", made.rejected
+            f"{made.problem.op}: the {first.path} path is not available on {made.target} and fallback='error'",
+            made.rejected,
         )
     key = (made.problem.op, made.requested, made.path, first.reason)
     if key in _warned:

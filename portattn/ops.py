@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
+import msgspec
 import torch
 
-from portattn import dispatch
+from portattn import dispatch, fastpath
 from portattn.call import Call
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
@@ -55,12 +58,16 @@ def attention(
     back is forbidden, QuirkConflict when the registry contradicts itself.
     """
     settings = _settings(backend)
+    optional = (seqlens_q, seqlens_k, leftpad_q, leftpad_k)
+    key = _key("attention", q, k, v, optional, (scale, causal, dropout_p, return_lse, layout))
+    if key is not None and (kept := dispatch.repeat(key, settings, q, k, v, optional)) is not None:
+        return kept if return_lse else kept[0]  # type: ignore[return-value]
     call = attention_call(
         "attention", q, k, v, names=("q", "k", "v"), settings=settings, scale=scale, causal=causal,
         return_lse=return_lse, layout=layout, seqlens_q=seqlens_q, seqlens_k=seqlens_k,
         leftpad_q=leftpad_q, leftpad_k=leftpad_k, dropout_p=dropout_p,
     )  # fmt: skip
-    return _finish(call, settings)
+    return _finish(call, settings, key)
 
 
 def decode_attention(
@@ -89,11 +96,15 @@ def decode_attention(
     splits·B·Hq·Sq·(Dv + 1) elements are allocated beside the output. Raises as `attention` does.
     """
     settings = _settings(backend)
+    optional = (None, seqlens_k, None, leftpad_k)
+    key = _key("decode_attention", q, k_cache, v_cache, optional, (scale, causal, 0.0, return_lse, layout))
+    if key is not None and (kept := dispatch.repeat(key, settings, q, k_cache, v_cache, optional)) is not None:
+        return kept if return_lse else kept[0]  # type: ignore[return-value]
     call = attention_call(
         "decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), settings=settings, scale=scale,
         causal=causal, return_lse=return_lse, layout=layout, seqlens_k=seqlens_k, leftpad_k=leftpad_k,
     )  # fmt: skip
-    return _finish(call, settings)
+    return _finish(call, settings, key)
 
 
 def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
@@ -106,9 +117,11 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     if isinstance(op, Problem):
         target = args[0] if args else kwargs.pop("target", None)
         if not isinstance(target, Target) or len(args) > 1 or kwargs:
-            raise ArgumentError("plan", "arguments", (*args, *kwargs), "plan(problem, target) takes a Problem and a Target")
+            raise ArgumentError(
+                "plan", "arguments", (*args, *kwargs), "plan(problem, target) takes a Problem and a Target"
+            )
         return plan_problem(op, target, settings=current())
-    ops = {"attention": attention, "decode_attention": decode_attention}
+    ops: dict[str, Callable[..., Any]] = {"attention": attention, "decode_attention": decode_attention}
     if op not in ops:
         raise ArgumentError("plan", "op", op, f"must be a Problem or one of {', '.join(OPS)}")
     with dispatch.planning_only() as planned:
@@ -117,21 +130,32 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
 
 
 def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
-    """`plan(...)` as text for people: the path, its kernel, the quirks applied, and why each other path is not taken."""
+    """`plan(...)` as text for people: path, kernel, the quirks applied, and why each other path is not taken."""
     return plan(op, *args, **kwargs).explain()
 
 
 def _settings(backend: str | None) -> Settings:
     settings = current()
-    if backend is None or backend == settings.backend:
-        return settings
-    import msgspec
+    return settings if backend is None or backend == settings.backend else _with_backend(settings, backend)
 
+
+@functools.lru_cache(maxsize=64)
+def _with_backend(settings: Settings, backend: str) -> Settings:
+    """The same object for the same arguments: kept calls are told apart by their settings' identity."""
     return msgspec.structs.replace(settings, backend=backend)
 
 
-def _finish(call: Call, settings: Settings) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    out, lse = dispatch.run(call, settings)
+def _key(op: str, q: Any, k: Any, v: Any, optional: tuple[Any, ...], values: tuple[Any, ...]) -> Hashable | None:
+    """The key under which a call is kept; None for what is never kept, or not even made of tensors."""
+    if not all(isinstance(t, torch.Tensor) for t in (q, k, v)) or q.device.type == "cpu":
+        return None
+    if not all(t is None or isinstance(t, torch.Tensor) for t in optional):
+        return None
+    return fastpath.key_of(op, q, k, v, optional, values)
+
+
+def _finish(call: Call, settings: Settings, key: Hashable | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    out, lse = dispatch.run(call, settings, key)
     if call.problem.layout == "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if lse is not None and call.problem.return_lse else out

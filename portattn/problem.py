@@ -59,7 +59,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dropout: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("op", OPS), ("dtype", DTYPES), ("causal", get_args(Causal)), ("layout", get_args(Layout))):
+        for name, allowed in (
+            ("op", OPS),
+            ("dtype", DTYPES),
+            ("causal", get_args(Causal)),
+            ("layout", get_args(Layout)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if not self.head_dim_v:

@@ -95,7 +95,9 @@ def find_backends() -> dict[str, Backend]:
             backend = point.load()
         except Exception as error:
             # A broken plug-in must not be silently missing from every plan: say which one and stop.
-            raise PortattnError(f"backend package {point.value!r} ({ENTRY_POINT_GROUP}) fails to load: {error}") from error
+            raise PortattnError(
+                f"backend package {point.value!r} ({ENTRY_POINT_GROUP}) fails to load: {error}"
+            ) from error
         backend = backend() if isinstance(backend, type) else backend
         if backend.name in found:
             raise PortattnError(f"backend package {point.value!r} registers {backend.name!r}, which exists already")

@@ -18,45 +18,60 @@ else:
 
 T = TypeVar("T")
 
-_TABLE = re.compile(r"^\s*\[+\s*([^\[\]]+?)\s*\]+")
+_TABLE = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.]+)\s*=")
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """Parse a TOML file into a dict, beside its text. Raises DataError with the line of a syntax error."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise DataError(path, line, f"not UTF-8: {error.reason}") from None
     try:
         return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"line (\d+)", str(error))
-        raise DataError(path, int(line.group(1)) if line else None, f"not TOML: {error}") from None
+        where = re.search(r"line (\d+)", str(error))
+        # "at end of document" has no line number: what is missing would stand after the last line.
+        raise DataError(path, int(where.group(1)) if where else len(text.splitlines()), f"not TOML: {error}") from None
 
 
 def line_of(text: str, *keys: str) -> int | None:
-    """Line number of the innermost key that can be found, looking inside [tables] by their dotted name."""
-    table, best, depth = "", None, 0
+    """Line number of the innermost of nested keys that can be found; None when not even the outermost can.
+
+    An element of an array of tables is named by its number: `line_of(text, "verified", "1", "level")`.
+    """
     wanted = ".".join(keys)
+    elements: dict[str, int] = {}
+    table, best, depth = "", None, 0
     for number, line in enumerate(text.splitlines(), 1):
         header, assignment = _TABLE.match(line), _KEY.match(line)
-        if header and not assignment:
-            table = header.group(1).replace('"', "")
-            name = table
-        elif assignment:
-            key = assignment.group(1).strip("\"'")
+        if assignment:
+            key = assignment.group(1).replace('"', "").replace("'", "")
             name = f"{table}.{key}" if table else key
+        elif header:
+            table = header.group(2).replace('"', "").replace("'", "")
+            if header.group(1) == "[[":
+                elements[table] = elements.get(table, -1) + 1
+                table = f"{table}.{elements[table]}"
+            name = table
         else:
             continue
-        shared = len(name.split(".")) if wanted == name or wanted.startswith(name + ".") else 0
+        shared = name.count(".") + 1 if f"{wanted}.".startswith(f"{name}.") else 0
         if shared > depth:
             best, depth = number, shared
-            inside = wanted[len(name) + 1 :].split(".")[0] if wanted != name else ""
-            if inside and assignment and not re.search(rf"\b{re.escape(inside)}\b", line):
-                continue
     return best
 
 
 _UNKNOWN = re.compile(r"unknown field `([^`]+)`(?: - at `([^`]+)`)?")
 _AT = re.compile(r" - at `([^`]+)`")
+# msgspec speaks of JSON's objects and of structs' fields; a TOML file has tables and keys.
+_WORDING = (
+    ("Object contains unknown field", "the table has the unknown key"),
+    ("Object missing required field", "the table lacks the key"),
+    ("object", "table"),
+)
 
 
 def convert(data: Any, kind: type[T], path: Path, text: str, *prefix: str) -> T:
@@ -70,7 +85,9 @@ def convert(data: Any, kind: type[T], path: Path, text: str, *prefix: str) -> T:
         unknown = _UNKNOWN.search(message)
         if unknown:
             keys.append(unknown.group(1))
-        shown = _AT.sub("", message).replace("Object", "The table").replace("object", "table")
+        shown = _AT.sub("", message)
+        for theirs, ours in _WORDING:
+            shown = shown.replace(theirs, ours)
         where = ".".join([*prefix, *keys])
         problem = f"key {where!r}: {shown}" if where else shown
         raise DataError(path, line_of(text, *prefix, *keys), problem) from None

@@ -59,7 +59,7 @@ def attention_call(
 
     if causal not in (True, False, "top_left", "bottom_right"):
         raise ArgumentError(op, "causal", causal, "must be True (bottom_right), False, 'bottom_right' or 'top_left'")
-    alignment = {True: "bottom_right", False: "none"}.get(causal, causal)  # type: ignore[call-overload]
+    alignment = causal if isinstance(causal, str) else "bottom_right" if causal else "none"
     scale = _check_number(op, "scale", head_dim**-0.5 if scale is None else scale)
     dropout_p = _check_number(op, "dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -69,14 +69,14 @@ def attention_call(
             raise ArgumentError(op, name, flag, "must be True or False")
 
     lengths = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
-    for name, tensor in lengths.items():
-        if tensor is not None:
-            _check_lengths(op, name, tensor, batch, q.device)
+    for name, length in lengths.items():
+        if length is not None:
+            _check_lengths(op, name, length, batch, q.device)
     if settings.validate == "always" or (settings.validate == "auto" and q.device.type == "cpu"):
         _check_length_values(op, "q", seqlens_q, leftpad_q, seq_q)
         _check_length_values(op, "k", seqlens_k, leftpad_k, k.shape[2])
 
-    k, v = _reachable(k), _reachable(v)
+    given, (k, v) = (k, v), (_reachable(k), _reachable(v))
     problem = Problem(
         op=op,  # type: ignore[arg-type]
         batch=batch,
@@ -99,7 +99,19 @@ def attention_call(
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         dropout=dropout_p > 0.0,
     )
-    return Call(problem, q, k, v, scale, seqlens_q, seqlens_k, leftpad_q, leftpad_k, dropout_p)
+    return Call(
+        problem,
+        q,
+        k,
+        v,
+        scale,
+        seqlens_q,
+        seqlens_k,
+        leftpad_q,
+        leftpad_k,
+        dropout_p,
+        k is not given[0] or v is not given[1],
+    )
 
 
 def _check_tensor(op: str, name: str, tensor: Any, layout: str) -> None:
@@ -149,7 +161,9 @@ def _check_length_values(
         room = capacity - (pads[index] if pads else 0)
         if not 0 <= value <= room:
             less = f" less its left padding of {pads[index]}" if pads else ""
-            raise ArgumentError(op, f"seqlens_{side}[{index}]", value, f"must be in 0..{room}, the rows there are{less}")
+            raise ArgumentError(
+                op, f"seqlens_{side}[{index}]", value, f"must be in 0..{room}, the rows there are{less}"
+            )
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

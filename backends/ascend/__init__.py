@@ -1,7 +1,7 @@
 """Huawei Ascend NPUs: detection through torch_npu, CANN and driver versions, and torch_npu's fused attention.
 
-`npu` is no torch device type before torch_npu is imported, and torch_npu needs CANN: nothing here imports it before
-it is asked for.
+`npu` is no torch device type before torch_npu is imported, and torch_npu needs CANN: nothing here imports it
+before it is asked for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from portattn.backends.ascend.vendor import NpuFusedInferAttentionScore, NpuFusionAttention
 from portattn.backends.base import Backend
-from portattn.backends.machine import first_line_matching, version_in
+from portattn.backends.detection import first_line_matching, version_in
 from portattn.target import Arch
 
-# How triton-ascend's GPUTarget spells an arch (3.2.0, backends/ascend/utils.py, TRITON_ASCEND_ARCH). ascend910_93 is a
-# family of spellings with one set of limits; the first chip of its title stands for it.
+# How triton-ascend's GPUTarget spells an arch (3.2.0, backends/ascend/utils.py, TRITON_ASCEND_ARCH).
+# ascend910_93 is a family of spellings with one set of limits; the first chip of its title stands for it.
 SPELLING = {
     "ascend910b1": "Ascend910B1",
     "ascend910b2": "Ascend910B2",
@@ -29,8 +29,8 @@ SPELLING = {
 }
 
 # Names that torch_npu gives a device, and the arch each is. 910B2C and 910B4-1 have 910B2's and 910B4's limits
-# (AscendNPU-IR, NPUTargetSpec.td). `Ascend910B` without a number is a 910 of the first generation, and 910_95 and 950
-# are another architecture: no arch.
+# (AscendNPU-IR, NPUTargetSpec.td). `Ascend910B` without a number is a 910 of the first generation
+# (triton-ascend issue 2115), and 910_95 and 950 are another architecture: no arch.
 ARCH_OF_DEVICE = (
     (re.compile(r"Ascend910B([1-4])(?:C|-\d)?"), r"ascend910b\1"),
     (re.compile(r"Ascend910_93\d\d"), "ascend910_93"),
@@ -48,7 +48,7 @@ class AscendBackend(Backend):
     vendor = (NpuFusionAttention(), NpuFusedInferAttentionScore())
 
     def detect(self, index: int | None = None) -> str | None:
-        """Arch of NPU `index`; None without one, without torch_npu or CANN, and for a chip that has no arch here."""
+        """Arch of NPU `index`; None without one, without torch_npu or CANN, and for a chip with no arch here."""
         if importlib.util.find_spec("torch_npu") is None:
             return None
         try:
@@ -58,13 +58,14 @@ class AscendBackend(Backend):
                 return None
             return arch_of(torch_npu.npu.get_device_name(index))
         except (ImportError, OSError, RuntimeError, AssertionError):
-            # ImportError, OSError: torch_npu is there, but CANN's libraries are not. RuntimeError: the driver or the
-            # device does not answer. AssertionError: there is no device of that number.
+            # ImportError, OSError: torch_npu is there, but CANN's libraries are not. RuntimeError: the driver or
+            # the device does not answer. AssertionError: there is no device of that number.
             return None
 
     def machine_components(self) -> dict[str, str]:
         """`cann` (the toolkit that the environment points to) and `driver`, where there are any."""
-        home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or DEFAULT_CANN_HOME
+        homes = (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"), DEFAULT_CANN_HOME)
+        home = next(h for h in homes if h)
         install = Path(home) / f"{platform.machine()}-linux" / "ascend_toolkit_install.info"
         found = {
             "cann": version_in(first_line_matching(install, r"^version=(\S+)")),

@@ -1,9 +1,9 @@
-"""torch_npu's fused attention functions as vendor paths, written against their published signatures and constraints.
+"""torch_npu's fused attention as vendor paths, written against its published signatures and constraints.
 
 Sources: Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md and
 torch_npu-npu_fused_infer_attention_score.md (the torch_npu API reference of hiascend.com), schemas in
-op_plugin/config/op_plugin_functions.yaml; hicann/ops-transformer, aclnnFlashAttentionScore.md, for the shapes of the
-softmax statistics and the chips. Neither has been run on an NPU by this project.
+op_plugin/config/op_plugin_functions.yaml; hicann/ops-transformer, aclnnFlashAttentionScore.md, for the shapes of
+the softmax statistics and the chips. Neither function has been run on an NPU by this project.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from portattn.problem import Problem
     from portattn.target import Target
 
-# sparse_mode: 0 everything, 2 causal from the upper left corner, 3 causal from the lower right corner. 2 and 3 take
-# one compressed mask for every length.
+# sparse_mode: 0 everything, 2 causal from the upper left corner, 3 causal from the lower right corner. 2 and 3
+# take one compressed mask for every length.
 SPARSE_MODE = {"none": 0, "top_left": 2, "bottom_right": 3}
 COMPRESSED_MASK_SIZE = 2048
 INFER_ROWS_MAY_BE_EMPTY = 2  # inner_precise: high precision, and rows that are masked whole are corrected
@@ -37,7 +37,7 @@ SUPPORTED_ARCHES = ("ascend910b*", "ascend910_93")  # Atlas A2 and A3
 class NpuFusionAttention(VendorPath):
     """torch_npu.npu_fusion_attention: dense attention with gradients and dropout.
 
-    Its statistics softmax_max and softmax_sum, (B, N, Sq, 8) float32 with eight equal columns, give the LSE as
+    Its statistics softmax_max and softmax_sum, (B, N, Sq, 8) float32 with eight equal columns, give the LSE:
     max + log(sum).
     """
 
@@ -79,7 +79,8 @@ class NpuFusionAttention(VendorPath):
 
         p = call.problem
         if not 0.0 <= call.dropout_p < 1.0:
-            raise ArgumentError(p.op, "dropout_p", call.dropout_p, f"{self.name} takes 0 up to, and without, 1")
+            limit = f"{self.name} takes at least 0 and less than 1"
+            raise ArgumentError(p.op, "dropout_p", call.dropout_p, limit)
         out, softmax_max, softmax_sum, *_ = torch_npu.npu_fusion_attention(
             call.q,
             call.k,
@@ -97,9 +98,9 @@ class NpuFusionAttention(VendorPath):
 class NpuFusedInferAttentionScore(VendorPath):
     """torch_npu.npu_fused_infer_attention_score: inference, decode and right-padded sequences included.
 
-    Lengths are lists of Python ints, so a call with lengths waits for the device (one copy to the host). Rows that
-    attend nothing (padding, an empty sequence, causal rows before the first key) are documented as imprecise, not as
-    zero: they are overwritten with 0, and their LSE with -inf.
+    Lengths are lists of Python ints, so a call with lengths waits for the device (one copy to the host). Rows
+    that attend nothing (padding, an empty sequence, causal rows before the first key) are documented as
+    imprecise, not as zero: they are overwritten with 0, and their LSE with -inf.
     """
 
     name = "npu_fused_infer_attention_score"
@@ -156,12 +157,15 @@ class NpuFusedInferAttentionScore(VendorPath):
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out (B, Hq, Sq, D) in q's dtype, LSE (B, Hq, Sq) float32 or None). Waits for the device if lengths are given."""
+        """(out (B, Hq, Sq, D) in q's dtype, LSE (B, Hq, Sq) float32 or None).
+
+        Waits for the device when lengths are given.
+        """
         import torch_npu
 
         p = call.problem
         attending = _attending_rows(call)
-        # Right for one row too: bottom-right, it sees every key, and its own length is documented as ignored.
+        # A single row's own length is documented as ignored.
         lengths_q = None if p.seq_q == 1 else _host_lengths(call.seqlens_q, p.seq_q)
         out, lse = torch_npu.npu_fused_infer_attention_score(
             call.q.contiguous(),  # documented: no support for strided tensors
@@ -194,10 +198,10 @@ def _mask(p: Problem, device: torch.device) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def compressed_causal_mask(device: torch.device) -> torch.Tensor:
-    """The mask that sparse modes 2 and 3 take whatever the lengths: (2048, 2048) bool, True = masked, 4 MiB a device."""
+    """The mask of sparse modes 2 and 3 for every length: (2048, 2048) bool, True = masked, 4 MiB a device."""
     import torch
 
-    # Kept for later calls, which may ask for gradients: a tensor born under inference_mode could not be saved for them.
+    # Kept for later calls, which may ask for gradients: a tensor born under inference_mode could not serve them.
     with torch.inference_mode(False):
         size = COMPRESSED_MASK_SIZE
         return torch.ones(size, size, dtype=torch.bool, device=device).triu(diagonal=1)
@@ -206,8 +210,8 @@ def compressed_causal_mask(device: torch.device) -> torch.Tensor:
 def _host_lengths(lengths: torch.Tensor | None, capacity: int) -> list[int] | None:
     """Lengths as the function takes them: a list of ints in 1..capacity; None for all.
 
-    Whether 0 is allowed is not documented. A sequence of length 0 is passed as one of length 1, and its rows are
-    overwritten.
+    Whether 0 is allowed is not documented. A sequence of length 0 is passed as one of length 1, and its rows
+    are overwritten.
     """
     if lengths is None:
         return None
@@ -246,21 +250,23 @@ def _arch_check(path: str, target: Target) -> Check:
 
 def _padding_check(path: str, p: Problem, names: tuple[str, ...]) -> Check:
     given = [name for name in names if getattr(p, name)]
-    what = "lengths or left padding" if "seqlens_k" in names else "left padding (one amount serves its whole batch)"
-    return bool(given), f"{', '.join(given)} given, and {path} takes no per-sequence {what}", "backend='reference'"
+    what = "lengths or left padding" if "seqlens_k" in names else "left padding (one amount serves a whole batch)"
+    reason = f"{', '.join(given)} given, and {path} takes no per-sequence {what}"
+    return bool(given), reason, "backend='reference'"
 
 
 def _empty_check(path: str, p: Problem) -> Check:
     sizes = {"batch": p.batch, "seq_q": p.seq_q, "seq_k": p.seq_k}
     empty = [name for name, size in sizes.items() if size == 0]
-    return bool(empty), f"{', '.join(empty)} is 0, and {path} takes sizes from 1", "backend='reference' gives zeros"
+    reason = f"{', '.join(empty)} is 0, and {path} takes sizes from 1"
+    return bool(empty), reason, "backend='reference' gives zeros"
 
 
 def _blind_rows_check(path: str, p: Problem) -> Check:
     return (
         p.causal == "bottom_right" and p.seq_q > p.seq_k,
-        f"causal bottom-right with seq_q {p.seq_q} over seq_k {p.seq_k} leaves the first {p.seq_q - p.seq_k} rows without "
-        f"a key, and what {path} gives for them is not documented",
+        f"causal bottom-right with seq_q {p.seq_q} over seq_k {p.seq_k} leaves the first {p.seq_q - p.seq_k} rows "
+        f"without a key, and what {path} gives for them is not documented",
         "drop those rows, or backend='reference'",
     )
 

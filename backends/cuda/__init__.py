@@ -6,7 +6,7 @@ from pathlib import Path
 
 from portattn.backends.base import Backend
 from portattn.backends.cuda.ptxas import ptxas_version
-from portattn.backends.machine import first_line_matching, torch_device_properties, version_in
+from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
 from portattn.target import Arch
 from portattn.toolchain import Toolchain
@@ -14,9 +14,9 @@ from portattn.toolchain import Toolchain
 WARP_SIZE = 32
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
-# Compute capability -> arch. The second group has no table of its own and takes a known arch's, of the same family:
-# its limits are no smaller (NVIDIA/cccl, arch_traits.h), and it has that arch's matrix instructions.
-#   8.7 (Orin), 8.8   run sm_86's code; 8.7 has more shared memory than sm_86, so tiles that fit there fit here
+# Compute capability -> arch. The second group has no table of its own and takes a known arch's, of the same
+# family: its limits are no smaller (NVIDIA/cccl, arch_traits.h), and it has that arch's matrix instructions.
+#   8.7 (Orin), 8.8   run sm_86's code; 8.7 has more shared memory, so tiles that fit sm_86 fit here
 #   10.3 (B300)       sm_100's limits, and one family with it: `sm_100f` code runs on both
 #   12.1 (GB10)       sm_120's limits, and one family with it: `sm_120f` code runs on both
 # 10.1 and 11.0 (Thor) have tcgen05 but are another family, and older than 8.0 lacks bf16 products: no arch.
@@ -42,7 +42,7 @@ class CudaBackend(Backend):
     vendor = (SdpaPath(),)
 
     def detect(self, index: int | None = None) -> str | None:
-        """Arch of NVIDIA device `index`; None without one, on an AMD build of torch, and for a capability not served."""
+        """Arch of NVIDIA device `index`; None without one, and for a compute capability that has no arch here."""
         properties = torch_device_properties("cuda", index)
         return None if properties is None else ARCH_OF_CAPABILITY.get((properties.major, properties.minor))
 
@@ -52,7 +52,7 @@ class CudaBackend(Backend):
         return {} if version is None else {"ptxas": version}
 
     def machine_components(self) -> dict[str, str]:
-        """`cuda` (what torch was built with) and `driver` (the kernel module's version), where there are any."""
+        """`cuda` (what torch was built with) and `driver` (the kernel module), where there are any."""
         import torch
 
         driver = first_line_matching(DRIVER_VERSION_FILE, r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")

@@ -1,4 +1,4 @@
-"""Which ptxas assembles for an arch under a Triton release: data in ptxas.toml, or the program that a variable names."""
+"""Which ptxas assembles for an arch under a Triton release: ptxas.toml, or the program that a variable names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from portattn.toolchain import Toolchain
 
 TABLE = Path(__file__).parent / "ptxas.toml"
 PTXAS_ENV = "TRITON_PTXAS_PATH"
-VERSION_SECONDS = 10  # a ptxas that does not even print its version by then is taken for one that does not run
+VERSION_SECONDS = 10  # a ptxas that has not printed its version by then is taken for one that does not run
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,8 +51,8 @@ def releases() -> tuple[Release, ...]:
 def ptxas_version(capability: int, toolchain: Toolchain) -> str | None:
     """Version of the ptxas that `toolchain` runs for sm_<capability>; None where it is not known.
 
-    An installed toolchain honours TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH as Triton does (knobs.py: the
-    named program if it runs, the wheel's own otherwise); one that is only named has the wheel's.
+    An installed toolchain honours TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH as Triton does (knobs.py:
+    the named program if it runs, the wheel's own otherwise); one that is only named has the wheel's.
     """
     release = next((r for r in releases() if toolchain.within("triton", r.triton)), None)
     if release is None:

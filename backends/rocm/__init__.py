@@ -1,11 +1,11 @@
-"""AMD GPUs: detection, ROCm and driver versions, and SDPA as the vendor's path. torch calls its devices `cuda`."""
+"""AMD GPUs: detection, ROCm and driver versions, and SDPA as the vendor's path. torch calls them `cuda`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from portattn.backends.base import Backend
-from portattn.backends.machine import first_line_matching, torch_device_properties, version_in
+from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
 from portattn.target import Arch
 
@@ -21,8 +21,8 @@ class RocmBackend(Backend):
     def detect(self, index: int | None = None) -> str | None:
         """Arch of AMD device `index`; None without one, and for a processor that arches.toml does not know.
 
-        A processor that is close to a known one (gfx1101 to gfx1100) is not mapped to it: AMD's code objects run on
-        the processor that they were compiled for only.
+        A processor that is close to a known one (gfx1101 to gfx1100) is not mapped to it: AMD's code objects run
+        on the processor that they were compiled for only.
         """
         from portattn.registry import load_arches  # the registry imports the backends
 

@@ -6,9 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def load_block_rows(base, start, rows, stride_row, stride_col,
-                    COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+                    COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+                    BOUNDED: tl.constexpr):  # fmt: skip
     """Rows [start, start + BLOCK_ROWS) of a (rows, COLS) matrix; what lies outside reads as 0 when BOUNDED."""
-    block = tl.make_block_ptr(base, (rows, COLS), (stride_row, stride_col), (start, 0), (BLOCK_ROWS, BLOCK_COLS), (1, 0))
+    block = tl.make_block_ptr(
+        base, (rows, COLS), (stride_row, stride_col), (start, 0), (BLOCK_ROWS, BLOCK_COLS), (1, 0)
+    )
     if BOUNDED and COLS != BLOCK_COLS:
         tile = tl.load(block, boundary_check=(0, 1), padding_option="zero")
     elif BOUNDED:

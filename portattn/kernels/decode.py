@@ -23,7 +23,8 @@ from portattn.kernels.tiles import (
 
 @triton.jit
 def load_packed_rows(base, rows, count, stride_h, stride_s, stride_d,
-                     SEQ_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NEGATED: tl.constexpr):  # fmt: skip
+                     SEQ_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                     NEGATED: tl.constexpr):  # fmt: skip
     """Query tile [BLOCK_M, BLOCK_D] whose row r is query r % SEQ_Q of the group's head r // SEQ_Q."""
     c = tl.arange(0, BLOCK_D)
     offsets = (rows // SEQ_Q).to(tl.int64) * stride_h + (rows % SEQ_Q).to(tl.int64) * stride_s  # [BLOCK_M]
@@ -183,7 +184,10 @@ def decode_combine(
         batch = row // (heads_q * seq_q)
         head = row // seq_q % heads_q
         o_base = (
-            out + batch.to(tl.int64) * o_stride_b + head.to(tl.int64) * o_stride_h + (row % seq_q).to(tl.int64) * o_stride_s
+            out
+            + batch.to(tl.int64) * o_stride_b
+            + head.to(tl.int64) * o_stride_h
+            + (row % seq_q).to(tl.int64) * o_stride_s
         )
         tl.store(o_base + columns, (acc * inverse).to(out.dtype.element_ty), mask=columns < HEAD_DIM_V)
         if lse is not None:

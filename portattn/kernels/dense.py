@@ -78,10 +78,22 @@ def dense_forward(
         q_base = q + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
         kv_head = (head // group).to(tl.int64)
         k_rows = row_source(
-            k + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h, k_end, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD
+            k + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h,
+            k_end,
+            k_stride_s,
+            HEAD_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            LOAD,
         )
         v_rows = row_source(
-            v + batch.to(tl.int64) * v_stride_b + kv_head * v_stride_h, k_end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD
+            v + batch.to(tl.int64) * v_stride_b + kv_head * v_stride_h,
+            k_end,
+            v_stride_s,
+            HEAD_DIM_V,
+            BLOCK_N,
+            BLOCK_DV,
+            LOAD,
         )
         q_tile = load_rows(q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, True, "pointer")
         if NEGATED:
@@ -96,6 +108,10 @@ def dense_forward(
                 begin, count = k_first, full_steps
             else:
                 begin, count = k_first + full_steps * BLOCK_N, steps - full_steps
+            if PIPELINE == "single" and edge == 0:
+                count = 0
+            elif PIPELINE == "single":
+                begin, count = k_first, steps
             if PIPELINE == "rotated" and edge == 0:
                 if count > 0:
                     k_tile = load_columns(k_rows, begin, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,

@@ -1,6 +1,15 @@
 """From a plan to kernel launches: what is launched with which arguments (KernelCall), and launching it."""
 
 from portattn.launch.kernelcall import KernelCall, Signature, signature
-from portattn.launch.run import kernel_calls, load_kernels, meta_call, run_core
+from portattn.launch.run import kernel_calls, launch_all, load_kernels, meta_call, run_core
 
-__all__ = ["KernelCall", "Signature", "kernel_calls", "load_kernels", "meta_call", "run_core", "signature"]
+__all__ = [
+    "KernelCall",
+    "Signature",
+    "kernel_calls",
+    "launch_all",
+    "load_kernels",
+    "meta_call",
+    "run_core",
+    "signature",
+]

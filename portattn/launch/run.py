@@ -14,6 +14,7 @@ import torch
 
 from portattn.call import Call
 from portattn.errors import PortattnError
+from portattn.interpreter import mend_bf16
 from portattn.launch import decode, dense
 from portattn.launch.kernelcall import KernelCall
 from portattn.planner import Plan
@@ -71,12 +72,16 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     kernels = [getattr(loaded, name) for name in vars(loaded) if name.startswith(("dense_", "decode_"))]
     is_interpreted = isinstance(kernels[0], InterpretedFunction)
     if is_interpreted and not interpreted:
-        raise PortattnError("TRITON_INTERPRET=1 is set, so kernels cannot run on a device: unset it, and restart Python")
+        raise PortattnError(
+            "TRITON_INTERPRET=1 is set, so kernels cannot run on a device: unset it, and restart Python"
+        )
     if interpreted and not is_interpreted:
         raise PortattnError(
             "Triton was imported for compiling, so its interpreter is not available in this process: "
             "start Python with TRITON_INTERPRET=1"
         )
+    if interpreted:
+        mend_bf16()
     return loaded
 
 
@@ -95,29 +100,34 @@ def compile_environment(env: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _descriptor_memory(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
+def provide_descriptor_memory(device: torch.device) -> None:
+    """Descriptors that a kernel builds for itself live in global memory, which its launcher must provide."""
+    import triton
+
     def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
 
-    return allocate
+    triton.set_allocator(allocate)
 
 
 def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a core plan: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) or None). Errors of the compiler and of the device pass through."""
+    """Run a core plan: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) or None). Errors of compiler and device pass through."""
     launches, out, lse = kernel_calls(plan, call, cores)
+    launch_all(launches, plan, call.q)
+    return out, lse
+
+
+def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
+    """Launch in order on q's device; a problem without rows launches nothing."""
     if plan.problem.batch == 0 or plan.problem.seq_q == 0:
-        return out, lse
+        return
     interpreted = plan.path == "interpreter"
-    with device_guard(call.q), compile_environment(plan.env):
+    with device_guard(q), compile_environment(plan.env):
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             if launch.constexprs.get("LOAD") == "descriptor" and not interpreted:
-                import triton
-
-                # Descriptors that a kernel builds for itself live in global memory, which the launcher must provide.
-                triton.set_allocator(_descriptor_memory(call.q.device))
+                provide_descriptor_memory(q.device)
             kernel[launch.grid](**launch.arguments, **launch.constexprs, **({} if interpreted else launch.options()))
-    return out, lse
 
 
 def device_guard(tensor: torch.Tensor) -> Any:
@@ -125,5 +135,3 @@ def device_guard(tensor: torch.Tensor) -> Any:
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return getattr(torch, tensor.device.type).device(tensor.device)
-
-

@@ -37,6 +37,6 @@ def lower(source: Any, target: Any, options: dict[str, Any], enter: Callable[[st
     return {
         "linalg_lines": linalg.count("\n"),
         "matmul": len(re.findall(r"linalg\.(?:batch_)?matmul", linalg)),
-        "leftover_tt": len(re.findall(r"\btt\.", linalg)),
+        "leftover_tt": len(re.findall(r"(?:^|=)\s*\"?tt\.\w+", linalg, re.MULTILINE)),
         "mix_mode": mode.group(1) if mode else "",
     }

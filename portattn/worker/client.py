@@ -55,20 +55,23 @@ class Worker:
         self.interpreter = interpreter
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._log: IO[bytes] | None = None
+        self._log: Any = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         """Send one request and wait for its answer, at most `seconds`. Never raises for what the child does."""
         with self._lock:
             process = self._start()
-            assert process.stdin is not None and self._log is not None
+            assert process.stdin is not None
+            assert self._log is not None
             begun = self._log.seek(0, os.SEEK_END)
             deadline = time.monotonic() + seconds
             stage = "start"
@@ -81,7 +84,11 @@ class Worker:
                 except queue.Empty:
                     self._kill()
                     return Reply(
-                        outcome="hang", stage=stage, kind="timeout", message=f"no answer in {seconds:g} s", log=self._tail(begun)
+                        outcome="hang",
+                        stage=stage,
+                        kind="timeout",
+                        message=f"no answer in {seconds:g} s",
+                        log=self._tail(begun),
                     )
                 if line is None:
                     status = process.wait()
@@ -112,13 +119,21 @@ class Worker:
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._log is None:
-            self._log = tempfile.TemporaryFile()
+            self._log = tempfile.NamedTemporaryFile(prefix="portattn-worker-")  # noqa: SIM115 - closed by close()
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | self.environment
+        command = [self.python, "-u", str(SERVE), *(["--installed"] if self.interpreter else [])]
+        # The child appends through a descriptor of its own, so that reading the log does not move where it writes.
         # A process group of its own: a compiler's children (ptxas, linkers) end with it.
-        process = subprocess.Popen(
-            [self.python, "-u", str(SERVE), *(["--installed"] if self.interpreter else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            text=True, env=environment, start_new_session=True,
-        )  # fmt: skip
+        with open(self._log.name, "ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
         self._process, self._lines = process, lines

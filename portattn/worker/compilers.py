@@ -112,7 +112,7 @@ def _link_without_rocm() -> None:
         return
     try:
         compiler.path_to_rocm_lld()
-    except (Exception, SystemExit):  # versions differ in what they raise where no ROCm is installed
+    except (Exception, SystemExit):  # noqa: BLE001 - versions differ in what they raise where no ROCm is installed
         from triton._C.libtriton import amd
 
         compiler.make_hsaco = staticmethod(lambda src, metadata, options: amd.assemble_amdgcn(src, options.arch, ""))

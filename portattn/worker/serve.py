@@ -34,7 +34,9 @@ def import_without_package() -> None:
 def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
     """Carry out one request; `say` sends a progress line."""
     if request.get("version") != PROTOCOL:
-        return _failure("protocol", "ProtocolError", f"protocol {request.get('version')!r}, this worker speaks {PROTOCOL}")
+        return _failure(
+            "protocol", "ProtocolError", f"protocol {request.get('version')!r}, this worker speaks {PROTOCOL}"
+        )
     stage = {"now": "import"}
 
     def enter(name: str) -> None:
@@ -53,7 +55,7 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
             return {"ok": True, **interpret.compare(request)}
         return _failure("protocol", "ProtocolError", f"unknown task {request['task']!r}")
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.
         return _failure(stage["now"], type(error).__name__, str(error), traceback.format_exc())
     finally:

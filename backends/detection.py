@@ -1,4 +1,4 @@
-"""Guarded questions to this machine that several backends ask: a device's properties, a version inside a text."""
+"""Guarded questions to this machine that several backends ask: a device's properties, a version in a text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from packaging.version import InvalidVersion, Version
 
 
 def torch_device_properties(runtime: Literal["cuda", "hip"], index: int | None) -> Any | None:
-    """torch.cuda's properties of device `index` (the current one when None); None where this torch has no such device.
+    """torch.cuda's properties of device `index` (the current one when None); None where there is none.
 
-    torch serves NVIDIA and AMD devices through the one name `torch.cuda`; `runtime` says which is asked for. Nothing
-    is initialised on a machine without a device.
+    torch serves NVIDIA and AMD devices through the one name `torch.cuda`; `runtime` says which is asked for.
+    Nothing is initialised on a machine without a device.
     """
     import torch
 
@@ -31,21 +31,21 @@ def torch_device_properties(runtime: Literal["cuda", "hip"], index: int | None) 
 
 
 def version_in(text: str | None) -> str | None:
-    """The PEP 440 version that `text` is or starts with; None where it has none.
+    """The PEP 440 version that `text` is or starts with, as it is written there; None where it has none.
 
     Vendors append build ids that are no PEP 440 (`6.4.43484-123eb5128`): the numbers before them are kept.
     """
-    if not text:
-        return None
+    text = (text or "").strip()
     try:
-        return str(Version(text.strip()))
+        Version(text)
     except InvalidVersion:
-        found = re.match(r"\s*\d+(\.\d+)*(\.?RC\d+)?", text, re.IGNORECASE)
-        return str(Version(found.group())) if found else None
+        found = re.match(r"\d+(\.\d+)*(\.?RC\d+)?", text, re.IGNORECASE)
+        return found.group() if found else None
+    return text
 
 
 def first_line_matching(path: Path, pattern: str) -> str | None:
-    """Group 1 of the first line of a text file that `pattern` is found in; None where there is no such file or line."""
+    """Group 1 of `pattern` in the first line of a text file that has it; None without such a file or line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

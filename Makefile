@@ -1,0 +1,62 @@
+# Two commands do all set-up on a fresh machine: `make demo` and `make test`.
+#
+#   PYTHON=…   the Python to make the environment with, or to use as it is when VENV is empty
+#   VENV=      use PYTHON's own environment: nothing is downloaded (for machines without a network)
+#   JOBS=…     test processes
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+MATRIX ?= .matrix
+
+ifeq ($(strip $(VENV)),)
+  PY := $(PYTHON)
+  READY := .venv-none.stamp
+else
+  PY := $(VENV)/bin/python
+  READY := $(VENV)/.ready
+endif
+
+.PHONY: demo test lint bench docs wheel clean
+
+demo: $(READY)
+	$(PY) -m portattn.cli doctor
+	$(PY) -m portattn.cli matrix run --quick --out $(MATRIX)
+	$(PY) -m portattn.cli matrix report $(MATRIX)
+	@echo "The page: $(MATRIX)/index.html"
+
+test: $(READY)
+	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
+	rm -rf .lint && mkdir -p .lint/portattn
+	ln -s $(CURDIR)/portattn/* $(CURDIR)/backends $(CURDIR)/quirks .lint/portattn/
+	cd .lint && $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY)) -m mypy --config-file ../pyproject.toml -p portattn
+
+bench: $(READY)
+	$(PY) -m portattn.cli bench --set seed --out .bench
+
+# The pages under docs/ that are made from the registry.
+docs: $(READY)
+	$(PY) -m portattn.catalogue > docs/quirk-catalogue.md
+
+wheel: $(READY)
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel torch triton
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[test,lint,transformers]'
+	touch $@
+
+# An existing Python with torch (and Triton): only portattn itself is linked in, nothing is fetched.
+.PHONY: .venv-none.stamp
+.venv-none.stamp:
+	$(PY) -c 'import portattn.quirks, portattn.backends' 2>/dev/null || \
+	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .
+
+clean:
+	rm -rf .venv .lint .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,257 @@
+"""The audit of the quirk registry, behind `portattn quirks audit`: every entry readable, fresh, of use, and at peace.
+
+Red on: a file outside the schema, an id or number used twice, a review date that is past, an entry that can never
+apply, and two entries that can both be active and set one choice differently.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from portattn import tomlfile, witness
+from portattn.backends.base import Backend
+from portattn.conditions import parse
+from portattn.core import KERNEL_NAMES
+from portattn.errors import DataError, QuirkConflict
+from portattn.lowering import CHOICES
+from portattn.planner import plan
+from portattn.problem import Dtype, Problem
+from portattn.quirk import Quirk, check_file, launch_holds
+from portattn.registry import Registry, find_backends, load_arches, shipped_quirks
+from portattn.target import Target
+from portattn.toolchain import COMPILERS, parse_range
+from portattn.tuning import load_tuning
+
+REVIEW_SOON = datetime.timedelta(days=30)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the audit has to say. `quirk`, `file` and `line` are empty or None where they are not known."""
+
+    severity: Literal["error", "warning"]
+    message: str
+    quirk: str = ""
+    file: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return ": ".join(part for part in (where, self.severity, self.message) if part)
+
+
+def run(folder: Path | None = None, today: datetime.date | None = None) -> list[Finding]:
+    """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
+
+    Raises DataError only on a broken arches.toml or tuning file: what is wrong with quirks comes back as findings.
+    """
+    registry, findings = load_for_audit(folder)
+    return findings + audit(registry, today or datetime.date.today())
+
+
+def load_for_audit(
+    folder: Path | None = None, backends: Mapping[str, Backend] | None = None
+) -> tuple[Registry, list[Finding]]:
+    """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
+
+    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken arches.toml or tuning file.
+    """
+    backends = dict(find_backends() if backends is None else backends)
+    folders = sorted(path for path in (folder or shipped_quirks()).iterdir() if path.is_dir())
+    if folder is None:
+        folders += [own for backend in backends.values() if (own := backend.quirk_folder())]
+    quirks: dict[str, Quirk] = {}
+    findings: list[Finding] = []
+    for path in (path for place in folders for path in sorted(place.glob("*.toml"))):
+        quirk, errors = check_file(path, backends)
+        findings += [_from_error(error, quirk) for error in errors]
+        if quirk is None or errors:
+            continue
+        taken = [other for other in quirks.values() if _number(other.id) == _number(quirk.id)]
+        if taken:
+            findings.append(_at(quirk, ("id",), f"{_number(quirk.id)} is already taken by {taken[0].file}"))
+        else:
+            quirks[quirk.id] = quirk
+    registry = Registry(
+        backends=backends,
+        arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
+        tunings={
+            name: {path.stem: load_tuning(path) for path in sorted((b.folder / "tuning").glob("*.toml"))}
+            for name, b in backends.items()
+        },
+        quirks=quirks,
+    )
+    return registry, findings
+
+
+def audit(registry: Registry, today: datetime.date) -> list[Finding]:
+    """Everything that is wrong with a registry's quirks on a given day; takes a few seconds for the shipped one."""
+    quirks = list(registry.quirks.values())
+    findings = [finding for quirk in quirks for finding in _stale(quirk, today)]
+    useless = {quirk.id: list(_never_applies(quirk, registry)) for quirk in quirks}
+    findings += itertools.chain.from_iterable(useless.values())
+    alive = [quirk for quirk in quirks if not any(f.severity == "error" for f in useless[quirk.id])]
+    met = dict(_conflicts_by_condition(alive, registry))
+    met |= {pair: f for pair, f in _conflicts_by_planning(registry) if pair not in met}
+    return findings + list(met.values())
+
+
+def _number(quirk_id: str) -> str:
+    """What must not be used twice: `cuda-0012` of `cuda-0012-serialised-wgmma`."""
+    return "-".join(quirk_id.split("-")[:2])
+
+
+def _from_error(error: DataError, quirk: Quirk | None) -> Finding:
+    name = quirk.id if quirk else Path(error.path).stem
+    return Finding(severity="error", message=error.problem, quirk=name, file=error.path, line=error.line)
+
+
+def _at(quirk: Quirk, keys: tuple[str, ...], message: str, severity: Literal["error", "warning"] = "error") -> Finding:
+    """A finding at a key of the quirk's file."""
+    path = Path(quirk.file)
+    line = tomlfile.line_of(path.read_text(encoding="utf-8"), *keys) if quirk.file and path.exists() else None
+    return Finding(severity=severity, message=message, quirk=quirk.id, file=quirk.file, line=line)
+
+
+def _stale(quirk: Quirk, today: datetime.date) -> Iterator[Finding]:
+    due = quirk.evidence.review_by
+    if due is None:
+        return
+    key = ("evidence", "review_by")
+    if due < today:
+        yield _at(quirk, key, f"{quirk.id} was to be reviewed by {due}: probe it on a newer toolchain")
+    elif due - today <= REVIEW_SOON:
+        yield _at(quirk, key, f"{quirk.id} is due for review by {due}", "warning")
+
+
+def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """Why the entry cannot change any plan, or a pattern of it cannot match."""
+    when = quirk.when
+    if when.backend is not None and when.backend not in registry.backends:
+        yield _at(
+            quirk, ("when", "backend"), f"unknown backend {when.backend!r}; known: {', '.join(registry.backends)}"
+        )
+        return
+    known = [n for b, names in registry.arches.items() if when.backend in (None, b) for n in names]
+    for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, list(KERNEL_NAMES))):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                yield _at(quirk, ("when", key), f"{pattern!r} matches nothing; known: {', '.join(names)}")
+    if quirk.effect.kind == "variant":
+        offered = {v for b in registry.backends.values() for v in getattr(b, "variants", ())}
+        if quirk.effect.variant not in offered:
+            yield _at(quirk, ("effect", "variant"), f"no backend offers a variant {quirk.effect.variant!r}")
+    kernels = witness.kernels_of(quirk)
+    wanted = quirk.effect.lowering
+    if wanted and kernels and not any(set(wanted) & set(kernel.choices) for kernel in kernels):
+        shown = ", ".join(kernel.name for kernel in kernels)
+        yield _at(quirk, ("effect", "lowering"), f"sets {', '.join(wanted)}, which {shown} do not read")
+    try:
+        found = witness.find(quirk, registry)
+        registry.target(found.target, found.toolchain)
+    except ValueError as error:
+        yield _at(quirk, ("when",), f"{quirk.id} can never apply: {error}")
+
+
+_Pairs = Iterator[tuple[frozenset[str], Finding]]
+
+
+def _conflicts_by_condition(quirks: list[Quirk], registry: Registry) -> _Pairs:
+    """Pairs that set one choice differently and whose conditions can hold together, whatever the tuning asks for."""
+    for one, two in itertools.combinations(quirks, 2):
+        if one.effect.kind != two.effect.kind:
+            continue
+        differ = [k for k, v in one.effect.sets.items() if two.effect.sets.get(k, v) != v]
+        if not differ or not _meet(one, two, registry):
+            continue
+        message = (
+            f"{one.id} and {two.id} can both apply and set {one.effect.kind} {differ[0]} differently: "
+            f"{one.effect.sets[differ[0]]!r} and {two.effect.sets[differ[0]]!r}"
+        )
+        yield frozenset((one.id, two.id)), _at(one, ("effect", one.effect.kind, differ[0]), message)
+
+
+def _meet(one: Quirk, two: Quirk, registry: Registry) -> bool:
+    """Whether both can be active in one plan: at once, or the second after the effect of the first, or the reverse."""
+    a, b = one.when, two.when
+    if not set(witness.arches_of(one, registry)) & set(witness.arches_of(two, registry)):
+        return False
+    if not {k.name for k in witness.kernels_of(one)} & {k.name for k in witness.kernels_of(two)}:
+        return False
+    compilers = {name for name in (*a.toolchain, *b.toolchain) if name in COMPILERS}
+    if len(compilers) > 1:
+        return False
+    for name in a.toolchain.keys() & b.toolchain.keys():
+        ranges = [parse_range(text) for text in (a.toolchain[name], b.toolchain[name])]
+        tried = witness.versions(name, [a.toolchain[name], b.toolchain[name]])
+        if not any(all(r.contains(v, prereleases=True) for r in ranges) for v in tried):
+            return False
+    parsed = [parse(text) for text in (*a.features, *b.features)]
+    for name in {c.name for c in parsed}:
+        mine = [c for c in parsed if c.name == name]
+        if not any(all(c.holds({name: value}) for c in mine) for value in witness.feature_values(name, mine)):
+            return False
+    conditions_one, conditions_two = ({**q.when.launch, **q.when.lowering} for q in (one, two))
+    return (
+        _reachable(conditions_one, conditions_two, {})
+        or _reachable(conditions_one, conditions_two, one.effect.sets)
+        or _reachable(conditions_two, conditions_one, two.effect.sets)
+    )
+
+
+def _reachable(first: Mapping[str, Any], second: Mapping[str, Any], moved: Mapping[str, Any]) -> bool:
+    """Whether some launch and lowering meet `first`, and also `second` once the values in `moved` have been set."""
+    for name in first.keys() | second.keys():
+        wanted = [first[name]] if name in first else []
+        if name in second and name in moved:
+            if not launch_holds(moved[name], second[name]):
+                return False
+        elif name in second:
+            wanted.append(second[name])
+        tried = CHOICES[name] if name in CHOICES else witness.launch_values(name, wanted)
+        if not any(all(launch_holds(value, w) for w in wanted) for value in tried):
+            return False
+    return True
+
+
+def _conflicts_by_planning(registry: Registry) -> _Pairs:
+    """Pairs that contradict each other in a plan of some common problem on some known target and release."""
+    for target in _targets(registry):
+        for problem in _problems():
+            try:
+                plan(problem, target, registry)
+            except QuirkConflict as conflict:
+                one = registry.quirks[conflict.quirks[0]]
+                message = f"{problem} on {target}: {conflict}"
+                yield frozenset(conflict.quirks), _at(one, ("effect", one.effect.kind), message)
+
+
+def _targets(registry: Registry) -> list[Target]:
+    """Every target with every release of a compiler that its backend is known to work with."""
+    return [
+        target
+        for compiler, releases in witness.RELEASES.items()
+        for release in releases
+        for target in registry.targets(f"{compiler}=={release}")
+        if (compiler == "triton-ascend") is (target.backend == "ascend")
+    ]
+
+
+def _problems() -> list[Problem]:
+    """Small and large heads, of a power of two and padded, in every dtype, plain, and causal with lengths."""
+    plain: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 2, "seq_k": 4096}
+    ops: list[dict[str, Any]] = [{"op": "attention", "seq_q": 4096}, {"op": "decode_attention", "seq_q": 1}]
+    features: list[dict[str, Any]] = [{}, {"causal": "bottom_right", "seqlens_k": True}]
+    return [
+        Problem(**plain, **op, **feature, dtype=dtype, head_dim=head_dim)
+        for op in ops
+        for feature in features
+        for dtype in get_args(Dtype)
+        for head_dim in (16, 40, 64, 128, 256)
+    ]

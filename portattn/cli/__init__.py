@@ -1,0 +1,62 @@
+"""The `portattn` command. Subcommands are imported when they are called, so that `portattn --help` is quick."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from portattn import __version__
+from portattn.cli.errors import refused
+from portattn.errors import PortattnError
+
+EXIT_STATUSES = """\b
+Exit status:
+  0    fine
+  1    what was checked is red: a failed check, a red cell, a path that cannot run
+  2    bad input; one line on standard error names the argument, its value and the limit
+  130  interrupted (Ctrl-C); what was finished is kept
+
+Every command takes --json: one JSON document on standard output, errors included."""
+
+# Name -> (module:attribute, one line for --help). Written here, so that help imports no command.
+COMMANDS = {
+    "doctor": ("portattn.cli.doctor:doctor", "What is installed here, what works, and which quirks apply."),
+    "plan": ("portattn.cli.plan:plan", "How a problem would run on any target, and why."),
+    "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, show, why, audit."),
+    "matrix": ("portattn.cli.matrix:matrix", "Ops × targets: plan, compile, check and report every cell."),
+    "bench": ("portattn.cli.bench:bench", "Time the paths of this machine's device against each other."),
+}
+
+
+class CommandLine(click.Group):
+    """The root group: loads subcommands by name, and turns every refusal into one line and an exit status."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (PortattnError, click.UsageError) as error:
+            if isinstance(error, click.exceptions.NoArgsIsHelpError):
+                raise
+            raise refused(error, ctx) from error
+
+
+@click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_STATUSES)
+@click.version_option(__version__, prog_name="portattn")
+def main() -> None:
+    """Attention written once, run on every accelerator, that can always say which path ran and why."""

@@ -1,0 +1,44 @@
+"""Errors on the command line: one line on standard error, an exit status, and with --json an object on standard output."""
+
+from __future__ import annotations
+
+import json
+from typing import IO, Any
+
+import click
+
+from portattn.errors import ArgumentError, PathUnavailable
+
+RED = 1  # what was checked is red
+BAD_INPUT = 2
+INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
+JSON_KEY = "portattn.json"  # in click's meta: whether --json was given
+
+
+class Refused(click.ClickException):
+    """An error as the command line shows it. click prints it through `show` and exits with `exit_code`."""
+
+    def __init__(self, message: str, exit_code: int, document: dict[str, Any] | None) -> None:
+        super().__init__(message)
+        self.exit_code, self.document = exit_code, document
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, err=True)
+        if self.document is not None:
+            click.echo(json.dumps({"error": self.document}, indent=2))
+
+
+def refused(error: Exception, ctx: click.Context) -> Refused:
+    """The Refused for one of portattn's errors or of click's own about the command line."""
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "portattn"
+        text, kind = error.format_message(), "UsageError"
+    else:
+        command, text, kind = "portattn", str(error), type(error).__name__
+    document: dict[str, Any] = {"kind": kind, "message": text}
+    if isinstance(error, ArgumentError):
+        document |= {"operation": error.op, "argument": error.argument, "value": str(error.value), "limit": error.limit}
+    if isinstance(error, PathUnavailable):
+        document["rejected"] = [{"path": r.path, "reason": r.reason, "hint": r.hint} for r in error.rejected]
+    status = RED if isinstance(error, PathUnavailable) else BAD_INPUT
+    return Refused(f"{command}: {text}", status, document if ctx.meta.get(JSON_KEY) else None)

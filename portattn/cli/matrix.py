@@ -1,0 +1,195 @@
+"""`portattn matrix`: make the cells of ops × targets, and the page that shows them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.output import emit_json, json_option, plural
+
+if TYPE_CHECKING:
+    from portattn.matrix.cells import Cell, Run
+
+PAGE = "index.html"
+
+
+@click.group()
+def matrix() -> None:
+    """Ops × targets: plan, compile, check and report every cell. No GPU is needed."""
+
+
+@matrix.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path(".matrix"), show_default=True, help="Folder of the results."
+)
+@click.option("--quick", "which", flag_value="quick", default=True, help="A handful of problems (the default).")
+@click.option("--full", "which", flag_value="full", help="Every dtype × head_dim × mask, and each feature: hours.")
+@click.option(
+    "--targets",
+    multiple=True,
+    metavar="GLOB",
+    help="Targets, as `rocm`, `gfx9*` or `cuda:sm_90`; repeat it, or use commas.",
+)
+@click.option("--ops", multiple=True, metavar="GLOB", help="Ops, or names of problems; repeat it, or use commas.")
+@click.option(
+    "--toolchain",
+    multiple=True,
+    metavar="NAME==VERSION",
+    help="Plan for this compiler; what is not installed is not compiled.",
+)
+@click.option(
+    "--ascend-python", metavar="PATH", help="A Python with triton-ascend: Ascend cells are lowered to linalg with it."
+)
+@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Cells made at a time.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Limit of each compile and each numerical check.",
+)
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run: what it finished is kept.")
+@json_option
+def run(
+    out: Path,
+    which: str,
+    targets: tuple[str, ...],
+    ops: tuple[str, ...],
+    toolchain: tuple[str, ...],
+    ascend_python: str | None,
+    jobs: int,
+    seconds: float,
+    resume: bool,
+    as_json: bool,
+) -> None:
+    """Make every cell, and write results.jsonl and index.html into --out.
+
+    Each cell is planned, compiled in a child process, checked against the chip (registers, spills, local memory, matrix
+    instructions), run under the interpreter on a small problem, and run natively where its target is here. An earlier
+    results.jsonl is kept under its date. Ctrl-C keeps what is finished; --resume goes on.
+
+    Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
+    """
+    from portattn.cli.progress import CellProgress
+    from portattn.machine import devices
+    from portattn.matrix import provenance, results, select
+    from portattn.matrix.run import Options, execute
+
+    ascend = select.toolchain_of(ascend_python) if ascend_python else None
+    where = select.targets(_commas(targets), select.parse_toolchains(toolchain), ascend)
+    specs = select.specs(select.problems(which, _commas(ops)), where)  # type: ignore[arg-type]
+    here = tuple(devices())
+    command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn matrix run"
+    made = provenance.this_run(specs, which, command, here)
+    options = Options(seconds=seconds, jobs=jobs, ascend_python=ascend_python or "", here=here)
+    with results.Results(out) as file:
+        cells = file.resume(made) if resume else []
+        kept = None if resume else file.start(made)
+        if kept:
+            click.echo(f"the results that were there are now {kept}", err=True)
+        if resume:
+            made = results.read(file.path)[0]
+        finished = {cell.id for cell in cells}
+        left = [spec for spec in specs if spec.id not in finished]
+
+        with CellProgress(len(specs), len(cells)) as progress:
+
+            def done(cell: Cell) -> None:
+                file.append(cell)
+                cells.append(cell)
+                progress.cell(cell)
+
+            interrupted = False
+            try:
+                execute(left, options, done)
+            except KeyboardInterrupt:
+                interrupted = True
+        file.finish(made, cells)
+        _page(made, cells, out / PAGE)
+    _tell(made, sorted(cells, key=lambda c: c.index), out, as_json, interrupted)
+
+
+@matrix.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), help="The page to write; DIR/index.html by default."
+)
+@json_option
+def report(folder: Path, html: Path | None, as_json: bool) -> None:
+    """Write the page for the results in DIR, those of an interrupted run too.
+
+    Exit status 0 whatever the cells say; 2 when the results cannot be read or are of another schema version.
+    """
+    from portattn.matrix import results
+
+    made, cells = results.read(folder / results.NAME)
+    page = html or folder / PAGE
+    _page(made, cells, page)
+    if as_json:
+        emit_json(_summary(made, cells) | {"page": str(page)})
+    else:
+        click.echo(f"{plural(len(cells), 'cell')}: {_counts(cells)}")
+        click.echo(f"page: {page}")
+
+
+def _page(made: Run, cells: list[Cell], path: Path) -> None:
+    from portattn.errors import ArgumentError
+    from portattn.matrix.report import render
+    from portattn.matrix.results import write_whole
+
+    try:
+        write_whole(path, render(made, cells).encode())
+    except OSError as error:
+        raise ArgumentError("matrix", "page", str(path), f"cannot be written: {error.strerror}") from None
+
+
+def _tell(made: Run, cells: list[Cell], out: Path, as_json: bool, interrupted: bool) -> None:
+    """Print what came of the run, and exit with what it means."""
+    red = [cell for cell in cells if cell.red]
+    if as_json:
+        emit_json(_summary(made, cells) | {"out": str(out), "page": str(out / PAGE), "interrupted": interrupted})
+    else:
+        for cell in red:
+            click.secho(f"{cell.status:<8}", fg="red", nl=False)
+            click.echo(f"{cell.target}  {cell.name}: {cell.reason}")
+        click.echo(f"{plural(len(cells), 'cell')}: {_counts(cells)}")
+        click.echo(f"page: {out / PAGE}")
+    if interrupted:
+        click.echo(
+            f"interrupted after {len(cells)} of {len(made.cells)} cells; the same command with --resume goes on",
+            err=True,
+        )
+        raise click.exceptions.Exit(INTERRUPTED)
+    if red:
+        raise click.exceptions.Exit(RED)
+
+
+def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
+    return {
+        "schema": made.schema,
+        "cells": len(cells),
+        "planned": len(made.cells),
+        "statuses": dict(Counter(cell.status for cell in cells)),
+        "levels": dict(Counter(cell.level for cell in cells if cell.status == "PASS")),
+        "red": [
+            {"target": c.target, "toolchain": c.toolchain, "name": c.name, "status": c.status, "reason": c.reason}
+            for c in cells
+            if c.red
+        ],
+    }
+
+
+def _counts(cells: list[Cell]) -> str:
+    """`12 runs, 30 compiles, 5 NOTE, 2 FAIL`: passing cells by level, the others by status."""
+    counts = Counter(cell.level if cell.status == "PASS" else cell.status for cell in cells)
+    return ", ".join(f"{number} {word}" for word, number in counts.most_common()) or "none"
+
+
+def _commas(texts: tuple[str, ...]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]

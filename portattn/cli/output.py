@@ -1,0 +1,72 @@
+"""What every command shares in its output: --json, JSON documents, headings and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from portattn.cli.errors import JSON_KEY
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def json_option(function: F) -> F:
+    """Add --json. It is read before the other options, so that their errors come as JSON too."""
+
+    def remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> bool:
+        ctx.meta[JSON_KEY] = value
+        return value
+
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,
+        callback=remember,
+        help="Print one JSON document instead of text.",
+    )(function)
+
+
+def emit_json(document: Any) -> None:
+    """Print a struct, or builtins that may hold structs, as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def heading(text: str) -> None:
+    click.echo()
+    click.secho(text, bold=True)
+
+
+def pairs(items: Iterable[tuple[str, str]], indent: int = 2) -> None:
+    """Names and values in two columns; a value of several lines stays in its column."""
+    rows = list(items)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        first, *rest = value.splitlines() or [""]
+        click.echo(f"{'':{indent}}{name:<{width}}  {first}".rstrip())
+        for line in rest:
+            click.echo(f"{'':{indent + width + 2}}{line}")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table as wide as the terminal; its last column takes what is left and wraps."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns[:-1]:
+        shown.add_column(column, no_wrap=True)
+    shown.add_column(columns[-1], overflow="fold")
+    for row in rows:
+        # Text, not markup: a quirk's title can hold square brackets.
+        shown.add_row(*(Text(cell) for cell in row))
+    console = Console(highlight=False)
+    console.print(shown)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,65 @@
+"""`portattn plan`: how one problem would run on one target, which need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from portattn.cli.arguments import CausalCommand, problem_from, problem_options, target_from
+from portattn.cli.output import emit_json, json_option
+from portattn.problem import OPS
+
+
+@click.command(cls=CausalCommand)
+@click.argument("op", metavar="OP")
+@click.option(
+    "--target", metavar="BACKEND:ARCH", help="Where it would run, such as rocm:gfx942; this machine by default."
+)
+@click.option(
+    "--toolchain", metavar="NAME==VERSION", help="The compiler, such as triton==3.6.0; the installed one by default."
+)
+@problem_options
+@click.option("--backend", metavar="PATH", help="A path that must be taken; `auto` takes the best one.")
+@click.option("--quirks", metavar="+ID,-ID", help="Apply (+) or switch off (-) quirks.")
+@json_option
+def plan(
+    op: str,
+    target: str | None,
+    toolchain: str | None,
+    backend: str | None,
+    quirks: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Plan OP (attention or decode_attention) on a target: its path, lowering and quirks, and why no other path.
+
+    Nothing is run or compiled, and the target need not be here. With a named target the plan does not depend on this
+    machine; without one, what failed to compile here before is taken into account.
+
+    Exit status 1: the path named by --backend cannot run this.
+
+    \b
+    portattn plan attention --target rocm:gfx942 --toolchain triton==3.6.0 \\
+        --q 8,64,1024,64 --kv 8,16,1024,64 --dtype fp16 --causal
+    """
+    import msgspec
+
+    from portattn.config import current
+    from portattn.errors import ArgumentError
+    from portattn.planner import plan as plan_problem
+    from portattn.verdict import NO_VERDICTS
+    from portattn.verdicts import store
+
+    if op not in OPS:
+        raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
+    problem = problem_from(op, **options)
+    where = target_from(target, toolchain)
+    changes = {name: value for name, value in (("backend", backend), ("quirks", quirks)) if value is not None}
+    settings = msgspec.structs.replace(current(), **changes)
+    named = target is not None or toolchain is not None
+    made = plan_problem(problem, where, verdicts=NO_VERDICTS if named else store(settings), settings=settings)
+    if as_json:
+        emit_json(made)
+    else:
+        click.echo(made.explain())

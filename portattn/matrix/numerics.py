@@ -1,0 +1,152 @@
+"""Numbers of a cell: its kernels on a small problem, in a child, under the interpreter or on this machine's device.
+
+The interpreter runs a program at a time as numpy, so the problem is scaled down; what decides the code that is run
+(head_dim, dtype, masks, lengths, lowering, block sizes, whether keys are split) is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import math
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from packaging.version import Version
+
+from portattn.core import CORES, ceil_div
+from portattn.lowering import Launch
+from portattn.matrix.cells import Numerics
+from portattn.planner import Plan
+from portattn.problem import Problem
+from portattn.toolchain import installed
+from portattn.worker.client import Reply, Worker
+
+# Under the interpreter: one full tile of rows and a rest, two full tiles of keys and a rest, three sequences (one of
+# them without rows when lengths are given), and no more heads than a group and its neighbour need.
+SMALL_BATCH = 3
+RAGGED = 5  # rows or keys beyond the last full tile
+# From NumPy 2.4 on a one-element array is no index; Triton's interpreter uses it as one before 3.7 (triton #9171).
+FIRST_BAD_NUMPY, FIRST_GOOD_TRITON = Version("2.4"), Version("3.7")
+# On a device: large enough for every tile and split to be used, small enough for a float64 oracle.
+DEVICE_SEQ, DEVICE_BATCH, DEVICE_HEADS_K = 1024, 3, 2
+CPU_SEQ = 256  # a CPU runs the reference, which has no tiles to fill
+
+
+def interpreter_missing() -> str:
+    """Why kernels cannot be interpreted here; empty when they can."""
+    toolchain = installed()
+    if toolchain.distribution != "triton":
+        return f"the interpreter needs community Triton, and this Python has {toolchain}"
+    numpy = metadata.version("numpy")
+    if Version(numpy) >= FIRST_BAD_NUMPY and Version(toolchain.version) < FIRST_GOOD_TRITON:
+        return f"the interpreter of {toolchain} needs NumPy before {FIRST_BAD_NUMPY}, and this Python has {numpy}"
+    return ""
+
+
+def scaled(problem: Problem, launch: Launch) -> Problem:
+    """The problem with batch, heads and lengths scaled down for the interpreter."""
+    heads_k = min(problem.heads_k, 2 if problem.group == 1 else 1)
+    rows = launch.block_m + RAGGED if problem.op == "attention" else problem.seq_q
+    keys = 2 * launch.block_n + RAGGED
+    if launch.splits > 1:
+        keys = max(keys, 3 * launch.block_n + RAGGED)
+    return msgspec.structs.replace(
+        problem,
+        batch=min(problem.batch, SMALL_BATCH if problem.padded else 1),
+        heads_k=heads_k,
+        heads_q=heads_k * problem.group,
+        seq_q=min(problem.seq_q, rows),
+        seq_k=min(problem.seq_k, keys),
+    )
+
+
+def on_device(problem: Problem, backend: str) -> Problem:
+    """The problem scaled down for a device of this machine and an oracle."""
+    heads_k = min(problem.heads_k, DEVICE_HEADS_K)
+    seq = (CPU_SEQ if backend == "cpu" else DEVICE_SEQ) + RAGGED
+    return msgspec.structs.replace(
+        problem,
+        batch=min(problem.batch, DEVICE_BATCH),
+        heads_k=heads_k,
+        heads_q=heads_k * problem.group,
+        seq_q=min(problem.seq_q, seq),
+        seq_k=min(problem.seq_k, seq),
+    )
+
+
+def request_of(plan: Plan, problem: Problem, path: str, target: str, device: str) -> dict[str, Any]:
+    """What a worker is asked (worker/interpret.py) to run a plan's path on another size of its problem."""
+    fields: dict[str, Any] = {"problem": msgspec.to_builtins(problem), "path": path, "target": target, "device": device}
+    if plan.lowering is not None:
+        kernel = CORES[plan.problem.op]
+        lowering, launch = plan.specialised
+        # Keys stay split where they were, over as many programs as the fewer keys have tiles for.
+        splits = min(launch.splits, ceil_div(problem.seq_k, launch.block_n))
+        choices = {name: getattr(lowering, name) for name in kernel.choices}
+        fields |= {
+            "kernel": kernel.name,
+            "lowering": choices,
+            "launch": msgspec.to_builtins(msgspec.structs.replace(launch, splits=splits)),
+            "env": plan.env,
+        }
+    return fields
+
+
+class Interpreter:
+    """Interpreted numerics, each distinct specialisation once, however many cells and threads ask."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.missing = interpreter_missing()
+        self._found: dict[bytes, Future[Numerics]] = {}
+        self._lock = threading.Lock()
+
+    def check(self, plan: Plan, worker: Worker) -> Numerics:
+        """Numerics of a core plan's kernels; a second asker waits for the first one's answer."""
+        problem = scaled(plan.problem, plan.specialised[1])
+        where = f"interpreter, {installed()}"
+        if self.missing:
+            return Numerics(outcome="not_run", where=where, reason=self.missing)
+        fields = request_of(plan, problem, "interpreter", "cpu:generic", "cpu")
+        # What only a compiler reads does not change what the interpreter computes.
+        fields["launch"] |= {"num_warps": 1, "num_stages": 1, "options": []}
+        fields["env"] = {}
+        key = msgspec.json.encode(fields, order="deterministic")
+        with self._lock:
+            mine = key not in self._found
+            future = self._found.setdefault(key, Future())
+        if mine:
+            try:
+                future.set_result(numerics(worker.request("interpret", self.seconds, **fields), where, problem))
+            except BaseException as error:
+                future.set_exception(error)  # a waiting thread must not wait for ever
+                raise
+        return future.result()
+
+
+def numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
+    """A worker's answer as Numerics."""
+    if reply.outcome != "ok":
+        cause = next((line.strip() for line in reply.message.splitlines() if line.strip()), "no message")
+        return Numerics(
+            outcome="not_run", where=where, problem=problem, reason=f"{reply.outcome}: {reply.kind}: {cause}"[:500]
+        )
+    facts = {name: float(value) for name, value in reply.facts.items()}
+    reasons = []
+    if facts["wrong"]:
+        reasons.append(f"{facts['wrong']:.0f} elements are NaN or infinite where they must not be, or the reverse")
+    for name, error, budget in (("out", "error", "budget"), ("LSE", "lse_error", "lse_budget")):
+        if facts.get(error, 0.0) > facts.get(budget, math.inf):
+            reasons.append(f"{name}'s error {facts[error]:.3g} is over its budget {facts[budget]:.3g}")
+    return Numerics(
+        outcome="fail" if reasons else "pass",
+        where=where,
+        problem=problem,
+        error=facts["error"],
+        budget=facts["budget"],
+        lse_error=facts.get("lse_error"),
+        lse_budget=facts.get("lse_budget"),
+        reason="; ".join(reasons),
+    )

@@ -1,0 +1,39 @@
+"""Where a run's cells come from: this portattn, these kernels, this machine and its compilers."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata as metadata
+import platform
+from collections.abc import Sequence
+
+from portattn import __version__
+from portattn.corepath import kernel_source_digest
+from portattn.matrix.cells import Run
+from portattn.matrix.select import Spec
+from portattn.target import Target
+from portattn.toolchain import installed
+
+
+def this_run(specs: Sequence[Spec], problems: str, command: str, here: Sequence[Target]) -> Run:
+    """The Run that these cells would make here and now."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return Run(
+        portattn=__version__,
+        kernels=kernel_source_digest(),
+        toolchains=tuple(dict.fromkeys(str(s.target.toolchain) for s in specs)),
+        compiler=str(installed()),
+        machine=f"{platform.system()} {platform.machine()}",
+        devices=tuple(str(t) for t in here),
+        versions=versions,
+        command=command,
+        problems=problems,
+        targets=tuple(dict.fromkeys(s.target.name for s in specs)),
+        cells=tuple(s.id for s in specs),
+        date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+    )

@@ -1,0 +1,278 @@
+"""Making the cells: plan, compile in child processes, check, interpret, and run where there is a device."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import msgspec
+
+from portattn.compiling import compile_in, first_line
+from portattn.core import CORES
+from portattn.errors import PortattnError
+from portattn.launch import kernel_calls, meta_call
+from portattn.matrix import gates
+from portattn.matrix.cells import RED, Cell, Footnote, KernelFacts, Numerics, PlanSummary, footnote
+from portattn.matrix.numerics import Interpreter, numerics, on_device, request_of
+from portattn.matrix.select import COMPILER_OF, Spec
+from portattn.planner import Plan, plan
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.toolchain import installed
+from portattn.worker.client import Reply, Worker
+
+STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
+TAIL = 4000  # characters of a failed compile's output that a cell keeps
+NO_ASCEND = "not run here: needs a triton-ascend environment (--ascend-python)"
+LOWERED = "lowers to linalg; not run here"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How cells are made.
+
+    seconds        time limit of each request to a child
+    jobs           cells made at a time
+    python         interpreter whose Triton compiles for GPUs
+    ascend_python  interpreter that has triton-ascend; empty without one
+    here           targets that are devices of this machine
+    """
+
+    seconds: float = 120.0
+    jobs: int = 2
+    python: str = sys.executable
+    ascend_python: str = ""
+    here: tuple[Target, ...] = ()
+
+
+class Workers:
+    """One thread's children, each started at its first request."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._open: dict[str, Worker] = {}
+
+    def get(self, kind: str) -> Worker:
+        """`gpu` and `ascend` compile, `interpreter` and `device` run kernels."""
+        if kind not in self._open:
+            if kind == "gpu":
+                worker = Worker(python=self.options.python)
+            elif kind == "ascend":
+                worker = Worker(python=self.options.ascend_python)
+            else:
+                worker = Worker(interpreter=True)
+                if kind == "device":
+                    # Like the interpreter's child it has portattn itself; its kernels are compiled.
+                    worker.environment = {}
+            self._open[kind] = worker
+        return self._open[kind]
+
+    def close(self) -> None:
+        for worker in self._open.values():
+            worker.close()
+        self._open.clear()
+
+
+def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
+    """Make every cell; `done` is called in this thread with each one as it is finished.
+
+    What a compiler does ends in its cell. KeyboardInterrupt, and whatever `done` raises, ends the run: children are
+    killed, and cells under way are dropped.
+    """
+    interpreter = Interpreter(options.seconds)
+    local = threading.local()
+    opened: list[Workers] = []
+
+    def make(spec: Spec) -> Cell:
+        if not hasattr(local, "workers"):
+            local.workers = Workers(options)
+            opened.append(local.workers)
+        return make_cell(spec, options, local.workers, interpreter)
+
+    pool = ThreadPoolExecutor(options.jobs, thread_name_prefix="matrix")
+    try:
+        # A few at a time: an interrupt then finds little under way.
+        waiting, running = list(reversed(specs)), set[Future[Cell]]()
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                running.add(pool.submit(make, waiting.pop()))
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                done(future.result())
+    finally:
+        for workers in opened:
+            workers.close()
+        pool.shutdown(cancel_futures=True)
+
+
+def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Interpreter) -> Cell:
+    """Make one cell. What goes wrong in planning or compiling is what the cell says."""
+    begun = time.monotonic()
+    registry = Registry.load()
+    fields: dict[str, Any]
+    try:
+        made = plan(spec.named.problem, spec.target, registry)
+    except PortattnError as error:
+        fields = {"status": "ERROR", "level": "declared", "reason": f"no plan: {error}", "stage": "plan"}
+    else:
+        core = core_of(made, spec.target, registry)
+        fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
+        fields |= _look(made, core, spec.target, options, workers, interpreter, registry)
+        causes = dict.fromkeys(gate.explained_by for gate in fields.get("gates", ()) if gate.explained_by)
+        explained = (footnote(quirk, "explains", registry) for quirk in causes)
+        fields["footnotes"] = (*fields["footnotes"], *explained)
+    return Cell(
+        id=spec.id,
+        index=spec.index,
+        name=spec.named.name,
+        problem=spec.named.problem,
+        target=spec.target.name,
+        toolchain=str(spec.target.toolchain),
+        seconds=round(time.monotonic() - begun, 3),
+        date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+        **fields,
+    )
+
+
+def core_of(made: Plan, target: Target, registry: Registry) -> Plan | None:
+    """The plan of the core kernel to look at: the plan itself, or what was passed over only for being slow."""
+    if made.lowering is not None:
+        return made
+    for no in made.rejected:
+        quirk = registry.quirks.get(no.quirk)
+        if no.choice is not None and quirk is not None and quirk.symptom == "slow":
+            chosen = {name: getattr(no.choice, name) for name in no.choice.__struct_fields__}
+            return msgspec.structs.replace(made, path=registry.backends[target.backend].core_path, **chosen)
+    return None
+
+
+def _look(
+    made: Plan,
+    core: Plan | None,
+    target: Target,
+    options: Options,
+    workers: Workers,
+    interpreter: Interpreter,
+    registry: Registry,
+) -> dict[str, Any]:
+    """Status, level and what they rest on."""
+    fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
+    if core is not None:
+        fields |= _core(core, target, options, workers, interpreter, registry)
+        if core is not made and fields["status"] != "NOT_RUN":
+            # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
+            seen = fields["reason"] or f"{fields['level']}"
+            fields |= {"status": "NOTE", "level": "declared", "reason": f"the core kernel, not taken: {seen}"}
+    here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in options.here)
+    if here and fields["status"] in ("PASS", "NOTE"):
+        fields |= _native(made, target, options, workers)
+    return fields
+
+
+def _core(
+    core: Plan, target: Target, options: Options, workers: Workers, interpreter: Interpreter, registry: Registry
+) -> dict[str, Any]:
+    """What the core kernel does: compiled where there is a compiler for it, and interpreted."""
+    ascend = COMPILER_OF.get(target.backend) == "triton-ascend"
+    missing = _cannot_compile(target, options, ascend)
+    if missing:
+        fields: dict[str, Any] = {"status": "NOT_RUN", "level": "declared", "reason": missing}
+    else:
+        fields = {"reason": "", "level": "declared"}
+        fields |= _compiled(core, target, options, workers, registry, ascend)
+    if fields["status"] in RED:
+        return fields
+    fields["interpreter"] = interpreter.check(core, workers.get("interpreter"))
+    if fields["interpreter"].outcome == "fail":
+        fields |= {"status": "FAIL", "reason": f"interpreted numerics: {fields['interpreter'].reason}"}
+    return fields
+
+
+def _cannot_compile(target: Target, options: Options, ascend: bool) -> str:
+    """Why there is no compiler here for this target's toolchain; empty when there is."""
+    if ascend:
+        return "" if options.ascend_python else NO_ASCEND
+    have = installed()
+    if str(have) != str(target.toolchain):
+        return f"not compiled here: this Python has {have if have else 'no Triton'}"
+    return ""
+
+
+def _compiled(
+    made: Plan, target: Target, options: Options, workers: Workers, registry: Registry, ascend: bool
+) -> dict[str, Any]:
+    launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
+    found = []
+    for launch in launches:
+        reply = compile_in(workers.get("ascend" if ascend else "gpu"), launch, made, target, options.seconds, "full")
+        if reply.outcome != "ok":
+            return _failure(reply, launch.function) | {"kernels": tuple(found)}
+        found.append(KernelFacts(function=launch.function, facts=dict(reply.facts)))
+    kernels = tuple(found)
+    if ascend:
+        return {"status": "NOTE", "reason": LOWERED, "kernels": kernels}
+    checked = gates.check(made, target, kernels, registry)
+    broken = [str(gate) for gate in checked if not gate.passed and not gate.explained_by]
+    if broken:
+        return {"status": "FAIL", "reason": "; ".join(broken), "kernels": kernels, "gates": checked}
+    return {"status": "PASS", "level": "compiles", "kernels": kernels, "gates": checked}
+
+
+def _failure(reply: Reply, function: str) -> dict[str, Any]:
+    return {
+        "status": STATUS_OF_OUTCOME[reply.outcome],
+        "reason": f"{function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}",
+        "stage": reply.stage,
+        "log": (reply.log or reply.message)[-TAIL:],
+    }
+
+
+def _native(made: Plan, target: Target, options: Options, workers: Workers) -> dict[str, Any]:
+    """Run the plan's path on this machine's device; right numbers are level `runs`."""
+    problem = on_device(made.problem, target.backend)
+    device = Registry.load().backends[target.backend].device_type
+    request = request_of(made, problem, made.path, target.name, device)
+    reply = workers.get("device").request("interpret", options.seconds, **request)
+    if reply.outcome != "ok":
+        return _failure(reply, f"{made.path} path on {target.name}")
+    seen: Numerics = numerics(reply, f"{target}", problem)
+    if seen.outcome == "fail":
+        return {"status": "FAIL", "reason": f"on {target.name}: {seen.reason}", "native": seen}
+    return {"status": "PASS", "reason": "", "level": "runs", "native": seen}
+
+
+def summary(made: Plan, core: Plan | None) -> PlanSummary:
+    """What a cell keeps of its plan."""
+    rejected = tuple(msgspec.structs.replace(no, choice=None) for no in made.rejected)
+    if core is None:
+        return PlanSummary(path=made.path, core_taken=False, rejected=rejected, notes=made.notes)
+    lowering, chosen = core.specialised
+    launch = msgspec.structs.asdict(chosen)
+    options = dict(launch.pop("options"))
+    return PlanSummary(
+        path=made.path,
+        core_taken=core is made,
+        kernel=core.kernel,
+        lowering={name: getattr(lowering, name) for name in CORES[made.problem.op].choices},
+        launch=launch | options,
+        env=core.env,
+        rejected=rejected,
+        notes=core.notes,
+    )
+
+
+def footnotes(made: Plan, registry: Registry) -> tuple[Footnote, ...]:
+    """The quirks that changed the plan or caution about it, and those that ruled a path out."""
+    out = dict.fromkeys(no.quirk for no in made.rejected if no.quirk in registry.quirks)
+    applied = {quirk.id: quirk for quirk in made.quirks}
+    applied |= {quirk.id: quirk for no in made.rejected if no.choice for quirk in no.choice.quirks}
+    changes = (
+        footnote(quirk.id, "applied", registry, sentence=quirk.sentence, sets=quirk.sets, note=quirk.note)
+        for quirk in applied.values()
+        if quirk.id not in out
+    )
+    return (*changes, *(footnote(quirk, "rejected", registry) for quirk in out))

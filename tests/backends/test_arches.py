@@ -1,0 +1,430 @@
+"""Arch tables, detection and component versions of every backend, on a machine with no accelerator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from packaging.version import Version
+
+import portattn.backends.ascend
+import portattn.backends.cuda
+import portattn.backends.rocm
+from portattn.backends import BUILTIN
+from portattn.backends.ascend import SPELLING, AscendBackend, arch_of
+from portattn.backends.cuda import ARCH_OF_CAPABILITY, CudaBackend
+from portattn.backends.cuda.ptxas import releases, version_of
+from portattn.backends.detection import version_in
+from portattn.backends.rocm import RocmBackend
+from portattn.lowering import DotPrecision
+from portattn.registry import load_arches
+from portattn.target import Arch, Target
+from portattn.toolchain import COMPONENTS, Toolchain, installed
+
+ARCHES = [(b, a) for b in BUILTIN for a in load_arches(b.folder / "arches.toml").values()]
+IDS = [f"{b.name}:{a.name}" for b, a in ARCHES]
+EXPECTED = {
+    "cuda": ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"],
+    "rocm": ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"],
+    "ascend": ["ascend910b1", "ascend910b2", "ascend910b3", "ascend910b4", "ascend910_93", "ascend310p"],
+    "cpu": ["generic"],
+}
+
+
+# Tables
+
+
+def test_which_arches_are_known() -> None:
+    known = {b.name: list(load_arches(b.folder / "arches.toml")) for b in BUILTIN}
+    assert known == EXPECTED
+    assert [f"{b.name}:{a.name}" for b, a in ARCHES if a.refused] == ["ascend:ascend310p"]
+
+
+@pytest.mark.parametrize(("backend", "arch"), ARCHES, ids=IDS)
+def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> None:
+    assert arch.sources
+    assert arch.title
+    assert arch.cores > 0
+    assert arch.max_programs > 0
+    assert set(arch.dot_precisions) <= set(get_args(DotPrecision))
+    assert arch.dot_precisions[0] == "ieee"  # what the planner takes where a tuning file's choice is not allowed
+    assert arch.local_memory % 1024 == 0
+    assert all(hasattr(torch, f"float8_{name}") for name in arch.fp8)
+    target = Target.parse(f"{backend.name}:{arch.name}", toolchain="none")
+    assert target.arch == arch
+    named = " ".join(arch.sources)
+    if backend.name != "cpu":
+        assert (arch.local_memory > 0) is (arch.local_memory_kind != "none")
+        for field in ("cores", "local_memory", "max_programs"):
+            assert field in named, f"{field} has no source"
+    if backend.name in ("cuda", "rocm"):
+        assert arch.matrix
+        assert arch.warp_size in (32, 64)
+        assert arch.registers in (255, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cuda:sm_90", ("cuda", 90, 32)),
+        ("cuda:sm_120", ("cuda", 120, 32)),
+        ("rocm:gfx942", ("hip", "gfx942", 64)),
+        ("rocm:gfx1201", ("hip", "gfx1201", 32)),
+        ("ascend:ascend910b2", ("npu", "Ascend910B2", 0)),
+        ("ascend:ascend910_93", ("npu", "Ascend910_9382", 0)),
+    ],
+)
+def test_tritons_names(name: str, expected: tuple[str, str | int, int]) -> None:
+    target = Target.parse(name, toolchain="none")
+    backend = next(b for b in BUILTIN if b.name == target.backend)
+    assert backend.triton_target(target.arch) == expected
+
+
+def test_every_arch_has_a_triton_name() -> None:
+    for backend, arch in ARCHES:
+        if backend.name != "cpu":
+            assert backend.triton_target(arch)[1]
+    assert set(SPELLING) == set(EXPECTED["ascend"])
+
+
+@pytest.mark.skipif(installed().distribution != "triton", reason="asks the installed community Triton")
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"])
+def test_dot_precisions_are_what_the_installed_triton_allows(name: str) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    if name.startswith("sm_"):
+        from triton.backends.nvidia.compiler import CUDABackend as Compiler
+    else:
+        from triton.backends.amd.compiler import HIPBackend as Compiler
+    backend, arch = next((b, a) for b, a in ARCHES if a.name == name)
+    options = Compiler(GPUTarget(*backend.triton_target(arch))).parse_options({})
+    allowed = set(options.allowed_dot_input_precisions) & set(get_args(DotPrecision))
+    assert set(arch.dot_precisions) == allowed
+
+
+# Detection
+
+
+def test_importing_the_backends_touches_no_framework() -> None:
+    script = "import sys, portattn.backends; print([m for m in ('torch', 'torch_npu', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A torch that has one GPU with the given runtime and properties; index 0 only."""
+
+    def install(runtime: str, **properties: Any) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "12.8" if runtime == "cuda" else None)
+        monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128" if runtime == "hip" else None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+        def get(index: int) -> Any:
+            if index != 0:
+                raise AssertionError("Invalid device id")
+            return types.SimpleNamespace(**properties)
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", get)
+
+    return install
+
+
+@pytest.mark.parametrize("backend", [CudaBackend(), RocmBackend()])
+def test_no_device_no_initialisation(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise SystemError("a device was touched")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", never)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", never)
+    monkeypatch.setattr(torch.cuda, "current_device", never)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, hip in ((None, None), ("12.8", None), (None, "6.4.1")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert backend.detect() is None
+        assert backend.detect(0) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((9, 0), "sm_90"),
+        ((8, 7), "sm_86"),
+        ((8, 8), "sm_86"),
+        ((10, 3), "sm_100"),
+        ((12, 1), "sm_120"),
+        ((7, 5), None),
+        ((10, 1), None),
+        ((11, 0), None),
+        ((13, 0), None),
+    ],
+)
+def test_cuda_capabilities(capability: tuple[int, int], arch: str | None, gpu: Any) -> None:
+    gpu("cuda", major=capability[0], minor=capability[1])
+    assert CudaBackend().detect() == arch
+    assert CudaBackend().detect(0) == arch
+    assert CudaBackend().detect(3) is None
+    assert RocmBackend().detect() is None
+
+
+def test_cuda_capabilities_lead_to_known_arches() -> None:
+    assert set(ARCH_OF_CAPABILITY.values()) == set(EXPECTED["cuda"])
+
+
+@pytest.mark.parametrize(
+    ("gcn", "arch"),
+    [
+        ("gfx942:sramecc+:xnack-", "gfx942"),
+        ("gfx90a:sramecc+:xnack-", "gfx90a"),
+        ("gfx1100", "gfx1100"),
+        ("gfx1101", None),
+        ("gfx908:sramecc+:xnack-", None),
+    ],
+)
+def test_rocm_names(gcn: str, arch: str | None, gpu: Any) -> None:
+    gpu("hip", gcnArchName=gcn)
+    assert RocmBackend().detect() == arch
+    assert CudaBackend().detect() is None
+
+
+def test_a_driver_that_fails_is_no_device(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    gpu("cuda", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    assert CudaBackend().detect() is None
+
+
+def test_other_errors_are_not_swallowed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu("cuda")  # properties without `major`: a fault of ours, not of the machine
+    with pytest.raises(AttributeError):
+        CudaBackend().detect()
+
+
+@pytest.mark.parametrize(
+    ("device", "arch"),
+    [
+        ("Ascend910B1", "ascend910b1"),
+        ("Ascend910B2C", "ascend910b2"),
+        ("Ascend910B3", "ascend910b3"),
+        ("Ascend910B4-1", "ascend910b4"),
+        ("Ascend910_9382", "ascend910_93"),
+        ("Ascend910_9362", "ascend910_93"),
+        ("Ascend310P3", "ascend310p"),
+        ("Ascend910B", None),
+        ("Ascend910A", None),
+        ("Ascend910ProB", None),
+        ("Ascend910_9589", None),
+        ("Ascend950DT_9571", None),
+        ("Ascend310B4", None),
+    ],
+)
+def test_ascend_device_names(device: str, arch: str | None) -> None:
+    assert arch_of(device) == arch
+    assert arch is None or arch in EXPECTED["ascend"]
+
+
+def torch_npu_package(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "torch_npu").mkdir()
+    (folder / "torch_npu" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+
+
+NPU = """
+class npu:
+    @staticmethod
+    def is_available(): return {available}
+    @staticmethod
+    def get_device_name(index=None):
+        if index not in (None, 0): raise AssertionError("Invalid NPU device id")
+        return "Ascend910B4-1"
+"""
+
+
+def test_ascend_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_package(tmp_path, NPU.format(available=True), monkeypatch)
+    assert AscendBackend().detect() == "ascend910b4"
+    assert AscendBackend().detect(5) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        NPU.format(available=False),
+        "raise ImportError('libhccl.so: cannot open shared object file')",
+        "raise OSError('libascendcl.so')",
+        "raise RuntimeError('Failed to load the backend extension')",
+    ],
+)
+def test_ascend_without_device_or_cann(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_package(tmp_path, text, monkeypatch)
+    assert AscendBackend().detect() is None
+
+
+def test_ascend_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portattn.backends.ascend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # importing it would raise ImportError
+    assert AscendBackend().detect() is None
+
+
+# Components
+
+
+@pytest.mark.parametrize("backend", BUILTIN, ids=lambda b: b.name)
+def test_machine_components_of_this_machine(backend: Any) -> None:
+    for name, version in backend.machine_components().items():
+        assert name in COMPONENTS
+        assert Version(version)
+
+
+def test_cuda_machine_components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder@)  \n"
+        "GCC version:  gcc version 13.2.0\n"
+    )
+    monkeypatch.setattr(portattn.backends.cuda, "DRIVER_VERSION_FILE", file)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert CudaBackend().machine_components() == {"cuda": "13.0", "driver": "580.159.04"}
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert CudaBackend().machine_components() == {"driver": "535.104.05"}
+
+
+def test_rocm_machine_components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text("6.12.12\n")
+    monkeypatch.setattr(portattn.backends.rocm, "DRIVER_VERSION_FILE", file)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128")
+    assert RocmBackend().machine_components() == {"rocm": "6.4.43484", "driver": "6.12.12"}
+
+
+@pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"])
+def test_ascend_machine_components(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / f"{portattn.backends.ascend.platform.machine()}-linux"
+    folder.mkdir()
+    (folder / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=8.2.RC1\n")
+    driver = tmp_path / "version.info"
+    driver.write_text("Version=24.1.rc3\nascendhal_version=7.35.23\n")
+    monkeypatch.setattr(portattn.backends.ascend, "DRIVER_VERSION_FILE", driver)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert AscendBackend().machine_components() == {"cann": "8.2.RC1", "driver": "24.1.rc3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("12.8", "12.8"),
+        ("6.4.43484-123eb5128", "6.4.43484"),
+        ("8.2.RC1", "8.2.RC1"),
+        ("8.0.0.alpha001", "8.0.0.alpha001"),
+        ("8.3.RC1.alpha003", "8.3.RC1"),
+        ("unknown", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_versions_are_pep_440(text: str | None, version: str | None) -> None:
+    assert version_in(text) == version
+    assert version is None or Version(version)
+
+
+# ptxas
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "arch", "version"),
+    [
+        ("triton==3.2.0", "sm_90", "12.4.99"),
+        ("triton==3.3.1", "sm_90", "12.4.99"),
+        ("triton==3.3.1", "sm_120", "12.8.61"),
+        ("triton==3.5.1", "sm_100", "12.8.93"),
+        ("triton==3.6.0", "sm_90", "12.8.93"),
+        ("triton==3.6.0", "sm_100", "12.9.86"),
+        ("triton==3.8.0", "sm_90", "12.9.86"),
+        ("triton==3.8.0", "sm_120", "13.3.33"),
+        ("triton==3.9.0", "sm_89", "12.9.86"),
+        ("triton==3.9.0", "sm_90", "13.4.59"),
+        ("triton==3.10.0", "sm_90", None),
+        ("triton-ascend==3.2.0", "sm_90", None),
+        ("none", "sm_90", None),
+    ],
+)
+def test_ptxas_of_named_toolchains(toolchain: str, arch: str, version: str | None) -> None:
+    assert Target.parse(f"cuda:{arch}", toolchain).toolchain.component("ptxas") == version
+
+
+def test_a_named_ptxas_is_kept() -> None:
+    assert Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33").toolchain.component("ptxas") == "13.3.33"
+
+
+def test_releases_do_not_overlap() -> None:
+    for version in (
+        "3.2.0",
+        "3.3.0",
+        "3.3.1",
+        "3.4.0",
+        "3.5.0",
+        "3.5.1",
+        "3.6.0",
+        "3.7.0",
+        "3.7.1",
+        "3.8.0",
+        "3.9.0",
+    ):
+        chosen = [r for r in releases() if Toolchain(distribution="triton", version=version).within("triton", r.triton)]
+        assert len(chosen) == 1
+        assert chosen[0].source
+        assert bool(chosen[0].blackwell) is bool(chosen[0].blackwell_from)
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ptxas_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sm_90, sm_100 = (Target.parse(f"cuda:{name}", "none").arch for name in ("sm_90", "sm_100"))
+    here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
+    elsewhere = Toolchain(distribution="triton", version="3.6.0")
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
+    newer = program(tmp_path / "ptxas", "echo 'Cuda compilation tools, release 13.3, V13.3.33'")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", newer)
+    assert CudaBackend().components(sm_90, here) == {"ptxas": "13.3.33"}
+    assert CudaBackend().components(sm_90, elsewhere) == {"ptxas": "12.8.93"}
+    assert CudaBackend().components(sm_100, here) == {"ptxas": "12.9.86"}
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", newer)
+    assert CudaBackend().components(sm_100, here) == {"ptxas": "13.3.33"}
+
+
+@pytest.mark.parametrize("text", ["exit 3", "echo ptxas", None])
+def test_a_ptxas_that_does_not_run_is_passed_over(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = program(tmp_path / "ptxas", text) if text else str(tmp_path / "missing")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", path)
+    here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
+    assert CudaBackend().components(Target.parse("cuda:sm_90", "none").arch, here) == {"ptxas": "12.8.93"}
+
+
+@pytest.mark.skipif(installed().distribution != "triton", reason="reads the installed community Triton's wheel")
+def test_the_table_tells_the_truth_about_the_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    folder = Path(installed().path) / "backends" / "nvidia" / "bin"
+    release = next((r for r in releases() if installed().within("triton", r.triton)), None)
+    if release is None or version_of(str(folder / "ptxas")) is None:
+        pytest.skip(f"triton {installed().version} is not listed, or its ptxas does not run on this machine")
+    assert version_of(str(folder / "ptxas")) == release.ptxas
+    assert (version_of(str(folder / "ptxas-blackwell")) or "") == release.blackwell

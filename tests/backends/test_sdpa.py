@@ -1,0 +1,193 @@
+"""SDPA as a vendor path, on the CPU or on the GPU where there is one: numbers, gradients, and every refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from oracle64 import assert_close, masked_attention, oracle, random_call, visible_keys
+
+from portattn.backends.sdpa import MAX_HEAD_DIM, SdpaPath
+from portattn.planner import plan
+from portattn.problem import Problem
+from portattn.target import Target
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SM_90 = Target.parse("cuda:sm_90", toolchain="triton==3.6.0")
+MI300 = Target.parse("rocm:gfx942", toolchain="triton==3.6.0")
+BASE = Problem(batch=2, heads_q=4, heads_k=4, seq_q=5, seq_k=7, head_dim=16)
+
+
+def problem(**changes: Any) -> Problem:
+    return msgspec.structs.replace(BASE, **{"head_dim_v": changes.get("head_dim", 16), **changes})
+
+
+SIZES = [(5, 5), (3, 7), (1, 9), (1, 1), (33, 65), (7, 3)]
+HEADS = [(4, 4), (4, 1), (6, 2)]
+CASES = [
+    (causal, sizes, heads)
+    for causal, sizes, heads in itertools.product(("none", "top_left", "bottom_right"), SIZES, HEADS)
+    if causal != "bottom_right" or sizes[0] <= sizes[1]
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("causal", "sizes", "heads"), CASES)
+def test_forward(causal: str, sizes: tuple[int, int], heads: tuple[int, int], dtype: str) -> None:
+    layout = "bshd" if sizes[0] % 2 else "bhsd"
+    p = problem(
+        causal=causal,
+        seq_q=sizes[0],
+        seq_k=sizes[1],
+        heads_q=heads[0],
+        heads_k=heads[1],
+        dtype=dtype,
+        layout=layout,
+    )
+    assert SdpaPath().rejects(p, SM_90) is None
+    call = random_call(p, device=DEVICE)
+    out, lse = SdpaPath().run(call)
+    assert lse is None
+    assert out.dtype == call.q.dtype
+    assert_close(out, oracle(call)[0], call)
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(24, 24), (16, 40), (20, 8), (256, 256)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_head_dims(causal: str, head_dim: int, head_dim_v: int, dtype: str) -> None:
+    p = problem(
+        causal=causal,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        heads_q=6,
+        heads_k=2,
+        seq_q=17,
+        seq_k=33,
+        dtype=dtype,
+    )
+    call = random_call(p, device=DEVICE)
+    assert_close(SdpaPath().run(call)[0], oracle(call)[0], call)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 2.0])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_scales_of_any_sign(scale: float, causal: str, dtype: str) -> None:
+    call = random_call(problem(causal=causal, seq_q=19, seq_k=40, dtype=dtype), scale=scale, device=DEVICE)
+    assert_close(SdpaPath().run(call)[0], oracle(call)[0], call)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    call = random_call(problem(dtype="fp16", causal="bottom_right"), device=DEVICE)
+    strided = dataclasses.replace(
+        call, **{n: getattr(call, n).transpose(-1, -2).contiguous().transpose(-1, -2) for n in "qkv"}
+    )
+    assert strided.q.stride(-1) != 1
+    assert_close(SdpaPath().run(strided)[0], oracle(call)[0], call)
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_gradients(causal: str, heads: tuple[int, int], dtype: str) -> None:
+    p = problem(causal=causal, heads_q=heads[0], heads_k=heads[1], seq_q=6, seq_k=10, dtype=dtype, needs_grad=True)
+    call = random_call(p, device=DEVICE)
+    out, _ = SdpaPath().run(call)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(weight.to(out))
+
+    exact = [getattr(call, n).detach().double().cpu().requires_grad_() for n in "qkv"]
+    seen = visible_keys(p.seq_q, p.seq_k, causal).expand(p.batch, -1, -1)
+    expected, _ = masked_attention(exact[0], exact[1], exact[2], call.scale, seen)
+    expected.backward(weight.to(out.dtype).double())
+    tolerance = 5e-6 if dtype == "fp32" else 2e-2
+    for name, reference in zip("qkv", exact, strict=True):
+        grad = getattr(call, name).grad
+        assert grad is not None
+        torch.testing.assert_close(grad.double().cpu(), reference.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_dropout_drops_and_rescales() -> None:
+    p = problem(seq_q=64, seq_k=4096, dropout=True, dtype="fp32")
+    call = random_call(p, dropout_p=0.5, device=DEVICE)
+    call.v.fill_(1.0)
+    torch.manual_seed(0)
+    out, _ = SdpaPath().run(call)
+    # Weights near 1/4096, each kept with 1/2 and doubled: mean 1, standard deviation about 1/64 to 1/30.
+    assert abs(float(out.mean()) - 1.0) < 0.01
+    assert 1e-3 < float(out.std()) < 0.1
+    kept = dataclasses.replace(call, dropout_p=0.0)
+    torch.testing.assert_close(SdpaPath().run(kept)[0], torch.ones_like(out))
+
+
+def test_bottom_right_is_an_explicit_mask_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch's lower-right marker would reach a kernel that aligns at the top left."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128")
+    given: list[Any] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append(kwargs.get("attn_mask"))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    call = random_call(problem(causal="bottom_right", seq_q=3, seq_k=8), device=DEVICE)
+    out, _ = SdpaPath().run(call)
+    assert_close(out, oracle(call)[0], call)
+    assert type(given[0]) is torch.Tensor
+    assert torch.equal(given[0].cpu(), visible_keys(3, 8, "bottom_right"))
+
+
+def test_no_warning_and_no_mask_where_every_key_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SdpaPath().run(random_call(problem(causal="bottom_right", seq_q=1, seq_k=9), device=DEVICE))
+    assert "attn_mask" not in given[0]
+    assert "is_causal" not in given[0]
+
+
+REFUSED = [
+    ({"op": "decode_attention", "seqlens_k": True}, ["decode_attention", "lengths"]),
+    ({"seqlens_k": True}, ["seqlens_k given"]),
+    ({"seqlens_q": True, "leftpad_q": True}, ["seqlens_q, leftpad_q given"]),
+    ({"leftpad_k": True}, ["leftpad_k given"]),
+    ({"return_lse": True}, ["return_lse is True"]),
+    ({"head_dim": 576, "head_dim_v": 512}, ["head_dim is 576", f"up to {MAX_HEAD_DIM}"]),
+    ({"head_dim": 64, "head_dim_v": 288}, ["head_dim is 288", f"up to {MAX_HEAD_DIM}"]),
+    ({"causal": "bottom_right", "seq_q": 9, "seq_k": 4}, ["seq_q 9", "seq_k 4", "first 5 rows"]),
+    ({"seq_k": 0}, ["seq_k is 0"]),
+    ({"seq_q": 0}, ["seq_q is 0"]),
+    ({"batch": 0}, ["batch is 0"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "fragments"), REFUSED)
+@pytest.mark.parametrize("target", [SM_90, MI300])
+def test_refusals_name_value_and_limit(changes: dict[str, Any], fragments: list[str], target: Target) -> None:
+    rejection = SdpaPath().rejects(problem(**changes), target)
+    assert rejection is not None
+    assert rejection.path == "sdpa"
+    assert rejection.hint
+    for fragment in fragments:
+        assert fragment in rejection.reason
+
+
+@pytest.mark.parametrize("target", [SM_90, MI300])
+def test_training_is_planned_on_sdpa(target: Target) -> None:
+    chosen = plan(problem(needs_grad=True, dropout=True, causal="bottom_right"), target)
+    assert chosen.path == "sdpa"
+    assert "gradients" in chosen.rejected[0].reason

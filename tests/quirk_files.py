@@ -1,0 +1,81 @@
+"""Shared by the tests of quirks: files planted in a folder, registries read from it, and plans made with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from portattn.config import Settings
+from portattn.planner import Plan, plan
+from portattn.problem import Problem
+from portattn.registry import Registry, find_backends
+
+PROBLEM = Problem(batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128)
+DECODE = Problem(op="decode_attention", batch=2, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=128)
+
+VALID = """\
+id      = "{id}"
+title   = "{title}"
+symptom = "{symptom}"
+kind    = "{kind}"
+
+[when]
+{when}
+
+[effect]
+{effect}
+
+[evidence]
+signature = "boom"
+probe     = "none: planted by a test"
+upstream  = "unreported"
+source    = "planted by a test"
+{evidence}
+"""
+
+
+def plant(
+    folder: Path,
+    quirk_id: str,
+    effect: str,
+    when: str = "",
+    title: str = "planted",
+    symptom: str = "wrong-result",
+    kind: str = "workaround",
+    evidence: str = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01',
+) -> Path:
+    """Write one quirk file under folder/<backend>/ and give its path. `when.backend` follows from the id."""
+    backend = quirk_id.split("-")[0]
+    if backend != "any":
+        when = f'backend = "{backend}"\n{when}'
+    place = folder / backend
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"{quirk_id}.toml"
+    path.write_text(
+        VALID.format(id=quirk_id, title=title, symptom=symptom, kind=kind, when=when, effect=effect, evidence=evidence),
+        encoding="utf-8",
+    )
+    return path
+
+
+def registry(folder: Path) -> Registry:
+    """portattn's own backends with the quirks of a folder, and no others. Tuning is left out: plans start from defaults."""
+    read = Registry.read(find_backends(), folder)
+    return Registry(
+        backends=read.backends, arches=read.arches, tunings={name: {} for name in read.tunings}, quirks=read.quirks
+    )
+
+
+def planned(
+    known: Registry,
+    target: str = "cuda:sm_90",
+    toolchain: str = "triton==3.6.0",
+    problem: Problem = PROBLEM,
+    **settings: Any,
+) -> Plan:
+    return plan(problem, known.target(target, toolchain), known, settings=Settings(**settings))
+
+
+def active(made: Plan) -> set[str]:
+    """Ids of the quirks that a plan says it applied, whatever path it took."""
+    return {applied.id for applied in made.quirks} | {r.quirk for r in made.rejected if r.quirk}

@@ -1,0 +1,180 @@
+"""The audit: green on the registry that ships, red on each thing it is there to find."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+
+import pytest
+from quirk_files import plant, registry
+
+from portattn import audit
+from portattn.registry import Registry, shipped_quirks
+
+TODAY = datetime.date(2026, 11, 21)
+
+
+def audited(folder: Path, today: datetime.date = TODAY) -> list[audit.Finding]:
+    return audit.run(folder, today)
+
+
+def test_shipped_registry_is_green() -> None:
+    started = time.monotonic()
+    assert audit.run(today=TODAY) == []
+    assert time.monotonic() - started < 60, "the audit is to take seconds"
+
+
+def test_clean_folder_is_green(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-one", "launch = { num_stages = 1 }")
+    plant(tmp_path, "any-0901-two", 'lowering = { load = "pointer" }', 'lowering = { load = "block_ptr" }')
+    assert audited(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("due", "severity"),
+    [("2026-11-20", "error"), ("2026-11-21", "warning"), ("2026-12-21", "warning"), ("2026-12-22", "")],
+)
+def test_review_date(tmp_path: Path, due: str, severity: str) -> None:
+    path = plant(tmp_path, "cuda-0901-one", 'note = "x"', evidence=f'last_seen = "triton==3.6.0"\nreview_by = {due}')
+    found = audited(tmp_path)
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    for finding in found:
+        assert (finding.quirk, finding.file) == ("cuda-0901-one", str(path))
+        assert finding.line is not None
+        assert "review_by" in path.read_text().splitlines()[finding.line - 1]
+
+
+def test_goes_on_after_a_broken_file(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-one", 'note = "x"\nprice = "high"')
+    plant(tmp_path, "cuda-0902-two", 'note = "x"', 'toolchain = { trition = "<3" }')
+    plant(tmp_path, "rocm-0903-three", 'note = "x"', title="")
+    plant(tmp_path, "rocm-0904-four", 'note = "x')
+    plant(tmp_path, "rocm-0905-five", 'note = "x"')
+    found = audited(tmp_path)
+    assert {f.quirk: f.severity for f in found} == dict.fromkeys(
+        ("cuda-0901-one", "cuda-0902-two", "rocm-0903-three", "rocm-0904-four"), "error"
+    )
+    assert all(f.file and f.line for f in found)
+    shown = "\n".join(map(str, found))
+    for complaint in ("unknown key `price`", "key 'when.toolchain.trition'", "key 'title': is empty", "not TOML"):
+        assert complaint in shown
+    known, same = audit.load_for_audit(tmp_path)
+    assert list(known.quirks) == ["rocm-0905-five"]
+    assert same == found
+
+
+def test_missing_evidence(tmp_path: Path) -> None:
+    path = plant(tmp_path, "cuda-0901-one", 'note = "x"')
+    path.write_text(path.read_text().replace('upstream  = "unreported"\n', ""))
+    (finding,) = audited(tmp_path)
+    assert "lacks the key `upstream`" in finding.message
+
+
+def test_id_used_twice(tmp_path: Path) -> None:
+    first = plant(tmp_path, "cuda-0901-one", 'note = "x"')
+    second = tmp_path / "rocm" / first.name
+    second.parent.mkdir()
+    second.write_text(first.read_text())
+    (finding,) = audited(tmp_path)
+    assert finding.severity == "error"
+    assert finding.file == str(second)
+    assert f"cuda-0901 is already taken by {first}" in finding.message
+
+
+def test_number_used_twice(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-one", 'note = "x"')
+    plant(tmp_path, "cuda-0901-two", 'note = "x"')
+    plant(tmp_path, "rocm-0901-three", 'note = "x"')
+    (finding,) = audited(tmp_path)
+    assert finding.quirk == "cuda-0901-two"
+    assert "already taken" in finding.message
+
+
+def test_number_of_a_shipped_entry_is_used_once() -> None:
+    numbers = ["-".join(name.split("-")[:2]) for name in Registry.load().quirks]
+    assert len(set(numbers)) == len(numbers)
+    for folder in shipped_quirks().iterdir():
+        for path in folder.glob("*.toml"):
+            assert path.stem.startswith(f"{folder.name}-"), "a file lies with its backend"
+
+
+@pytest.mark.parametrize(
+    ("quirk_id", "effect", "when", "complaint"),
+    [
+        ("cuda-0901-x", 'note = "x"', 'arch = ["sm_91"]', "'sm_91' matches nothing; known: sm_80"),
+        ("cuda-0901-x", 'note = "x"', 'arch = ["sm_90", "gfx942"]', "'gfx942' matches nothing"),
+        ("cuda-0901-x", 'note = "x"', 'kernels = ["dense_backward"]', "'dense_backward' matches nothing; known: dense"),
+        ("xpu-0901-x", 'note = "x"', "", "unknown backend 'xpu'; known: cuda"),
+        ("cuda-0901-x", 'note = "x"', 'features = ["head_dim>64", "head_dim<32"]', "can never apply"),
+        ("cuda-0901-x", 'note = "x"', 'features = ["causal", "!causal"]', "can never apply"),
+        ("cuda-0901-x", 'note = "x"', 'toolchain = { triton = ">=3.7,<3.5" }', "can never apply"),
+        ("cuda-0901-x", 'variant = "hopper"', "", "no backend offers a variant 'hopper'"),
+        (
+            "cuda-0901-x",
+            'lowering = { pipeline = "plain" }',
+            'kernels = ["decode_split"]',
+            "sets pipeline, which decode_split do not read",
+        ),
+    ],
+)
+def test_entry_that_can_never_apply(tmp_path: Path, quirk_id: str, effect: str, when: str, complaint: str) -> None:
+    plant(tmp_path, quirk_id, effect, when)
+    found = audited(tmp_path)
+    assert any(complaint in f.message for f in found), found
+    assert {f.severity for f in found} == {"error"}
+
+
+def test_conflict_in_plans(tmp_path: Path) -> None:
+    """Both hold with default tiles: found by planning as well as by comparing conditions, and told once."""
+    plant(tmp_path, "cuda-0901-one", "launch = { num_stages = 1 }")
+    plant(tmp_path, "cuda-0902-two", "launch = { num_stages = 3 }", 'arch = ["sm_90"]')
+    (finding,) = audited(tmp_path)
+    assert finding.severity == "error"
+    assert (
+        "cuda-0901-one and cuda-0902-two can both apply and set launch num_stages differently: 1 and 3"
+        in finding.message
+    )
+    planned = dict(audit._conflicts_by_planning(registry(tmp_path)))
+    assert set(planned) == {frozenset(("cuda-0901-one", "cuda-0902-two"))}
+
+
+CAP = "launch = {{ num_stages = {} }}"
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "meets"),
+    [
+        ("", "", True),
+        ('launch = { num_stages = ">=4" }', 'launch = { num_stages = ">=3" }', True),
+        ('launch = { num_stages = ">=4" }', 'launch = { num_stages = "<=3" }', True),  # 3 is what the first leaves
+        ('launch = { num_stages = ">=4" }', "launch = { num_stages = 2 }", False),
+        ('arch = ["gfx942"]', 'arch = ["gfx950"]', False),
+        ('arch = ["gfx9*"]', 'arch = ["gfx950"]', True),
+        ('kernels = ["dense_forward"]', 'kernels = ["decode_split"]', False),
+        ('toolchain = { triton = "<3.5" }', 'toolchain = { triton = ">=3.5" }', False),
+        ('toolchain = { triton = "<=3.5" }', 'toolchain = { triton = ">=3.5" }', True),
+        ('toolchain = { triton = "<3.5" }', 'toolchain = { triton-ascend = "<3.5" }', False),
+        ('toolchain = { triton = "<3.5" }', 'toolchain = { rocm = "<7" }', True),
+        ('features = ["head_dim>16"]', 'features = ["head_dim<=16"]', False),
+        ('features = ["head_dim>16"]', 'features = ["head_dim_v<=16"]', True),
+        ('features = ["dtype=fp32"]', 'features = ["dtype!=fp32"]', False),
+        ('features = ["causal"]', 'features = ["!causal"]', False),
+        ('lowering = { load = "pointer" }', 'lowering = { load = "block_ptr" }', False),
+        ("launch = { waves_per_eu = 3 }", 'launch = { waves_per_eu = "<3" }', False),
+        ("launch = { waves_per_eu = 3 }", "launch = { num_warps = 8 }", True),
+    ],
+)
+def test_conflict_by_conditions(tmp_path: Path, one: str, two: str, meets: bool) -> None:
+    """Compared without planning, since the tuning that asks for four stages may come later."""
+    plant(tmp_path, "rocm-0901-one", CAP.format(3), one)
+    plant(tmp_path, "rocm-0902-two", CAP.format(1), two)
+    known, _ = audit.load_for_audit(tmp_path)
+    pairs = dict(audit._conflicts_by_condition(list(known.quirks.values()), known))
+    assert bool(pairs) is meets
+
+
+def test_same_value_is_no_conflict(tmp_path: Path) -> None:
+    plant(tmp_path, "rocm-0901-one", CAP.format(1))
+    plant(tmp_path, "rocm-0902-two", CAP.format(1))
+    assert audited(tmp_path) == []

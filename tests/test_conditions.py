@@ -1,0 +1,78 @@
+"""Conditions on a problem: what parses, what each one decides, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn import conditions
+from portattn.problem import Problem
+
+PROBLEM = Problem(batch=2, heads_q=8, heads_k=2, seq_q=100, seq_k=300, head_dim=96, dtype="bf16", causal="top_left")
+FEATURES = PROBLEM.features() | {"programs": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("causal", True),
+        ("!causal", False),
+        ("seqlens_k", False),
+        ("!seqlens_k", True),
+        ("gqa", True),
+        ("head_dim=96", True),
+        ("head_dim!=96", False),
+        ("head_dim<96", False),
+        ("head_dim<=96", True),
+        ("head_dim>95", True),
+        ("head_dim>=97", False),
+        ("head_dim=64|96|128", True),
+        ("head_dim=64|128", False),
+        ("head_dim!=64|128", True),
+        ("head_dim!=64|96", False),
+        ("dtype=bf16", True),
+        ("dtype=fp16|bf16", True),
+        ("dtype!=fp32", True),
+        ("dtype!=fp16|bf16", False),
+        ("causal_align=top_left", True),
+        ("group=4", True),
+        ("programs<8", True),
+        (" seq_k >= 300 ", True),
+    ],
+)
+def test_decides(text: str, holds: bool) -> None:
+    assert conditions.parse(text).holds(FEATURES) is holds
+
+
+def test_all_must_hold() -> None:
+    parsed = [conditions.parse(t) for t in ("causal", "head_dim>64")]
+    assert conditions.all_hold(parsed, FEATURES)
+    assert not conditions.all_hold([*parsed, conditions.parse("dtype=fp32")], FEATURES)
+    assert conditions.all_hold([], FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is not a flag"),
+        ("head_dim >> 3", "is not a flag"),
+        ("Causal", "is not a flag"),
+        ("casual", "unknown flag 'casual'"),
+        ("head_dim", "unknown flag 'head_dim'"),
+        ("!head_dim>3", "negates a comparison"),
+        ("head_dim>wide", "compares the number head_dim with 'wide'"),
+        ("head_dim>64|128", "lists values"),
+        ("headdim>3", "unknown name 'headdim'"),
+        ("causal=1", "unknown name 'causal'"),
+        ("dtype=fp64", "dtype is compared"),
+        ("dtype>fp16", "dtype is compared"),
+    ],
+)
+def test_refuses(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        conditions.parse(text)
+
+
+def test_vocabulary_is_what_problems_have() -> None:
+    """A name that conditions take and a problem lacks would raise KeyError in the middle of a plan."""
+    vocabulary = conditions.FLAGS | conditions.NUMBERS | set(conditions.WORDS)
+    assert vocabulary == set(FEATURES)

@@ -1,0 +1,213 @@
+"""Quirk files that break the schema: each gives a DataError with the file, the line and the key."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from portattn import tomlfile
+from portattn.errors import DataError
+from portattn.quirk import check_file, load_quirk
+
+GOOD = """\
+id      = "rocm-0042-planted"
+title   = "planted"
+symptom = "compile-error"
+kind    = "workaround"
+
+[when]
+backend   = "rocm"
+arch      = ["gfx942"]
+toolchain = { triton = ">=3.4,<3.5" }
+kernels   = ["dense_forward"]
+features  = ["head_dim>64"]
+lowering  = { load = "pointer" }
+launch    = { num_stages = ">=3", kpack = 2 }
+
+[effect]
+launch = { num_stages = 2 }
+cost   = "little"
+
+[evidence]
+signature = "boom"
+probe     = "none: planted by a test"
+upstream  = "unreported"
+source    = "planted by a test"
+
+[[verified]]
+toolchain = "triton==3.4.0"
+target    = "rocm:gfx942"
+level     = "compiles"
+off       = "fail:signature"
+on        = "pass"
+date      = 2026-11-21
+
+[[verified]]
+toolchain = "triton==3.4.1"
+target    = "rocm:gfx942"
+level     = "compiles"
+off       = "pass"
+on        = "pass"
+date      = 2026-11-22
+"""
+BACKENDS = ("cuda", "rocm", "ascend", "cpu")
+
+
+def write(folder: Path, text: str, name: str = "rocm-0042-planted.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_reads_every_key(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    quirk = load_quirk(path, BACKENDS)
+    assert quirk.when.toolchain == {"triton": ">=3.4,<3.5"}
+    assert quirk.when.launch == {"num_stages": ">=3", "kpack": 2}
+    assert quirk.effect.kind == "launch"
+    assert quirk.effect.sets == {"num_stages": 2}
+    assert [v.date for v in quirk.verified] == [datetime.date(2026, 11, 21), datetime.date(2026, 11, 22)]
+    assert quirk.file == str(path)
+
+
+# (what is replaced, by what, the text whose line is named, the key that is named, part of the complaint)
+BROKEN = {
+    "unknown key": ('title   = "planted"', 'titel = "planted"', "titel", "titel", "unknown key `titel`"),
+    "unknown key in when": ('arch      = ["gfx942"]', 'arches = ["gfx942"]', "arches", "when.arches", "unknown key"),
+    "unknown key in effect": ('cost   = "little"', 'price = "little"', "price", "effect.price", "unknown key"),
+    "unknown key in evidence": ('upstream  = "unreported"', 'up = "x"', "up = ", "evidence.up", "unknown key"),
+    "key that is filled in": ('kind    = "w', 'file = "x"\nkind    = "w', "file = ", "file", "unknown key `file`"),
+    "missing key": ('kind    = "workaround"\n', "", None, None, "lacks the key `kind`"),
+    "missing table": ("[effect]\nlaunch = { num_stages = 2 }\ncost   = \"little\"\n", "", None, None, "`effect`"),
+    "missing evidence": ('source    = "planted by a test"', "", "[evidence]", "evidence", "lacks the key `source`"),
+    "empty evidence": ('source    = "planted by a test"', 'source = " "', "source = ", "evidence.source", "is empty"),
+    "unknown symptom": ('"compile-error"', '"broken"', "symptom", "symptom", "broken"),
+    "unknown kind": ('"workaround"', '"hack"', "kind", "kind", "hack"),
+    "wrong type": ('arch      = ["gfx942"]', 'arch = "gfx942"', "arch = ", "when.arch", "array"),
+    "unknown level": ('level     = "compiles"\noff       = "pass"', 'level = "sure"\noff = "pass"', "level = ",
+                      "verified.1.level", "sure"),
+    "empty title": ('title   = "planted"', 'title = ""', "title = ", "title", "is empty"),
+    "id without number": ('"rocm-0042-planted"', '"rocm-42-planted"', "id      =", "id", "is not <backend>"),
+    "id of another backend": ('"rocm-0042-planted"', '"cuda-0042-planted"', "id      =", "id", "does not start"),
+    "id is not the file's": ('"rocm-0042-planted"', '"rocm-0043-planted"', "id      =", "id", "file's name"),
+    "backend absent": ('backend   = "rocm"\n', "", "id      =", "id", "does not start with any-"),
+    "unknown component": ('{ triton = ">=3.4,<3.5" }', '{ trition = ">=3.4" }', "toolchain = { trition",
+                          "when.toolchain.trition", "unknown; known: triton"),
+    "malformed range": ('">=3.4,<3.5"', '"3.4 to 3.5"', "3.4 to 3.5", "when.toolchain.triton", "PEP 440"),
+    "two compilers": ('triton = ">=3.4,<3.5"', 'triton = "<3.5", triton-ascend = "<3.3"', "toolchain = { triton",
+                      "when.toolchain", "two compilers"),
+    "unknown feature": ('"head_dim>64"', '"headdim>64"', "headdim", "when.features", "unknown name 'headdim'"),
+    "unknown choice": ('{ load = "pointer" }', '{ loads = "pointer" }', "loads", "when.lowering.loads", "unknown choice"),
+    "unknown value": ('{ load = "pointer" }', '{ load = "tma" }', "tma", "when.lowering.load", "not one of pointer"),
+    "unknown launch": ('num_stages = ">=3"', 'stages = ">=3"', 'stages = ">=3"', "when.launch.stages", "unknown; known"),
+    "malformed comparison": ('">=3"', '">= 3"', '">= 3"', "when.launch.num_stages", "not of type int"),
+    "no effect": ("launch = { num_stages = 2 }", "", "[effect]", "effect", "exactly one of"),
+    "two effects": ("launch = { num_stages = 2 }", 'launch = { num_stages = 2 }\npath = "vendor"', "[effect]",
+                    "effect", "has launch, path"),
+    "empty effect": ("launch = { num_stages = 2 }", "launch = {}", "launch = {}", "effect.launch", "is empty"),
+    "empty note": ("launch = { num_stages = 2 }", 'note = ""', "note = ", "effect.note", "is empty"),
+    "unknown effect choice": ("launch = { num_stages = 2 }", 'lowering = { loads = "x" }', "loads",
+                              "effect.lowering.loads", "unknown choice"),
+    "unknown effect launch": ("launch = { num_stages = 2 }", "launch = { warps = 2 }", "warps", "effect.launch",
+                              "unknown launch value 'warps'"),
+    "launch out of range": ("launch = { num_stages = 2 }", "launch = { num_warps = 3 }", "num_warps = 3",
+                            "effect.launch", "power of two"),
+    "unknown variable": ("launch = { num_stages = 2 }", 'env = { HOME = "/" }', "HOME", "effect.env.HOME", "unknown"),
+    "unknown path": ("launch = { num_stages = 2 }", 'path = "triton"', "path = ", "effect.path", "triton"),
+    "bad expression": ('"boom"', '"boom("', "boom(", "evidence.signature", "not a regular expression"),
+    "no signature": ('signature = "boom"\n', "", "[evidence]", "evidence.signature", "is needed"),
+    "probe without reason": ('"none: planted by a test"', '"none:"', "probe", "evidence.probe", "needs its reason"),
+    "malformed last_seen": ('upstream  = "unreported"', 'upstream = "x"\nlast_seen = "3.4.0"', "last_seen",
+                            "evidence.last_seen", "NAME==VERSION"),
+    "last_seen of two": ('upstream  = "unreported"', 'upstream = "x"\nlast_seen = "triton==3.4.0,ptxas==12.8"',
+                         "last_seen", "evidence.last_seen", "PEP 440"),
+    "open range": ('">=3.4,<3.5"', '">=3.4"', "[evidence]", "evidence.review_by", "no upper bound"),
+    "not TOML": ('kind    = "workaround"', 'kind    = "workaround', "kind  ", None, "not TOML"),
+    "unclosed table": ("[effect]", "[effect", "[effect", None, "not TOML"),
+    "key given twice": ('kind    = "workaround"', 'kind = "limit"\nkind = "limit"', None, None, "not TOML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_file(tmp_path: Path, case: str) -> None:
+    old, new, at, key, complaint = BROKEN[case]
+    assert old in GOOD, "the case does not change the file"
+    # The second [[verified]] table is what "unknown level" is about: replace the last occurrence.
+    head, _, tail = GOOD.rpartition(old)
+    text = head + new + tail
+    path = write(tmp_path, text)
+    with pytest.raises(DataError, match=f"^{path}") as caught:
+        load_quirk(path, BACKENDS)
+    error = caught.value
+    assert error.path == str(path)
+    assert complaint in error.problem
+    if key:
+        assert error.problem.startswith(f"key '{key}': ")
+    if at:
+        named = [number for number, line in enumerate(text.splitlines(), 1) if line.startswith(at) or at in line]
+        assert error.line == named[-1]
+        assert str(error).startswith(f"{path}:{error.line}: ")
+
+
+def test_unknown_backend(tmp_path: Path) -> None:
+    text = GOOD.replace("rocm-0042", "rcom-0042").replace('backend   = "rocm"', 'backend   = "rcom"')
+    path = write(tmp_path, text, "rcom-0042-planted.toml")
+    with pytest.raises(DataError, match=r":7: key 'when.backend': unknown backend 'rcom'; known: cuda, rocm"):
+        load_quirk(path, BACKENDS)
+    assert load_quirk(path).when.backend == "rcom", "an installed package's backend is known by its own name"
+
+
+def test_open_range_needs_last_seen_too(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace('">=3.4,<3.5"', '">=3.4"'))
+    _, errors = check_file(path)
+    assert [e.problem.split(":")[0] for e in errors] == ["key 'evidence.review_by'", "key 'evidence.last_seen'"]
+
+
+def test_limit_needs_neither(tmp_path: Path) -> None:
+    text = GOOD.replace('">=3.4,<3.5"', '">=3.4"').replace('"workaround"', '"limit"')
+    assert load_quirk(write(tmp_path, text)).kind == "limit"
+
+
+def test_all_complaints_of_a_file(tmp_path: Path) -> None:
+    text = GOOD.replace('"planted"', '""').replace("<3.5", "<three").replace('load = "pointer"', 'load = "tma"')
+    quirk, errors = check_file(write(tmp_path, text))
+    assert quirk is not None
+    assert [(e.line, e.problem.split(":")[0]) for e in errors] == [
+        (2, "key 'title'"),
+        (9, "key 'when.toolchain.triton'"),
+        (12, "key 'when.lowering.load'"),
+    ]
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "rocm-0042-planted.toml"
+    path.write_bytes(GOOD.encode() + b"# caf\xe9\n")
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        load_quirk(path)
+    assert caught.value.line == len(GOOD.splitlines()) + 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (("id",), 1),
+        (("when",), 6),
+        (("when", "toolchain", "triton"), 9),
+        (("when", "absent"), 6),
+        (("verified",), None),
+        (("verified", "0"), 25),
+        (("verified", "1", "level"), 36),
+        (("absent",), None),
+    ],
+)
+def test_line_of(keys: tuple[str, ...], line: int | None) -> None:
+    assert tomlfile.line_of(GOOD, *keys) == line
+
+
+def test_line_of_dotted_key_and_comment() -> None:
+    text = '# id = 1\nwhen.backend = "cuda"\n[effect] # one\n"path" = "vendor"\n'
+    assert tomlfile.line_of(text, "when", "backend") == 2
+    assert tomlfile.line_of(text, "effect", "path") == 4
+    assert tomlfile.line_of(text, "id") is None
