@@ -33,8 +33,8 @@ _worker: Worker | None = None
 _worker_lock = threading.Lock()
 
 
-def ensure(plan: Plan, call: Call, target: Target, settings: Settings) -> Incident | None:
-    """Return None when the plan's kernels compile for this target; otherwise the Incident, recorded on disk.
+def ensure(plan: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+    """Return None when the plan's kernels compile for this target; otherwise the negative Verdict, as it is on disk.
 
     What this process or a verdict on disk has seen is not compiled again. With isolate="never" the first compile runs
     in this process, where a compiler that aborts takes it down.
@@ -47,13 +47,17 @@ def ensure(plan: Plan, call: Call, target: Target, settings: Settings) -> Incide
         with verdicts.lock(plan.key):
             # Another process may have tried it while this one waited for the lock.
             tried = None if always else verdicts.get(plan.key)
-            incident = _in_child(plan, call, target, settings, verdicts) if tried is None else None
-        if incident is not None:
-            return incident
-    incident = _in_this_process(plan, call, target, verdicts)
-    if incident is None:
+            failed = _in_child(plan, call, target, settings, verdicts) if tried is None else None
+        if failed is not None:
+            return failed
+    # The plan may be older than the verdict: what failed elsewhere must not be compiled in this process.
+    seen = verdicts.get(plan.key)
+    if seen is not None and not seen.passed:
+        return seen
+    failed = _in_this_process(plan, call, target, verdicts)
+    if failed is None:
         _ready.add(plan.key)
-    return incident
+    return failed
 
 
 def compile_in(worker: Worker, launch: KernelCall, plan: Plan, target: Target, seconds: float, facts: str) -> Reply:
@@ -78,7 +82,7 @@ def over_limit(reply: Reply, target: Target) -> str:
     return ""
 
 
-def _in_child(plan: Plan, call: Call, target: Target, settings: Settings, verdicts: VerdictStore) -> Incident | None:
+def _in_child(plan: Plan, call: Call, target: Target, settings: Settings, verdicts: VerdictStore) -> Verdict | None:
     launches, _, _ = kernel_calls(plan, call, target.arch.cores)
     for launch in launches:
         reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
@@ -102,7 +106,7 @@ def _in_child(plan: Plan, call: Call, target: Target, settings: Settings, verdic
     return None
 
 
-def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictStore) -> Incident | None:
+def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictStore) -> Verdict | None:
     """Compile and load in this process (a cache hit after the child's compile), so that a launch cannot fail to."""
     launches, _, _ = kernel_calls(plan, call, target.arch.cores)
     with device_guard(call.q), compile_environment(plan.env):
@@ -120,8 +124,8 @@ def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictSt
     return None
 
 
-def _record(reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Incident:
-    """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that plans go by."""
+def _record(reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
+    """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that plans go by, returned."""
     now = datetime.datetime.now(datetime.timezone.utc)
     digest = hashlib.sha256(f"{plan.key}{now.isoformat()}".encode()).hexdigest()[:6]
     cause = first_line(reply.message)
@@ -144,20 +148,19 @@ def _record(reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdic
         specialisation=msgspec.to_builtins(signature(launch)),
     )
     verdicts.add_incident(incident)
-    verdicts.put(
-        Verdict(
-            key=plan.key,
-            kernel=plan.kernel,
-            target=plan.target,
-            toolchain=plan.toolchain,
-            level="declared",
-            passed=False,
-            date=now.date(),
-            reason=incident.message,
-            incident=incident.id,
-        )
+    verdict = Verdict(
+        key=plan.key,
+        kernel=plan.kernel,
+        target=plan.target,
+        toolchain=plan.toolchain,
+        level="declared",
+        passed=False,
+        date=now.date(),
+        reason=incident.message,
+        incident=incident.id,
     )
-    return incident
+    verdicts.put(verdict)
+    return verdict
 
 
 def symptom_of(reply: Reply) -> Symptom:

@@ -72,7 +72,8 @@ class DenseForward(CoreKernel):
     name = "dense_forward"
     op = "attention"
     choices = (
-        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "q_operand",
+        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
+        "q_operand",
     )  # fmt: skip
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
@@ -97,6 +98,9 @@ class DecodeSplit(CoreKernel):
     FEW_KEY_TILES = 4
     WAVE_EFFICIENCY = 0.85
     MAX_SPLITS = 128
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return super().constexprs(problem, lowering, launch) | {"SEQ_Q": problem.seq_q, "SPLIT": launch.splits > 1}
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         row_tiles = ceil_div(problem.seq_q * problem.group, launch.block_m)

@@ -11,7 +11,7 @@ import msgspec
 
 from portattn import __version__
 from portattn.config import Settings
-from portattn.core import CORES, CoreKernel
+from portattn.core import CORES, CoreKernel, next_power_of_two
 from portattn.errors import QuirkConflict
 from portattn.lowering import Launch, Lowering
 from portattn.planned import Applied, CoreChoice, Rejection
@@ -47,7 +47,7 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
         raise refuse(*cannot)
 
     base = _base(problem, target, registry, kernel)
-    quirked = _Quirked(kernel, problem, target, base.lowering, base.launch)
+    quirked = _Quirked(kernel, problem, target, base)
     quirked.apply(registry, settings)
     lowering, notes = quirked.lowering, base.notes
     launch = kernel.fit(problem, quirked.launch, target.arch, base.resident)
@@ -116,11 +116,9 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
 class _Quirked:
     """Lowering, launch and compile environment while quirks are applied to them."""
 
-    def __init__(
-        self, kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch
-    ) -> None:
+    def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
         self.kernel, self.problem, self.target = kernel, problem, target
-        self.lowering, self.launch = lowering, launch
+        self.lowering, self.launch, self.resident = base.lowering, base.launch, base.resident
         self.env: dict[str, str] = {}
         self.applied: dict[str, Applied] = {}
         self.blockers: list[Quirk] = []
@@ -131,8 +129,9 @@ class _Quirked:
         forced_on, forced_off = parse_overrides(settings.quirks, registry.quirks)
         waiting = [q for q in registry.quirks.values() if q.id not in forced_off and self._touches(q)]
         while True:
-            programs = self.kernel.tiles(self.problem, self.kernel.fit(self.problem, self.launch, self.target.arch, 1))
-            fresh = [q for q in waiting if self._holds(q, q.id in forced_on, programs)]
+            # Judged as it would be launched: short problems shrink the tuned tile.
+            fitted = self.kernel.fit(self.problem, self.launch, self.target.arch, self.resident)
+            fresh = [q for q in waiting if self._holds(q, q.id in forced_on, fitted)]
             if not fresh:
                 return
             for quirk in fresh:
@@ -144,10 +143,11 @@ class _Quirked:
         lowering = quirk.effect.lowering
         return lowering is None or any(name in self.kernel.choices for name in lowering)
 
-    def _holds(self, quirk: Quirk, forced: bool, programs: int) -> bool:
+    def _holds(self, quirk: Quirk, forced: bool, launch: Launch) -> bool:
         if forced:
             return quirk.concerns(self.kernel.name, self.target)
-        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, self.launch, programs)
+        programs = self.kernel.tiles(self.problem, launch)
+        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, launch, programs)
 
     def _take(self, quirk: Quirk) -> None:
         effect = quirk.effect
@@ -201,7 +201,8 @@ def specialisation_key(
         "optional": [problem.seqlens_q, problem.seqlens_k, problem.leftpad_q, problem.leftpad_k, problem.return_lse],
         "aligned": problem.aligned,
         "large": problem.large,
-        "launch": [launch.num_warps, launch.num_stages, launch.splits > 1, launch.options],
+        # decode_combine is specialised by the splits rounded up.
+        "launch": [launch.num_warps, launch.num_stages, next_power_of_two(launch.splits), launch.options],
         "env": env,
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],

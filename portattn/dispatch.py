@@ -112,13 +112,13 @@ def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[to
             from portattn import compiling
 
             target, _ = detect_target(device.type, device.index)
-            incident = compiling.ensure(made, call, target, settings)
-            if incident is not None:
+            failed = compiling.ensure(made, call, target, settings)
+            if failed is not None:
                 forget_plans()
                 if settings.backend != "auto":
                     raise PathUnavailable(
-                        f"{call.problem.op}: backend={settings.backend!r} does not compile here: {incident.message}",
-                        [Rejection(path=made.path, reason=incident.message, incident=incident.id)],
+                        f"{call.problem.op}: backend={settings.backend!r} does not compile here: {failed.reason}",
+                        [Rejection(path=made.path, reason=failed.reason, incident=failed.incident)],
                     )
                 continue
         result = _execute(made, call, settings, key)

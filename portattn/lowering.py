@@ -23,9 +23,9 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask_value     what a masked score becomes: `-inf`, or `finite` (-1e30, then zeroed after the exponential)
     dot_precision  how an fp32 product is computed; 16-bit operands ignore it
     grid           one program a tile, or `persistent`: as many programs as cores, each looping over tiles
-    pipeline       `plain` masks only the tiles at the edge, in a loop of their own; `rotated` also issues the next Q·K
-                   before this tile's P·V, so that softmax overlaps a product; `single` has one loop that masks always,
-                   which fills the load pipeline once instead of twice
+    pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product
+    select         `branch` skips a tile of padding rows by a run-time `if`; `where` lets it take no step of its loops,
+                   for compilers that a run-time `if` leads astray
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
     """
 
@@ -36,7 +36,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask_value: Literal["-inf", "finite"] = "-inf"
     dot_precision: DotPrecision = "ieee"
     grid: Literal["tiles", "persistent"] = "tiles"
-    pipeline: Literal["plain", "rotated", "single"] = "plain"
+    pipeline: Literal["plain", "rotated"] = "plain"
+    select: Literal["where", "branch"] = "where"
     q_operand: Literal["keep", "reload"] = "keep"
 
 

@@ -57,7 +57,7 @@ def attention(
     Raises ArgumentError (argument, value, limit), PathUnavailable when a named path cannot run this or falling
     back is forbidden, QuirkConflict when the registry contradicts itself.
     """
-    settings = _settings(backend)
+    settings = _settings("attention", backend)
     optional = (seqlens_q, seqlens_k, leftpad_q, leftpad_k)
     key = _key("attention", q, k, v, optional, (scale, causal, dropout_p, return_lse, layout))
     if key is not None and (kept := dispatch.repeat(key, settings, q, k, v, optional)) is not None:
@@ -95,7 +95,7 @@ def decode_attention(
     The rest as in `attention`. Where keys are split over programs, float32 partial results of
     splits·B·Hq·Sq·(Dv + 1) elements are allocated beside the output. Raises as `attention` does.
     """
-    settings = _settings(backend)
+    settings = _settings("decode_attention", backend)
     optional = (None, seqlens_k, None, leftpad_k)
     key = _key("decode_attention", q, k_cache, v_cache, optional, (scale, causal, 0.0, return_lse, layout))
     if key is not None and (kept := dispatch.repeat(key, settings, q, k_cache, v_cache, optional)) is not None:
@@ -122,7 +122,7 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
             )
         return plan_problem(op, target, settings=current())
     ops: dict[str, Callable[..., Any]] = {"attention": attention, "decode_attention": decode_attention}
-    if op not in ops:
+    if not isinstance(op, str) or op not in ops:
         raise ArgumentError("plan", "op", op, f"must be a Problem or one of {', '.join(OPS)}")
     with dispatch.planning_only() as planned:
         ops[op](*args, **kwargs)
@@ -134,8 +134,10 @@ def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
     return plan(op, *args, **kwargs).explain()
 
 
-def _settings(backend: str | None) -> Settings:
+def _settings(op: str, backend: str | None) -> Settings:
     settings = current()
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(op, "backend", backend, "must be the name of a path, or None")
     return settings if backend is None or backend == settings.backend else _with_backend(settings, backend)
 
 

@@ -46,7 +46,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
             backends=dict(backends),
             arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
             tunings={name: _load_tunings(b.folder / "tuning") for name, b in backends.items()},
-            quirks=load_quirks(folders),
+            quirks=load_quirks(folders, tuple(backends)),
         )
 
     def target(self, text: str, toolchain: str | Toolchain | None = None) -> Target:
@@ -120,12 +120,12 @@ def _load_tunings(folder: Path) -> dict[str, Tuning]:
     return {path.stem: load_tuning(path) for path in sorted(folder.glob("*.toml"))}
 
 
-def load_quirks(folders: list[Path]) -> dict[str, Quirk]:
-    """Read every quirk file of the folders. Raises DataError on a broken file or an id used twice."""
+def load_quirks(folders: list[Path], backends: tuple[str, ...]) -> dict[str, Quirk]:
+    """Read every quirk file of the folders. Raises DataError on a broken file, an unknown backend, an id used twice."""
     quirks: dict[str, Quirk] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.toml")):
-            quirk = load_quirk(path)
+            quirk = load_quirk(path, backends)
             if quirk.id in quirks:
                 raise DataError(path, None, f"id {quirk.id!r} is already taken by {quirks[quirk.id].file}")
             quirks[quirk.id] = quirk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,11 @@ from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
-from portattn.problem import Problem
+from portattn.problem import MAX_HEAD_DIM, Problem
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
+FLOAT32_MAX = torch.finfo(torch.float32).max
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
 
@@ -38,7 +38,7 @@ def attention_call(
     dropout_p: float = 0.0,
 ) -> Call:
     """Check everything and build the Call; q, k and v become (B, H, S, D) views. Raises ArgumentError."""
-    if layout not in AXES:
+    if not isinstance(layout, str) or layout not in AXES:
         raise ArgumentError(op, "layout", layout, f"must be one of {', '.join(AXES)}")
     for name, tensor in zip(names, (q, k, v), strict=True):
         _check_tensor(op, name, tensor, layout)
@@ -54,10 +54,13 @@ def attention_call(
     _check_equal(op, f"{k_name}'s batch", k.shape[0], f"{q_name}'s", batch)
     _check_equal(op, f"{v_name}'s batch", v.shape[0], f"{q_name}'s", batch)
     _check_equal(op, f"{k_name}'s head_dim", k.shape[3], f"{q_name}'s", head_dim)
+    for name, width in ((q_name, head_dim), (v_name, v.shape[3])):
+        if not 1 <= width <= MAX_HEAD_DIM:
+            raise ArgumentError(op, f"{name}'s head_dim", width, f"must be in 1..{MAX_HEAD_DIM}")
     _check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
     _check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", k.shape[2])
 
-    if causal not in (True, False, "top_left", "bottom_right"):
+    if not isinstance(causal, (bool, int, str)) or causal not in (True, False, "top_left", "bottom_right"):
         raise ArgumentError(op, "causal", causal, "must be True (bottom_right), False, 'bottom_right' or 'top_left'")
     alignment = causal if isinstance(causal, str) else "bottom_right" if causal else "none"
     scale = _check_number(op, "scale", head_dim**-0.5 if scale is None else scale)
@@ -131,8 +134,9 @@ def _check_equal(op: str, what: str, value: int, whose: str, limit: int) -> None
 
 
 def _check_number(op: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ArgumentError(op, name, value, "must be a finite number")
+    # Kernels take it as a float32. The comparison is false for NaN too, and defined for an integer of any size.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
+        raise ArgumentError(op, name, value, f"must be a finite number, in float32's range of ±{FLOAT32_MAX:.4g}")
     return float(value)
 
 

@@ -32,7 +32,7 @@ RELEASES: Mapping[str, tuple[str, ...]] = {
 # The compiler that is tried on a backend when an entry names none.
 _COMPILER = {"ascend": ("triton-ascend", "3.2.0")}
 _COMMON_COMPILER = ("triton", "3.6.0")
-_EXTREME_VERSIONS = ("0.0.1", "9999")  # below and above whatever a range names
+_EXTREME_VERSIONS = ("9999", "0.0.1")  # above and below whatever a range names
 _POWERS_OF_TWO = ("block_m", "block_n", "num_warps")
 
 # Sizes that fill every tile a launch can ask for, so that no tile is cut down to the problem.
@@ -154,10 +154,9 @@ def _machine(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, str]:
 
 
 def versions(name: str, ranges: Iterable[str]) -> list[str]:
-    """Versions to try for a compiler or component, newest first: the releases, those that ranges name, and extremes."""
+    """Versions to try for a compiler or component: releases and those that ranges name, newest first, then extremes."""
     named = {s.version.removesuffix(".*") for text in ranges for s in parse_range(text)}
-    found = named | set(RELEASES.get(name, _EXTREME_VERSIONS))
-    return sorted(found, key=Version, reverse=True)
+    return [*sorted(named | set(RELEASES.get(name, ())), key=Version, reverse=True), *_EXTREME_VERSIONS]
 
 
 def _toolchain(quirk: Quirk, backend: str, broken: str) -> str:

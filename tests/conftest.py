@@ -23,6 +23,16 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import
 
 import support  # noqa: E402
 
+from portattn import config  # noqa: E402
+
+torch.set_num_threads(1)  # problems are tiny, and test processes run side by side
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Triton's interpreter turns one-element arrays into scalars, and reduces over rows that hold only NaN (padding).
+    for ignored in ("DeprecationWarning:triton.runtime.interpreter", "RuntimeWarning:triton.runtime.interpreter"):
+        config.addinivalue_line("filterwarnings", f"ignore::{ignored}")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_interpreter = support.no_interpreter()
@@ -56,6 +66,7 @@ def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith("PORTATTN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    config.environment_settings.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def plant(
 
 
 def registry(folder: Path) -> Registry:
-    """portattn's own backends with the quirks of a folder, and no others. Tuning is left out: plans start from defaults."""
+    """portattn's own backends with the quirks of a folder only, and no tuning: plans start from the defaults."""
     read = Registry.read(find_backends(), folder)
     return Registry(
         backends=read.backends, arches=read.arches, tunings={name: {} for name in read.tunings}, quirks=read.quirks

@@ -6,8 +6,9 @@ conditions; the other quirks are switched off, so that a case says something abo
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from quirk_files import active
+from quirk_files import DECODE, PROBLEM, active
 
 from portattn import witness
 from portattn.config import Settings
@@ -102,8 +103,7 @@ def test_three_backends_are_covered() -> None:
 )
 def test_old_ascend_compiler_gives_way_to_the_vendor(op: str, features: dict[str, bool]) -> None:
     """Prefill, padded prefill and decode were all slower than plain torch with triton-ascend before 3.2.0."""
-    import msgspec
-    from quirk_files import DECODE, PROBLEM
+    from quirk_files import PROBLEM
 
     problem = msgspec.structs.replace(PROBLEM if op == "attention" else DECODE, **features)
     old = plan(problem, SHIPPED.target("ascend:ascend910b2", "triton-ascend==3.1.0"), SHIPPED)
@@ -124,8 +124,6 @@ def test_old_ascend_compiler_gives_way_to_the_vendor(op: str, features: dict[str
 )
 def test_hopper_caution_follows_ptxas(toolchain: str, applies: bool) -> None:
     """What assembles for sm_90 is the wheel's own ptxas, or the one that was put in its place."""
-    from quirk_files import PROBLEM
-
     made = plan(PROBLEM, SHIPPED.target("cuda:sm_90", toolchain), SHIPPED)
     assert ("cuda-0001-register-a-wgmma" in active(made)) is applies
     assert made.path == "triton"

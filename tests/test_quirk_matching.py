@@ -52,7 +52,7 @@ def test_unknown_component(tmp_path: Path, symptom: str) -> None:
     ("toolchain", "newer"), [("triton==3.5.1", False), ("triton==3.6.0", False), ("triton==3.7.1", True)]
 )
 def test_newer_than_seen(tmp_path: Path, symptom: str, toolchain: str, newer: bool) -> None:
-    """An open range: what is newer than any version the bug was seen on is unverified, and only `slow` lets go there."""
+    """An open range: what is newer than any version that showed the bug is unverified; only `slow` lets go there."""
     plant(tmp_path, ID, STAGES, 'toolchain = { triton = ">=3.4" }', symptom=symptom)
     made = planned(registry(tmp_path), toolchain=toolchain)
     assert (ID in active(made)) is not (newer and symptom == "slow")

@@ -1,4 +1,4 @@
-"""Errors on the command line: one line on standard error, an exit status, and with --json an object on standard output."""
+"""Errors on the command line: one line on standard error, an exit status, and with --json an object on stdout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Refused(click.ClickException):
 
     def __init__(self, message: str, exit_code: int, document: dict[str, Any] | None) -> None:
         super().__init__(message)
-        self.exit_code, self.document = exit_code, document
+        self.exit_code = exit_code  # type: ignore[misc]  # click declares it on the class, and reads it from the instance
+        self.document = document
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(self.message, err=True)

@@ -68,5 +68,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     console.print(shown)
 
 
+def setting(name: str, value: Any) -> str:
+    """`block_m = 64`, and with a comparison for a value `block_m >=64`."""
+    return f"{name} {value}" if isinstance(value, str) and value[:1] in "<>=!" else f"{name} = {value}"
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.tiles import (
-    accumulate,
-    load_columns,
-    load_rows,
+    add_values,
+    key_scores,
     lowest,
     natural_lse,
     row_source,
@@ -118,15 +117,13 @@ def decode_split(
                     q_tile = load_packed_rows(
                         q_base, rows, count, q_stride_h, q_stride_s, q_stride_d, SEQ_Q, HEAD_DIM, BLOCK_D, NEGATED
                     )
-                k_tile = load_columns(k_rows, start, end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,
-                                      edge == 1, LOAD, K_TILE, BLOCK_ORDER)  # fmt: skip
-                scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                scores = key_scores(q_tile, k_rows, start, end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,
+                                    edge == 1, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION)  # fmt: skip
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, row_end, row_max, row_sum, factor, BLOCK_N, edge == 1, EXP, MASK_VALUE
                 )
-                v_tile = load_rows(v_rows, start, end, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV,
-                                   edge == 1, LOAD)  # fmt: skip
-                acc = accumulate(acc, correction, p, v_tile, DOT_PRECISION)
+                acc = add_values(acc, correction, p, v_rows, start, end, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
+                                 BLOCK_DV, edge == 1, LOAD, DOT_PRECISION)  # fmt: skip
 
         inverse = tl.where(row_sum > 0.0, 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0), 0.0)
         acc = tl.where((row_sum > 0.0)[:, None], acc * inverse[:, None], 0.0)

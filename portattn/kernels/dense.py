@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.tiles import (
-    accumulate,
-    load_columns,
+    add_values,
+    key_scores,
     load_rows,
     lowest,
     natural_lse,
@@ -17,6 +17,17 @@ from portattn.kernels.tiles import (
     softmax_scale,
     softmax_step,
 )
+
+
+@triton.jit
+def load_query_rows(base, start, rows, stride_row, stride_col,
+                    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+                    NEGATED: tl.constexpr):  # fmt: skip
+    """Query tile [BLOCK_M, BLOCK_D]; rows past the end are 0. NEGATED carries the sign of a negative scale."""
+    tile = load_rows(base, start, rows, stride_row, stride_col, HEAD_DIM, BLOCK_M, BLOCK_D, True, "pointer")
+    if NEGATED:
+        tile = -tile
+    return tile
 
 
 @triton.jit(do_not_specialize=["heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles"])
@@ -33,7 +44,7 @@ def dense_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, NEGATED: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
-    Q_OPERAND: tl.constexpr,
+    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M query rows of one head, or several such tiles in turn on a persistent grid.
 
@@ -75,85 +86,63 @@ def dense_forward(
         full_steps = tl.maximum(tl.minimum(near, far) - k_first, 0) // BLOCK_N
         steps = tl.maximum(far - k_first + BLOCK_N - 1, 0) // BLOCK_N
 
-        q_base = q + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-        kv_head = (head // group).to(tl.int64)
-        k_rows = row_source(
-            k + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h,
-            k_end,
-            k_stride_s,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_D,
-            LOAD,
-        )
-        v_rows = row_source(
-            v + batch.to(tl.int64) * v_stride_b + kv_head * v_stride_h,
-            k_end,
-            v_stride_s,
-            HEAD_DIM_V,
-            BLOCK_N,
-            BLOCK_DV,
-            LOAD,
-        )
-        q_tile = load_rows(q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, True, "pointer")
-        if NEGATED:
-            q_tile = -q_tile
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max = tl.full([BLOCK_M], lowest(MASK_VALUE), tl.float32)
         row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
+        if SELECT == "branch":
+            attends = steps > 0
+        else:
+            attends: tl.constexpr = True
+        if attends:
+            q_base = q + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
+            kv_head = (head // group).to(tl.int64)
+            k_base = k + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h
+            k_rows = row_source(k_base, k_end, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+            v_base = v + batch.to(tl.int64) * v_stride_b + kv_head * v_stride_h
+            v_rows = row_source(v_base, k_end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+            q_tile = load_query_rows(q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, NEGATED)
 
-        # Two passes: key tiles that every row attends whole, then the tiles at the edge, masked.
-        for edge in tl.static_range(2):
-            if edge == 0:
-                begin, count = k_first, full_steps
-            else:
-                begin, count = k_first + full_steps * BLOCK_N, steps - full_steps
-            if PIPELINE == "single" and edge == 0:
-                count = 0
-            elif PIPELINE == "single":
-                begin, count = k_first, steps
-            if PIPELINE == "rotated" and edge == 0:
-                if count > 0:
-                    k_tile = load_columns(k_rows, begin, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,
-                                          False, LOAD, K_TILE, BLOCK_ORDER)  # fmt: skip
-                    scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
-                    for i in range(count - 1):
-                        start = begin + i * BLOCK_N
+            # Two passes: key tiles that every row attends whole, then the tiles at the edge, masked.
+            for edge in tl.static_range(2):
+                if edge == 0:
+                    begin, count = k_first, full_steps
+                else:
+                    begin, count = k_first + full_steps * BLOCK_N, steps - full_steps
+                if PIPELINE == "rotated" and edge == 0:
+                    if count > 0:
+                        scores = key_scores(q_tile, k_rows, begin, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
+                                            BLOCK_D, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION)  # fmt: skip
+                        for i in range(count - 1):
+                            start = begin + i * BLOCK_N
+                            p, correction, row_max, row_sum = softmax_step(
+                                scores, start, row_end, row_max, row_sum, factor, BLOCK_N, False, EXP, MASK_VALUE
+                            )
+                            # Before P·V, so that the next softmax need not wait for it.
+                            scores = key_scores(q_tile, k_rows, start + BLOCK_N, k_end, k_stride_s, k_stride_d,
+                                                HEAD_DIM, BLOCK_N, BLOCK_D, False, LOAD, K_TILE, BLOCK_ORDER,
+                                                DOT_PRECISION)  # fmt: skip
+                            acc = add_values(acc, correction, p, v_rows, start, k_end, v_stride_s, v_stride_d,
+                                             HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, LOAD, DOT_PRECISION)  # fmt: skip
+                        start = begin + (count - 1) * BLOCK_N
                         p, correction, row_max, row_sum = softmax_step(
                             scores, start, row_end, row_max, row_sum, factor, BLOCK_N, False, EXP, MASK_VALUE
                         )
-                        # Before P·V, so that the next softmax need not wait for it.
-                        k_tile = load_columns(k_rows, start + BLOCK_N, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
-                                              BLOCK_D, False, LOAD, K_TILE, BLOCK_ORDER)  # fmt: skip
-                        scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
-                        v_tile = load_rows(v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV,
-                                           False, LOAD)  # fmt: skip
-                        acc = accumulate(acc, correction, p, v_tile, DOT_PRECISION)
-                    start = begin + (count - 1) * BLOCK_N
-                    p, correction, row_max, row_sum = softmax_step(
-                        scores, start, row_end, row_max, row_sum, factor, BLOCK_N, False, EXP, MASK_VALUE
-                    )
-                    v_tile = load_rows(v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV,
-                                       False, LOAD)  # fmt: skip
-                    acc = accumulate(acc, correction, p, v_tile, DOT_PRECISION)
-            else:
-                for i in range(count):
-                    start = begin + i * BLOCK_N
-                    if Q_OPERAND == "reload":
-                        q_tile = load_rows(
-                            q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, True, "pointer"
+                        acc = add_values(acc, correction, p, v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V,
+                                         BLOCK_N, BLOCK_DV, False, LOAD, DOT_PRECISION)  # fmt: skip
+                else:
+                    for i in range(count):
+                        start = begin + i * BLOCK_N
+                        if Q_OPERAND == "reload":
+                            q_tile = load_query_rows(
+                                q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, NEGATED
+                            )
+                        scores = key_scores(q_tile, k_rows, start, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
+                                            BLOCK_D, edge == 1, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION)  # fmt: skip
+                        p, correction, row_max, row_sum = softmax_step(
+                            scores, start, row_end, row_max, row_sum, factor, BLOCK_N, edge == 1, EXP, MASK_VALUE
                         )
-                        if NEGATED:
-                            q_tile = -q_tile
-                    k_tile = load_columns(k_rows, start, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,
-                                          edge == 1, LOAD, K_TILE, BLOCK_ORDER)  # fmt: skip
-                    scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                    p, correction, row_max, row_sum = softmax_step(
-                        scores, start, row_end, row_max, row_sum, factor, BLOCK_N, edge == 1, EXP, MASK_VALUE
-                    )
-                    v_tile = load_rows(v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV,
-                                       edge == 1, LOAD)  # fmt: skip
-                    acc = accumulate(acc, correction, p, v_tile, DOT_PRECISION)
+                        acc = add_values(acc, correction, p, v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V,
+                                         BLOCK_N, BLOCK_DV, edge == 1, LOAD, DOT_PRECISION)  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
         row_sum = tl.where((rows >= q_first) & (rows < q_end), row_sum, 0.0)

@@ -151,9 +151,24 @@ def softmax_step(scores, start, row_end, row_max, row_sum, scale,
 
 
 @triton.jit
-def accumulate(acc, correction, p, v, DOT_PRECISION: tl.constexpr):
-    """acc rescaled, plus P·V."""
-    return tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=DOT_PRECISION)
+def key_scores(q_tile, k_rows, start, end, stride_row, stride_col,
+               HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
+               LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr,
+               DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on."""
+    k_tile = load_columns(
+        k_rows, start, end, stride_row, stride_col, HEAD_DIM, BLOCK_N, BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER
+    )
+    return tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def add_values(acc, correction, p, v_rows, start, end, stride_row, stride_col,
+               HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
+               LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on."""
+    v_tile = load_rows(v_rows, start, end, stride_row, stride_col, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BOUNDED, LOAD)
+    return tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     explained_by: str = ""
 
     def __str__(self) -> str:
-        return f"{self.function}: {self.name} {self.value}, {self.limit}"
+        return f"{self.function}: {self.value} {self.name}, {self.limit}"
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

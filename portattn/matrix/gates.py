@@ -34,14 +34,14 @@ def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry
 def _limits(kernel: KernelFacts, arch: Arch) -> list[Gate]:
     facts, gates = kernel.facts, []
     used = int(facts.get("local_memory", 0))
-    limit = f"{arch.name} has {arch.local_memory} bytes"
-    gates.append(_gate(arch.local_memory_kind, kernel, used, limit, used <= arch.local_memory))
+    limit = f"{arch.name} has {arch.local_memory}"
+    gates.append(_gate(f"bytes of {arch.local_memory_kind}", kernel, used, limit, used <= arch.local_memory))
     if arch.registers and "registers" in facts:
         used = int(facts["registers"])
         gates.append(_gate("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))
     if "spills" in facts:
         used = int(facts["spills"])
-        gates.append(_gate("spilled bytes", kernel, used, "none may be", used == 0))
+        gates.append(_gate("bytes spilled", kernel, used, "none allowed", used == 0))
     return gates
 
 
@@ -62,7 +62,7 @@ def matrix_count(facts: Facts, arch: Arch) -> int:
 
 
 def _explained(gate: Gate, plan: Plan, target: Target, registry: Registry) -> Gate:
-    """The gate with the quirk that explains it, if one does: it concerns this kernel here, and its signature matches."""
+    """The gate with the quirk that explains it, if one does: it applies here, and its signature matches."""
     kernel = CORES[plan.problem.op].name
     lowering, launch = plan.specialised
     applied = {quirk.id for quirk in plan.quirks}

@@ -150,3 +150,13 @@ def numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
         lse_budget=facts.get("lse_budget"),
         reason="; ".join(reasons),
     )
+
+
+def figure(numerics: Numerics) -> str:
+    """An outcome with its errors and budgets, in one line."""
+    if numerics.outcome == "not_run":
+        return f"not run: {numerics.reason}"
+    parts = [f"max error {numerics.error:.2e} of {numerics.budget:.2e} allowed"]
+    if numerics.lse_error is not None:
+        parts.append(f"LSE {numerics.lse_error:.2e} of {numerics.lse_budget:.2e}")
+    return ("" if numerics.outcome == "pass" else "FAIL: ") + ", ".join(parts)

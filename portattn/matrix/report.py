@@ -1,4 +1,4 @@
-"""The static page: problems × targets, each cell with its level, path and footnoted quirks. One file, nothing loaded."""
+"""The static page: problems × targets, each cell with its level, path and footnoted quirks; one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import jinja2
 import msgspec
 
-from portattn.matrix.cells import Cell, Footnote, Numerics, Run
+from portattn.matrix.cells import Cell, Footnote, Run
+from portattn.matrix.numerics import figure
 from portattn.quirk import LEVELS
 from portattn.registry import Registry
 
@@ -92,7 +93,7 @@ def brief(cell: Cell) -> str:
         return cell.plan.path
     broken = [gate for gate in cell.gates if not gate.passed and not gate.explained_by]
     if broken:
-        return f"{broken[0].value} {broken[0].name}"
+        return f"{broken[0].value} {broken[0].name}".replace("bytes", "B")
     if cell.red or not cell.kernels:
         return cell.stage
     facts = cell.kernels[0].facts
@@ -104,16 +105,6 @@ def brief(cell: Cell) -> str:
     if "linalg_lines" in facts:
         parts.append("linalg")
     return " · ".join(parts)
-
-
-def figure(numerics: Numerics) -> str:
-    """An outcome with its errors and budgets, in one line."""
-    if numerics.outcome == "not_run":
-        return f"not run: {numerics.reason}"
-    parts = [f"max error {numerics.error:.2e} of {numerics.budget:.2e} allowed"]
-    if numerics.lse_error is not None:
-        parts.append(f"LSE {numerics.lse_error:.2e} of {numerics.lse_budget:.2e}")
-    return ("" if numerics.outcome == "pass" else "FAIL: ") + ", ".join(parts)
 
 
 def link(text: str) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -55,9 +55,12 @@ class Workers:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._open: dict[str, Worker] = {}
+        self._closed = False
 
     def get(self, kind: str) -> Worker:
-        """`gpu` and `ascend` compile, `interpreter` and `device` run kernels."""
+        """`gpu` and `ascend` compile, `interpreter` and `device` run kernels. Raises CancelledError once closed."""
+        if self._closed:
+            raise CancelledError("the run has ended")
         if kind not in self._open:
             if kind == "gpu":
                 worker = Worker(python=self.options.python)
@@ -72,9 +75,10 @@ class Workers:
         return self._open[kind]
 
     def close(self) -> None:
-        for worker in self._open.values():
+        """End the children; a request under way in this thread is answered as a crash."""
+        self._closed = True
+        for worker in list(self._open.values()):
             worker.close()
-        self._open.clear()
 
 
 def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
@@ -107,6 +111,8 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
         for workers in opened:
             workers.close()
         pool.shutdown(cancel_futures=True)
+        for workers in opened:  # a thread can have started a child between the two
+            workers.close()
 
 
 def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Interpreter) -> Cell:
@@ -206,7 +212,7 @@ def _compiled(
     made: Plan, target: Target, options: Options, workers: Workers, registry: Registry, ascend: bool
 ) -> dict[str, Any]:
     launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
-    found = []
+    found: list[KernelFacts] = []
     for launch in launches:
         reply = compile_in(workers.get("ascend" if ascend else "gpu"), launch, made, target, options.seconds, "full")
         if reply.outcome != "ok":

@@ -35,7 +35,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problems(which: SetName, ops: Sequence[str]) -> list[Named]:
-    """The problems of a set whose op or name matches one of the globs. Raises ArgumentError when a glob matches none."""
+    """The problems of a set whose op or name matches a glob. Raises ArgumentError when a glob matches none."""
     found = SETS[which]()
     for glob in ops:
         if not any(_wanted(named, glob) for named in found):
@@ -49,7 +49,7 @@ def _wanted(named: Named, glob: str) -> bool:
 
 
 def targets(globs: Sequence[str], toolchains: Sequence[Toolchain], ascend: Toolchain | None) -> list[Target]:
-    """Targets that match a glob, each with every toolchain of its compiler. Raises ArgumentError when a glob matches none.
+    """Targets that match a glob, each with every toolchain of its compiler. Raises ArgumentError when one matches none.
 
     Of a compiler that no toolchain is named for, it is the installed one (or, for Ascend, the one of `ascend`).
     """

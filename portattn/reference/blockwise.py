@@ -36,6 +36,9 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if out is None:
         # In-place assembly would record every slice; one concatenation is what autograd wants.
         out = torch.cat(pieces, dim=2) if pieces else call.new_out()
+        if p.seq_q == 0 or p.seq_k == 0:
+            # No product has seen the inputs: sums over nothing make the zeros part of the graph, as SDPA's are.
+            out = out + call.q[..., :0].sum() + call.k[..., :0].sum() + call.v[..., :0].sum()
     return out, lse if p.return_lse else None
 
 
@@ -62,6 +65,8 @@ def _rows(call: Call, row: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     q = call.q[:, :, row:stop].float().reshape(p.batch, p.heads_k, p.group * count, p.head_dim)
     i = torch.arange(row, stop, device=device)[None, :, None]
     inside = (i >= q_first) & (i < q_end)
+    # Padding can hold NaN, and the gradient of k takes 0·q from it.
+    q = q.reshape(p.batch, p.heads_q, count, p.head_dim).masked_fill(~inside[:, None], 0.0).reshape(q.shape)
     shift = {"none": None, "bottom_right": k_end - q_end, "top_left": k_first - q_first}[p.causal]
 
     acc = q.new_zeros(p.batch, p.heads_k, p.group * count, p.head_dim_v)

@@ -91,12 +91,23 @@ class Worker:
                         log=self._tail(begun),
                     )
                 if line is None:
-                    status = process.wait()
+                    try:
+                        status = process.wait(max(deadline - time.monotonic(), 1.0))
+                    except subprocess.TimeoutExpired:  # it has closed its answers, and lives on
+                        self._kill()
+                        status = process.returncode
                     self._process = None
                     name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
                     log = self._tail(begun)
                     return Reply(outcome="crash", stage=stage, kind=name, message=_cause(log) or name, log=log)
-                message = json.loads(line)
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    self._kill()
+                    return Reply(
+                        outcome="error", stage=stage, kind="ProtocolError",
+                        message=f"the worker answered {line[:200]!r}, which is not JSON", log=self._tail(begun),
+                    )  # fmt: skip
                 if "ok" not in message:
                     stage = message["stage"]
                 elif message["ok"]:

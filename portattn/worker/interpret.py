@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -140,11 +141,8 @@ def _place(tensor: torch.Tensor | None, device: str) -> torch.Tensor | None:
 
 
 def _on_cpu(call: Call) -> Call:
-    lengths = (call.seqlens_q, call.seqlens_k, call.leftpad_q, call.leftpad_k)
-    return Call(
-        call.problem, call.q.cpu(), call.k.cpu(), call.v.cpu(), call.scale,
-        *(None if t is None else t.cpu() for t in lengths),
-    )  # fmt: skip
+    names = ("q", "k", "v", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")
+    return replace(call, **{name: tensor.cpu() for name in names if (tensor := getattr(call, name)) is not None})
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""One real call per device for `portattn doctor`, in child processes: what crashes or hangs does so there."""
+
+from __future__ import annotations
+
+import msgspec
+
+from portattn.cli.probes import Check
+from portattn.config import current
+from portattn.machine import devices
+from portattn.matrix.numerics import Interpreter, figure, numerics, request_of
+from portattn.planner import plan
+from portattn.problem import Problem
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.verdicts import store
+from portattn.worker.client import Worker
+
+# Small enough for an interpreter, with a ragged last tile, grouped heads, a mask and lengths.
+PROBLEM = Problem(
+    op="attention", batch=2, heads_q=4, heads_k=2, seq_q=77, seq_k=77, head_dim=64, dtype="fp16",
+    causal="bottom_right", seqlens_k=True, return_lse=True,
+)  # fmt: skip
+
+
+def device_checks(seconds: float) -> list[Check]:
+    """The planned path on each device of this machine."""
+    found = []
+    for target in devices():
+        made = plan(PROBLEM, target, verdicts=store(current()), settings=current())
+        kind = Registry.load().backends[target.backend].device_type
+        with Worker(interpreter=True) as worker:
+            worker.environment = {}  # portattn's own child, with kernels that are compiled
+            reply = worker.request("interpret", seconds, **request_of(made, PROBLEM, made.path, target.name, kind))
+        seen = numerics(reply, str(target), PROBLEM)
+        outcome = "PASS" if seen.outcome == "pass" else "FAIL"
+        found.append(
+            Check(
+                name=f"{target.name}, {made.path} path",
+                outcome=outcome,  # type: ignore[arg-type]
+                detail=figure(seen),
+                error=seen.error,
+                budget=seen.budget,
+            )
+        )
+    return found
+
+
+def interpreter_check(seconds: float) -> list[Check]:
+    """The core kernel under Triton's interpreter, where Triton and NumPy allow it."""
+    name = "interpreter, dense_forward"
+    interpreter = Interpreter(seconds)
+    if interpreter.missing:
+        return [Check(name=name, outcome="SKIP", detail=interpreter.missing)]
+    target = Target.parse("cpu:generic")
+    made = plan(PROBLEM, target, settings=msgspec.structs.replace(current(), backend="interpreter", quirks=""))
+    with Worker(interpreter=True) as worker:
+        seen = interpreter.check(made, worker)
+    outcome = "PASS" if seen.outcome == "pass" else "FAIL"
+    return [Check(name=name, outcome=outcome, detail=figure(seen), error=seen.error, budget=seen.budget)]  # type: ignore[arg-type]

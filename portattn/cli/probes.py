@@ -1,0 +1,203 @@
+"""What `portattn doctor` looks at. Each probe is guarded: its failure becomes a line of the report."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import platform
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from portattn import __version__
+
+CALL_SECONDS = 180.0  # limit of one real call: a first compile may be part of it
+
+
+class Item(msgspec.Struct, frozen=True):
+    name: str
+    value: str
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the report. error: why it could not be made; warnings: what in it wants attention."""
+
+    title: str
+    items: tuple[Item, ...] = ()
+    warnings: tuple[str, ...] = ()
+    error: str = ""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One real call, compared with the float64 oracle."""
+
+    name: str
+    outcome: Literal["PASS", "FAIL", "SKIP"]
+    detail: str
+    error: float | None = None
+    budget: float | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    sections: tuple[Section, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return not any(s.error for s in self.sections) and not any(c.outcome == "FAIL" for c in self.checks)
+
+
+def examine(say: Callable[[str], None]) -> Report:
+    """Make the report; `say` is told what is being looked at. Never raises."""
+    probes: list[tuple[str, Callable[[], Section]]] = [
+        ("versions", versions),
+        ("toolchain", toolchain),
+        ("backends", backends),
+        ("settings", settings),
+        ("cache", cache),
+        ("quirks that apply here", quirks),
+    ]
+    sections = []
+    for title, probe in probes:
+        say(f"looking at {title}")
+        sections.append(guarded(title, probe))
+    return Report(sections=tuple(sections), checks=tuple(calls(say)))
+
+
+def guarded(title: str, probe: Callable[[], Section]) -> Section:
+    """The probe's section, or one that says why there is none."""
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001 - a report about a broken machine must not break on it
+        return Section(title=title, error=f"{type(error).__name__}: {error}")
+
+
+def versions() -> Section:
+    items = [Item("portattn", __version__), Item("python", platform.python_version())]
+    items.append(Item("system", f"{platform.system()} {platform.release()} {platform.machine()}"))
+    for name in ("torch", "torch-npu", "numpy"):
+        try:
+            items.append(Item(name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            items.append(Item(name, "not installed"))
+    return Section(title="versions", items=tuple(items))
+
+
+def toolchain() -> Section:
+    from pathlib import Path
+
+    from portattn.toolchain import installed, owners
+
+    found = installed()
+    if not found:
+        hint = "Triton is not installed: pip install 'portattn[triton]', or triton-ascend on an NPU"
+        return Section(title="toolchain", items=(Item("compiler", "none"),), warnings=(hint,))
+    claims = owners(Path(found.path))
+    items = [Item("compiler", str(found)), Item("path", found.path)]
+    items.append(Item("claimed by", ", ".join(f"{name}=={version}" for name, version in claims) or "no distribution"))
+    items += [Item(name, version) for name, version in found.components]
+    warnings = []
+    if len(claims) > 1:
+        last = f"{claims[-1][0]}=={claims[-1][1]}"
+        warnings.append(
+            f"{len(claims)} distributions claim triton/, and one overwrote another (last written: {last}): "
+            "uninstall all of them, and install the one that is wanted"
+        )
+    if not claims:
+        warnings.append(
+            "no installed distribution owns triton/: its version cannot be told, and no quirk's range holds"
+        )
+    warnings += shadowed(Path(found.path))
+    return Section(title="toolchain", items=tuple(items), warnings=tuple(warnings))
+
+
+def shadowed(folder: object) -> list[str]:
+    """Other `triton` folders on the import path, which the one in use hides."""
+    import sys
+    from pathlib import Path
+
+    seen = {Path(str(folder)).resolve()}
+    found = []
+    for place in sys.path:
+        other = Path(place or ".") / "triton" / "__init__.py"
+        if other.is_file() and other.parent.resolve() not in seen:
+            seen.add(other.parent.resolve())
+            found.append(f"{other.parent} is hidden by {folder}")
+    return found
+
+
+def backends() -> Section:
+    from portattn.registry import Registry
+
+    items, warnings = [], []
+    for name, backend in Registry.load().backends.items():
+        try:
+            arch = backend.detect()
+            components = backend.machine_components() if arch else {}
+        except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others
+            warnings.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        vendors = ", ".join(v.name for v in backend.vendor)
+        paths = f"paths: {', '.join(p for p in (backend.core_path, vendors, 'reference') if p)}"
+        versions = "".join(f", {component} {version}" for component, version in components.items())
+        items.append(Item(name, f"{arch}{versions}; {paths}" if arch else "no device here"))
+    return Section(title="backends", items=tuple(items), warnings=tuple(warnings))
+
+
+def settings() -> Section:
+    from portattn.config import ENVIRONMENT, current, from_environment
+
+    from_environment(os.environ)  # what a misspelt variable would raise at the first call shows here
+    now = current()
+    variables = {field: variable for variable, field in ENVIRONMENT.items()}
+    items = []
+    for name in now.__struct_fields__:
+        variable = variables.get(name, "")
+        origin = f"  (from {variable})" if variable in os.environ else ""
+        items.append(Item(name, f"{getattr(now, name) or '(default)'}{origin}"))
+    return Section(title="settings", items=tuple(items))
+
+
+def cache() -> Section:
+    from portattn.config import current
+    from portattn.verdicts import store
+
+    found = store(current())
+    count = len(list((found.folder / "verdicts").glob("*.json")))
+    incidents = list(found.incidents())
+    items = [Item("folder", str(found.folder)), Item("verdicts", str(count)), Item("incidents", str(len(incidents)))]
+    items += [
+        Item(incident.id, f"{incident.symptom} on {incident.target}: {incident.message}") for incident in incidents[-5:]
+    ]
+    return Section(title="cache", items=tuple(items))
+
+
+def quirks() -> Section:
+    from portattn.core import KERNEL_NAMES
+    from portattn.machine import devices
+    from portattn.registry import Registry
+
+    items = []
+    for target in devices():
+        for quirk in Registry.load().quirks.values():
+            concerned = any(quirk.concerns(kernel, target) for kernel in KERNEL_NAMES)
+            if concerned and quirk.in_range(target.toolchain):
+                items.append(Item(quirk.id, f"{quirk.sentence()}\n{quirk.evidence.upstream}"))
+    if not items:
+        items.append(Item("none", "no quirk's conditions can hold on this machine"))
+    return Section(title="quirks that apply here", items=tuple(items))
+
+
+def calls(say: Callable[[str], None]) -> list[Check]:
+    """One real call on each device, each path in a child; and the kernels under the interpreter where that runs."""
+    from portattn.cli.calls import device_checks, interpreter_check
+
+    found: list[Check] = []
+    for name, check in (("devices", device_checks), ("interpreter", interpreter_check)):
+        say(f"calling attention: {name}")
+        try:
+            found += check(CALL_SECONDS)
+        except Exception as error:  # noqa: BLE001 - as in `guarded`
+            found.append(Check(name=name, outcome="FAIL", detail=f"{type(error).__name__}: {error}"))
+    return found

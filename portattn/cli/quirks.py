@@ -1,0 +1,212 @@
+"""`portattn quirks`: the registry of known compiler bugs and limits."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from portattn.cli.arguments import target_from
+from portattn.cli.errors import RED
+from portattn.cli.output import emit_json, heading, json_option, pairs, plural, setting, table
+from portattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from portattn.quirk import Quirk
+
+
+@click.group()
+def quirks() -> None:
+    """Known compiler bugs and limits, as data: what goes wrong where, and what is done about it."""
+
+
+@quirks.command("list")
+@click.option("--backend", metavar="NAME", help="Only this backend's, and those of every backend.")
+@click.option("--kind", metavar="workaround|limit", help="Only work-arounds, or only limits of hardware and language.")
+@click.option("--symptom", metavar="WORD", help="Only this symptom, such as wrong-result.")
+@click.option("--active-on", metavar="BACKEND:ARCH", help="Only those that can apply on this target.")
+@click.option(
+    "--toolchain", metavar="NAME==VERSION", help="The compiler for --active-on; the installed one by default."
+)
+@json_option
+def list_(
+    backend: str | None,
+    kind: str | None,
+    symptom: str | None,
+    active_on: str | None,
+    toolchain: str | None,
+    as_json: bool,
+) -> None:
+    """List quirks: id, symptom, and what goes wrong."""
+    from portattn.quirk import Symptom
+    from portattn.registry import Registry
+
+    registry = Registry.load()
+    _check("--backend", backend, tuple(registry.backends))
+    _check("--kind", kind, ("workaround", "limit"))
+    _check("--symptom", symptom, Symptom.__args__)  # type: ignore[attr-defined]
+    if toolchain and not active_on:
+        raise ArgumentError("quirks list", "--toolchain", toolchain, "goes with --active-on")
+    target = target_from(active_on, toolchain) if active_on else None
+    found = [
+        quirk
+        for quirk in registry.quirks.values()
+        if (backend is None or quirk.when.backend in (None, backend))
+        and kind in (None, quirk.kind)
+        and symptom in (None, quirk.symptom)
+        and (target is None or (quirk.in_range(target.toolchain) and _concerns(quirk, target)))
+    ]
+    if as_json:
+        emit_json([_summary(quirk) for quirk in found])
+        return
+    table(["id", "symptom", "kind", "what goes wrong"], [(q.id, q.symptom, q.kind, q.title) for q in found])
+    click.echo(plural(len(found), "quirk"))
+
+
+@quirks.command()
+@click.argument("quirk_id", metavar="ID")
+@json_option
+def show(quirk_id: str, as_json: bool) -> None:
+    """Show everything that is known about one quirk."""
+    import msgspec
+
+    from portattn.quirk import describe_effect
+    from portattn.registry import Registry
+
+    known = Registry.load().quirks
+    if quirk_id not in known:
+        import difflib
+
+        close = difflib.get_close_matches(quirk_id, known, n=3, cutoff=0.5)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `portattn quirks list` names all"
+        raise ArgumentError("quirks show", "ID", quirk_id, f"no quirk has this id{hint}")
+    quirk = known[quirk_id]
+    if as_json:
+        emit_json(quirk)
+        return
+    click.secho(f"{quirk.id}: {quirk.title}", bold=True)
+    when = {name: value for name, value in msgspec.structs.asdict(quirk.when).items() if value}
+    evidence = quirk.evidence
+    rows = [
+        ("symptom", f"{quirk.symptom} ({quirk.kind})"),
+        *((f"when {name}", _words(value)) for name, value in when.items()),
+        ("effect", describe_effect(quirk.effect)),
+        ("cost", quirk.effect.cost),
+        ("signature", evidence.signature),
+        ("probe", evidence.probe),
+        ("upstream", evidence.upstream),
+        ("source", evidence.source),
+        ("last seen", evidence.last_seen),
+        ("review by", str(evidence.review_by or "")),
+        *(
+            ("verified", f"{v.toolchain} on {v.target}: {v.level}, off {v.off}, on {v.on}, {v.date}")
+            for v in quirk.verified
+        ),
+        ("file", quirk.file),
+    ]
+    pairs((name, value) for name, value in rows if value)
+
+
+@quirks.command()
+@click.argument("target", metavar="TARGET")
+@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; the installed one by default.")
+@json_option
+def why(target: str, toolchain: str | None, as_json: bool) -> None:
+    """Say which quirks apply on TARGET (BACKEND:ARCH): to which kernels, for which problems, and what they change.
+
+    The problems are those of `portattn matrix run --quick`. Quirks that concern the target and apply to none of them
+    are listed with the reason.
+    """
+    from portattn.cli.why import because
+
+    found = because(target_from(target, toolchain))
+    if as_json:
+        emit_json(found)
+        return
+    click.secho(f"{found.target} with {found.toolchain}", bold=True)
+    for use in found.applied:
+        heading(f"{use.id}: {use.sentence}")
+        pairs(
+            (name, value)
+            for name, value in [
+                ("kernels", ", ".join(use.kernels)),
+                ("changes", _words(use.sets) or "nothing"),
+                ("cost", use.cost),
+                ("note", use.note),
+                ("problems", "\n".join(use.problems)),
+                ("upstream", use.upstream),
+            ]
+            if value
+        )
+    if not found.applied:
+        click.echo("no quirk applies to the problems asked about")
+    if found.others:
+        heading("concern this target, and apply to none of these problems")
+        pairs((other.id, other.reason) for other in found.others)
+    for conflict in found.conflicts:
+        click.secho(f"conflict: {conflict}", fg="red")
+    if found.conflicts:
+        raise click.exceptions.Exit(RED)
+
+
+@quirks.command()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Quirk files to audit; portattn's own and installed packages' by default.",
+)
+@click.option("--today", type=click.DateTime(["%Y-%m-%d"]), help="The day that review dates are compared with.")
+@json_option
+def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -> None:
+    """Check every quirk file: readable, fresh, of use, and at peace with the others.
+
+    Exit status 1: an error was found. Findings name file and line.
+    """
+    from rich.console import Console
+
+    from portattn.audit import run
+
+    with Console(stderr=True).status("auditing quirks"):
+        findings = run(folder, today.date() if today else None)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if as_json:
+        emit_json({"errors": len(errors), "warnings": len(findings) - len(errors), "findings": findings})
+    else:
+        for finding in findings:
+            click.echo(str(finding))
+        click.echo(f"{plural(len(errors), 'error')}, {plural(len(findings) - len(errors), 'warning')}")
+    if errors:
+        raise click.exceptions.Exit(RED)
+
+
+def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise ArgumentError("quirks list", option, value, f"must be one of {', '.join(known)}")
+
+
+def _concerns(quirk: Quirk, target: Any) -> bool:
+    from portattn.core import KERNEL_NAMES
+
+    return any(quirk.concerns(kernel, target) for kernel in KERNEL_NAMES)
+
+
+def _summary(quirk: Quirk) -> dict[str, Any]:
+    return {
+        "id": quirk.id,
+        "title": quirk.title,
+        "symptom": quirk.symptom,
+        "kind": quirk.kind,
+        "backend": quirk.when.backend,
+        "sentence": quirk.sentence(),
+        "upstream": quirk.evidence.upstream,
+        "file": quirk.file,
+    }
+
+
+def _words(value: Any) -> str:
+    """A condition's value on one line: `head_dim>=128, causal`, or `triton <3.5`."""
+    if isinstance(value, dict):
+        return ", ".join(setting(name, item) for name, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

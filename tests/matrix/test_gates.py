@@ -1,0 +1,71 @@
+"""Compiled code against the chip."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from portattn.matrix import gates
+from portattn.matrix.cells import KernelFacts
+from portattn.matrix.problems import dense
+from portattn.planner import plan
+from portattn.registry import Registry
+from portattn.target import Target
+
+FITS = {"local_memory": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
+
+
+def check(target="cuda:sm_90", dtype="fp16", dot_precision="ieee", registry=None, **facts):
+    """Names of the gates that do not hold, with what explains them."""
+    registry = registry or Registry.load()
+    where = Target.parse(target, "triton==3.6.0")
+    made = plan(dense(dtype=dtype, head_dim=64).problem, where, registry)
+    made = msgspec.structs.replace(made, lowering=msgspec.structs.replace(made.lowering, dot_precision=dot_precision))
+    kernels = (KernelFacts(function=made.kernel, facts=FITS | facts),)
+    return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
+
+
+def test_what_fits_passes_every_gate():
+    assert check() == {}
+    assert check("rocm:gfx942") == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({"spills": 4}, "bytes spilled"),
+        ({"registers": 256}, "registers"),
+        ({"local_memory": 232449}, "bytes of shared memory"),
+        ({"mma": 0, "wgmma": 0}, "matrix instructions"),
+    ],
+)
+def test_each_limit_is_a_gate(facts, name):
+    assert check(**facts) == {name: ""}
+
+
+def test_the_limit_is_the_archs_own():
+    assert check("rocm:gfx942", registers=512) == {}
+    assert check("rocm:gfx942", local_memory=65537) == {"bytes of LDS": ""}
+    assert check("rocm:gfx942", mfma=0) == {"matrix instructions": ""}  # mma is no instruction of that chip
+
+
+def test_an_exact_fp32_product_needs_no_matrix_instruction():
+    assert check(dtype="fp32", mma=0, wgmma=0) == {}
+    assert check(dtype="fp32", dot_precision="tf32", mma=0, wgmma=0) == {"matrix instructions": ""}
+
+
+def test_a_quirk_whose_signature_matches_explains_a_gate():
+    registry = Registry.load()
+    quirk = next(q for q in registry.quirks.values() if q.id == "cuda-0012-serialised-wgmma")
+    spill = msgspec.structs.replace(
+        quirk,
+        id="cuda-9999-spill",
+        when=type(quirk.when)(backend="cuda"),
+        evidence=msgspec.structs.replace(quirk.evidence, signature=r"8 bytes spilled", last_seen=""),
+    )
+    planted = msgspec.structs.replace(registry, quirks={spill.id: spill})
+    assert check(registry=planted, spills=8) == {"bytes spilled": spill.id}
+    assert check(registry=planted, spills=12) == {"bytes spilled": ""}
+    elsewhere = msgspec.structs.replace(spill, when=type(quirk.when)(backend="rocm"))
+    planted = msgspec.structs.replace(registry, quirks={spill.id: elsewhere})
+    assert check(registry=planted, spills=8) == {"bytes spilled": ""}

@@ -1,0 +1,136 @@
+"""Numbers beside a cell: what is kept when a problem is scaled down, what is right and what is not."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+import support
+import torch
+
+from portattn.core import CORES
+from portattn.launch import run_core
+from portattn.matrix import numerics
+from portattn.matrix.numerics import Interpreter, on_device, request_of, scaled
+from portattn.matrix.problems import PADDED, dense, full
+from portattn.planner import plan
+from portattn.target import Target
+from portattn.worker import interpret
+from portattn.worker.client import Reply
+
+KEPT = ("op", "group", "head_dim", "head_dim_v", "dtype", "causal", "layout", "aligned", "return_lse",
+        "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")  # fmt: skip
+GOOD = {"error": 0.1, "budget": 0.2, "wrong": 0}
+SM_90 = "cuda:sm_90"
+
+
+@pytest.mark.parametrize("shrink", [lambda p, launch: scaled(p, launch), lambda p, launch: on_device(p, "cuda")])
+def test_scaling_down_keeps_what_decides_the_code(shrink):
+    target = Target.parse(SM_90, "triton==3.6.0")
+    for named in full():
+        made = plan(named.problem, target)
+        if made.launch is None:
+            continue
+        small = shrink(named.problem, made.launch)
+        assert [getattr(small, name) for name in KEPT] == [getattr(named.problem, name) for name in KEPT], named.name
+        constexprs = CORES[small.op].constexprs
+        assert constexprs(small, *made.specialised) == constexprs(named.problem, *made.specialised)
+        assert (small.seq_q, small.seq_k) <= (named.problem.seq_q, named.problem.seq_k)
+        launch = request_of(made, small, "interpreter", "cpu:generic", "cpu")["launch"]
+        assert (launch["splits"] > 1) == (made.launch.splits > 1), named.name
+
+
+@pytest.mark.parametrize(
+    ("facts", "outcome", "reason"),
+    [
+        (GOOD, "pass", ""),
+        (GOOD | {"error": 0.21}, "fail", "out's error 0.21 is over its budget 0.2"),
+        (GOOD | {"wrong": 3}, "fail", "3 elements are NaN"),
+        (GOOD | {"lse_error": 0.3, "lse_budget": 0.2}, "fail", "LSE's error 0.3"),
+        (GOOD | {"lse_error": 0.1, "lse_budget": 0.2}, "pass", ""),
+    ],
+)
+def test_a_verdict_needs_every_figure_in_its_budget(facts, outcome, reason):
+    seen = numerics.numerics(Reply(outcome="ok", facts=facts), "here", dense(dtype="fp16", head_dim=64).problem)
+    assert seen.outcome == outcome
+    assert reason in seen.reason
+
+
+@pytest.mark.parametrize("outcome", ["error", "crash", "hang"])
+def test_an_interpreter_that_cannot_is_not_wrong_numbers(outcome):
+    reply = Reply(outcome=outcome, kind="NotImplementedError", message="\nno such thing\nmore")
+    seen = numerics.numerics(reply, "here", dense(dtype="fp16", head_dim=64).problem)
+    assert seen.outcome == "not_run"
+    assert seen.reason == f"{outcome}: NotImplementedError: no such thing"
+
+
+class CountingWorker:
+    def __init__(self):
+        self.requests = []
+        self.go = threading.Event()
+
+    def request(self, task, seconds, **fields):
+        self.requests.append(fields)
+        self.go.wait(10)
+        return Reply(outcome="ok", facts=GOOD)
+
+
+def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
+    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
+    interpreter, worker = Interpreter(1.0), CountingWorker()
+    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_90, "triton==3.6.0"))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(interpreter.check(made, worker))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    worker.go.set()
+    for thread in threads:
+        thread.join()
+    assert len(worker.requests) == 1
+    assert [seen.outcome for seen in found] == ["pass"] * 3
+    other = plan(dense(dtype="fp16", head_dim=80).problem, Target.parse(SM_90, "triton==3.6.0"))
+    interpreter.check(other, worker)
+    assert len(worker.requests) == 2
+
+
+def small_request(**changes):
+    problem = support.problem(dtype="fp16", seq_q=21, **changes)
+    made = support.core_plan(support.Device("cpu", "interpreter"), problem)
+    return request_of(made, problem, "interpreter", "cpu:generic", "cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("changes", [{}, PADDED | {"leftpad_q": True, "leftpad_k": True}, {"layout": "bshd", "aligned": False}])
+def test_the_kernels_are_right(changes):
+    facts = interpret.compare(small_request(**changes))["facts"]
+    assert 0 < facts["error"] <= facts["budget"] < 0.1
+    assert facts["lse_error"] <= facts["lse_budget"] < 0.1
+    assert facts["wrong"] == 0
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("damage", ["off", "unwritten", "lse"])
+def test_damage_is_seen(monkeypatch, damage):
+    def damaged(plan, call, cores):
+        out, lse = run_core(plan, call, cores)
+        if damage == "off":
+            out[0, 0, 3] += 0.1
+        elif damage == "unwritten":
+            out = torch.where(torch.arange(out.shape[2])[:, None] == 3, call.new_out(), out)
+        else:
+            lse = torch.zeros_like(lse)
+        return out, lse
+
+    monkeypatch.setattr(interpret, "run_core", damaged)
+    facts = interpret.compare(small_request())["facts"]
+    seen = numerics.numerics(Reply(outcome="ok", facts=facts), "here", support.problem())
+    assert seen.outcome == "fail"
+
+
+def test_the_reference_path_is_compared_too():
+    problem = support.problem(seqlens_k=True)
+    request = {"problem": msgspec.to_builtins(problem), "path": "reference", "target": "cpu:generic"}
+    facts = interpret.compare(request | {"device": "cpu"})["facts"]
+    assert facts["wrong"] == 0
+    assert facts["error"] <= facts["budget"]

@@ -1,0 +1,128 @@
+"""results.jsonl: whole lines only, whatever interrupts; strict about its schema; nothing of an earlier run is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from portattn.errors import ArgumentError, DataError
+from portattn.matrix.cells import SCHEMA, Cell
+from portattn.matrix.results import NAME, Results, read, write_whole
+
+TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
+
+
+@pytest.fixture
+def cells(cell: Callable[..., Cell]) -> list[Cell]:
+    return [cell(target=target, index=index) for index, target in enumerate(TARGETS)]
+
+
+def test_cells_come_back_as_they_were_and_in_order(tmp_path, cells, run):
+    with Results(tmp_path) as file:
+        file.start(run(cells))
+        for cell in reversed(cells):
+            file.append(cell)
+        assert read(file.path) == (run(cells), cells)
+        file.finish(run(cells), list(reversed(cells)))
+    lines = (tmp_path / NAME).read_bytes().splitlines()
+    assert [msgspec.json.decode(line).get("index") for line in lines] == [None, 0, 1, 2]
+
+
+def test_a_cut_off_last_line_is_left_out_and_resuming_drops_it(tmp_path, cells, run):
+    with Results(tmp_path) as file:
+        file.start(run(cells))
+        for cell in cells[:2]:
+            file.append(cell)
+        whole = file.path.read_bytes()
+        file.path.write_bytes(whole + msgspec.json.encode(cells[2])[:-40])
+        assert read(file.path)[1] == cells[:2]
+        assert file.resume(run(cells)) == cells[:2]
+        assert file.path.read_bytes() == whole
+        file.append(cells[2])
+        assert read(file.path)[1] == cells
+
+
+def test_a_full_disk_is_said_and_costs_one_cell_at_most(tmp_path, cells, run, monkeypatch):
+    real = os.write
+    with Results(tmp_path) as file:
+        file.start(run(cells))
+        file.append(cells[0])
+        monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:30]))
+        with pytest.raises(DataError, match="free space"):
+            file.append(cells[1])
+    assert read(tmp_path / NAME)[1] == cells[:1]
+
+
+def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "page"
+    write_whole(path, b"old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("planted")))
+    with pytest.raises(OSError, match="planted"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["page"]
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA + 1])
+def test_another_schema_version_is_refused_with_file_and_line(tmp_path, cells, run, version):
+    path = tmp_path / NAME
+    other = msgspec.structs.replace(cells[0], schema=version)
+    path.write_bytes(msgspec.json.encode(run(cells)) + b"\n" + msgspec.json.encode(other) + b"\n")
+    with pytest.raises(DataError, match=rf"{NAME}:2: schema version {version}; .* reads version {SCHEMA}"):
+        read(path)
+
+
+def test_a_line_outside_the_schema_is_refused(tmp_path, cells, run):
+    path = tmp_path / NAME
+    line = msgspec.json.encode(msgspec.to_builtins(cells[0]) | {"colour": "red"})
+    path.write_bytes(msgspec.json.encode(run(cells)) + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=r":2: .*colour"):
+        read(path)
+
+
+def test_what_is_no_results_file_is_refused(tmp_path, cells):
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path / NAME)
+    (tmp_path / NAME).write_bytes(msgspec.json.encode(cells[0]) + b"\n")
+    with pytest.raises(DataError, match="where the cells come from"):
+        read(tmp_path / NAME)
+
+
+def test_starting_again_keeps_the_earlier_results(tmp_path, cells, run):
+    kept = []
+    for _ in range(3):
+        with Results(tmp_path) as file:
+            kept.append(file.start(run(cells)))
+            file.append(cells[0])
+    assert kept[0] is None
+    assert len({*kept[1:]}) == 2
+    for path in kept[1:]:
+        assert read(path)[1] == cells[:1]
+
+
+def test_resuming_needs_the_same_run(tmp_path, cells, run):
+    with Results(tmp_path) as file:
+        with pytest.raises(ArgumentError, match="no such file"):
+            file.resume(run(cells))
+        file.start(run(cells))
+        with pytest.raises(ArgumentError, match="other cells"):
+            file.resume(run(cells[:2]))
+        with pytest.raises(ArgumentError, match="other kernels"):
+            file.resume(msgspec.structs.replace(run(cells), kernels="another digest"))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with Results(tmp_path), pytest.raises(ArgumentError, match="another run is writing there"):
+        Results(tmp_path)
+    with Results(tmp_path):
+        pass  # free again once the first is done
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match="--out"):
+        Results(tmp_path / "file" / "folder")

@@ -1,0 +1,96 @@
+"""Which cells a run has."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from portattn.errors import ArgumentError
+from portattn.matrix import select
+from portattn.matrix.problems import SETS, full, quick
+from portattn.toolchain import Toolchain, installed
+
+ASCEND = Toolchain.parse("triton-ascend==3.1.0")
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_problems_have_names_of_their_own(which):
+    names = [named.name for named in SETS[which]()]
+    problems = [named.problem for named in SETS[which]()]
+    assert len(set(names)) == len(names)
+    assert len(set(problems)) == len(problems)
+
+
+def test_the_full_set_covers_what_it_says():
+    dense = [n.problem for n in full() if n.problem.op == "attention"]
+    assert {(p.dtype, p.head_dim, p.causal) for p in dense} >= {
+        (dtype, dim, causal)
+        for dtype in ("fp16", "bf16", "fp32")
+        for dim in (32, 64, 80, 96, 128, 192, 256)
+        for causal in ("none", "bottom_right", "top_left")
+    }
+    assert {n.problem.op for n in quick()} == {"attention", "decode_attention"}
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [("rocm:gfx942", {"rocm:gfx942"}), ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}), ("cpu", {"cpu:generic"})],
+)
+def test_globs_mean_a_name_a_backend_or_an_arch(glob, expected):
+    assert {t.name for t in select.targets([glob], [], None)} == expected
+
+
+def test_every_target_gets_the_compiler_that_compiles_for_it():
+    for target in select.targets([], [], None):
+        if target.backend == "ascend":
+            assert str(target.toolchain) == select.ASCEND_DEFAULT
+        else:
+            assert str(target.toolchain) == str(installed())
+    assert str(select.targets(["ascend910b2"], [], ASCEND)[0].toolchain) == str(ASCEND)
+
+
+def test_toolchains_go_to_their_own_targets():
+    named = select.parse_toolchains(["triton==3.4.0", "triton==3.9.0", "triton-ascend==3.1.0"])
+    found = [(t.name, str(t.toolchain)) for t in select.targets(["sm_90", "ascend910b2"], named, None)]
+    assert found == [
+        ("cuda:sm_90", "triton==3.4.0"),
+        ("cuda:sm_90", "triton==3.9.0"),
+        ("ascend:ascend910b2", "triton-ascend==3.1.0"),
+    ]
+
+
+def test_cells_are_numbered_target_by_target_and_have_ids_of_their_own():
+    specs = select.specs(quick(), select.targets(["cuda"], [], None))
+    assert [spec.index for spec in specs] == list(range(len(specs)))
+    assert len({spec.id for spec in specs}) == len(specs)
+    names = [spec.target.name for spec in specs]
+    assert names == sorted(names, key=list(dict.fromkeys(names)).index)
+    assert select.specs(quick(), select.targets(["cuda"], [], None)) == specs
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: select.targets(["sm_91"], [], None), r"--targets is 'sm_91', but must match one of cuda:sm_80"),
+        (lambda: select.problems("quick", ["sparse*"]), r"--ops is 'sparse\*', but must match an op"),
+        (lambda: select.parse_toolchains(["triton"]), r"--toolchain is 'triton', but .*NAME==VERSION"),
+        (lambda: select.toolchain_of("/nowhere/python"), r"--ascend-python is '/nowhere/python', but cannot be run"),
+        (lambda: select.toolchain_of("/bin/false"), r"must be a Python interpreter"),
+    ],
+)
+def test_bad_input_names_the_option_the_value_and_the_limit(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def test_a_python_without_triton_ascend_is_refused():
+    if installed().distribution == "triton-ascend":
+        pytest.skip("this Python has triton-ascend")
+    with pytest.raises(ArgumentError, match="with triton-ascend installed"):
+        select.toolchain_of(sys.executable)
+
+
+def test_problems_are_chosen_by_op_or_by_name():
+    assert {n.problem.op for n in select.problems("quick", ["decode_*"])} == {"decode_attention"}
+    assert all("fp32" in n.name for n in select.problems("quick", ["*fp32*"]))

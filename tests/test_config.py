@@ -1,0 +1,137 @@
+"""Settings: from the environment, from blocks, and per thread."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+
+import pytest
+
+import portattn
+from portattn.config import ENVIRONMENT, Settings, current, environment_settings, from_environment
+
+
+def test_defaults() -> None:
+    assert from_environment({}) == Settings()
+    assert Settings().backend == "auto"
+    assert Settings().fallback == "warn"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PORTATTN_BACKEND", "reference"),
+        ("PORTATTN_FALLBACK", "error"),
+        ("PORTATTN_QUIRKS", "-cuda-0012-serialised-wgmma"),
+        ("PORTATTN_ISOLATE", "never"),
+        ("PORTATTN_CACHE_DIR", "/somewhere"),
+        ("PORTATTN_VALIDATE", "always"),
+    ],
+)
+def test_each_variable_sets_its_setting(variable: str, value: str) -> None:
+    assert getattr(from_environment({variable: value}), ENVIRONMENT[variable]) == value
+    assert from_environment({variable: ""}) == Settings()
+
+
+def test_there_are_at_most_six_variables() -> None:
+    assert len(ENVIRONMENT) <= 6
+
+
+def test_an_unknown_variable_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(portattn.SettingError, match="PORTATTN_BACKND") as error:
+        from_environment({"PORTATTN_BACKND": "reference", "OTHER": "1"})
+    assert "PORTATTN_BACKEND" in str(error.value)
+
+
+@pytest.mark.parametrize("variable", ["PORTATTN_FALLBACK", "PORTATTN_ISOLATE", "PORTATTN_VALIDATE"])
+def test_a_bad_value_is_an_error_that_lists_the_good(variable: str) -> None:
+    with pytest.raises(portattn.SettingError, match=variable) as error:
+        from_environment({variable: "maybe"})
+    assert "'maybe'" in str(error.value)
+    assert "must be one of" in str(error.value)
+
+
+def test_a_bad_variable_stops_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("PORTATTN_FALL_BACK", "error")
+    environment_settings.cache_clear()
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(portattn.SettingError, match="PORTATTN_FALL_BACK"):
+        portattn.attention(q, q, q)
+
+
+def test_blocks_nest_and_end() -> None:
+    before = current()
+    with portattn.settings(fallback="error") as outer:
+        assert current() is outer
+        with portattn.settings(isolate="never"):
+            assert (current().fallback, current().isolate) == ("error", "never")
+        assert current() is outer
+    assert current() == before
+
+
+def test_a_block_ends_when_its_body_raises() -> None:
+    before = current()
+    with pytest.raises(RuntimeError), portattn.settings(fallback="silent"):
+        raise RuntimeError
+    assert current() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"fall_back": "warn"}, ["unknown setting 'fall_back'", "fallback"]),
+        ({"fallback": "never"}, ["setting fallback is 'never'", "warn, error, silent"]),
+        ({"isolate": True}, ["setting isolate is True", "auto, always, never"]),
+        ({"backend": 3}, ["setting backend is 3", "string"]),
+        ({"cache_dir": None}, ["setting cache_dir is None", "string"]),
+        ({"compile_seconds": 0}, ["setting compile_seconds is 0", "positive"]),
+        ({"compile_seconds": float("nan")}, ["setting compile_seconds is nan", "positive"]),
+        ({"compile_seconds": "60"}, ["setting compile_seconds is '60'", "positive"]),
+    ],
+)
+def test_bad_blocks_are_errors(changes: dict, parts: list[str]) -> None:
+    with pytest.raises(portattn.SettingError) as error, portattn.settings(**changes):
+        pass
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_block_is_its_own_threads_alone() -> None:
+    seen: list[str] = []
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait(10)
+        seen.append(current().fallback)
+        with portattn.settings(fallback="silent"):
+            done.set()
+            seen.append(current().fallback)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with portattn.settings(fallback="error"):
+        inside.set()
+        done.wait(10)
+        thread.join(10)
+        assert current().fallback == "error"
+    assert seen == ["warn", "silent"]
+
+
+def test_a_copied_context_keeps_its_block() -> None:
+    with portattn.settings(fallback="error"):
+        context = contextvars.copy_context()
+    assert current().fallback == "warn"
+    assert context.run(current).fallback == "error"
+
+
+def test_quirk_overrides_must_exist() -> None:
+    import torch
+
+    q = torch.zeros(1, 1, 2, 4)
+    p = portattn.Problem(batch=1, heads_q=1, heads_k=1, seq_q=2, seq_k=2, head_dim=16)
+    target = portattn.Target.parse("cuda:sm_90", "triton==3.6.0")
+    with portattn.settings(quirks="-cuda-9999-no-such"), pytest.raises(portattn.SettingError, match="cuda-9999"):
+        portattn.plan(p, target)
+    assert portattn.attention(q, q, q).shape == q.shape
