@@ -29,7 +29,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quirks       overrides, "+id,-id": + applies a quirk whose conditions do not hold, - switches one off
     isolate      whether a first compile runs in a child process: `auto` does so for what nobody has verified
     cache_dir    where verdicts and incidents are kept; empty for the platform's cache directory
-    validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU)
+    validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
+                 the transformers adapter still reads a mask of several queries back, once a forward
     compile_seconds  time limit of one compile in a child process
     """
 

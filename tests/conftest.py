@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import
 
 import support  # noqa: E402
 
-from portattn import config  # noqa: E402
+from portattn import Target, config  # noqa: E402
 
 torch.set_num_threads(1)  # problems are tiny, and test processes run side by side
 
@@ -74,11 +74,44 @@ def _nothing_left_over() -> Iterator[None]:
     """Plans, warnings given and the last plan are the process's: each test starts without any."""
     from portattn import compiling, dispatch
 
+    detect = dispatch.detect_target  # tests may put another in its place
     dispatch.forget_plans()
-    dispatch.detect_target.cache_clear()
+    detect.cache_clear()
     dispatch._warned.clear()
     dispatch._last.set(None)
     compiling._ready.clear()
     yield
     dispatch.forget_plans()
-    dispatch.detect_target.cache_clear()
+    detect.cache_clear()
+
+
+@pytest.fixture
+def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """CPU tensors are planned as if they lay on an H100 with Triton 3.6.0."""
+    from portattn import dispatch
+
+    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
+    return target
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Puts a program in the place of the child's Python: what it does after announcing the stage `ttgir`.
+
+    Returns the file to which it adds a line for each request.
+    """
+    from portattn import compiling
+    from portattn.worker.client import Worker
+
+    workers: list[Worker] = []
+
+    def plant(behaviour: str) -> Path:
+        script, requests = support.fake_python(tmp_path, behaviour)
+        workers.append(Worker(python=str(script)))
+        monkeypatch.setattr(compiling, "_worker", workers[-1])
+        return requests
+
+    yield plant
+    for worker in workers:
+        worker.close()

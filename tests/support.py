@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata as metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -233,3 +235,37 @@ def largest(values: torch.Tensor) -> float:
     """Largest magnitude of the finite elements; 0 where there are none."""
     finite = values[torch.isfinite(values)]
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+# What a planted compiler does once it has announced the stage `ttgir`; `say` sends a line of the protocol.
+BEHAVIOURS = {
+    "ok": 'say({"ok": True, "facts": {"local_memory": 1024, "num_warps": 4, "spills": 0}})',
+    "error": 'say({"ok": False, "stage": "ttgir", "kind": "RuntimeError", "message": "PassManager::run failed\\nmore",'
+    ' "log": "Traceback"})',
+    "crash": 'sys.stderr.write("python: TypeConverter.cpp:42: Assertion `!repl` failed.\\n"); sys.stderr.flush(); '
+    "os.kill(os.getpid(), signal.SIGABRT)",
+    "exit": "os._exit(3)",
+    "hang": "time.sleep(60)",
+    "too large": 'say({"ok": True, "facts": {"local_memory": 10**9, "num_warps": 4}})',
+    "no json": 'print("Segmentation fault?", flush=True)',
+    "closes its answers": "os.close(1); time.sleep(60)",
+}
+
+
+def fake_python(folder: Path, behaviour: str) -> tuple[Path, Path]:
+    """A program that stands in for the Python of a worker, and the file in which it notes each request."""
+    script, requests = folder / f"compiler-{behaviour.replace(' ', '-')}", folder / "requests.jsonl"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, resource, signal, sys, time\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "def say(message):\n"
+        "    print(json.dumps(message), flush=True)\n"
+        "for line in sys.stdin:\n"
+        f"    open({str(requests)!r}, 'a').write(line)\n"
+        "    say({'stage': 'ttgir'})\n"
+        f"    {BEHAVIOURS[behaviour]}\n"
+    )
+    script.chmod(0o755)
+    requests.touch()
+    return script, requests

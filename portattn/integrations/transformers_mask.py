@@ -23,9 +23,7 @@ ELSEWHERE = "use attn_implementation='eager' or 'sdpa' for this model"
 # What masking_utils' inner functions mean, by the function that makes them.
 _REFUSED = {
     "packed_sequence_mask_function": "packed sequences (position_ids that start again inside a row)",
-    "remap_positions_for_packed_sequence": "packed sequences (position_ids that start again inside a row)",
     "or_masks": "a union of masks (or_mask_function, or blocks that attend both ways: prefixes, images)",
-    "blockwise_overlay": "blocks that attend both ways",
     "bidirectional_mask_function": "attention in both directions",
     "sliding_window_bidirectional_overlay": "attention in both directions",
 }

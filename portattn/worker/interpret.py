@@ -25,6 +25,9 @@ from portattn.registry import Registry
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 BUDGET_FACTOR = 2.0  # our error may be twice that of the same mathematics in torch, in the same dtype
+# Explicit bits of an fp32 operand's fraction that a product on a device uses; the interpreter and `ieee` use all 23. Two
+# tf32 parts of an operand hold 10 bits each, and one more by the second part's sign.
+FRACTION_BITS = {"tf32": 10, "hf32": 10, "tf32x3": 21}
 LSE_TINY = 1e-5  # an LSE is computed in float32, and a few units in the last place of values around 10 are this
 
 
@@ -62,13 +65,14 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
             vendors = Registry.load().backends[target.backend].vendor
             out, lse = next(v for v in vendors if v.name == request["path"]).run(call)
     out, lse = out.cpu(), None if lse is None else lse.cpu()
-    return {"facts": judge(_on_cpu(call), out, lse)}
+    precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"
+    return {"facts": judge(_on_cpu(call), out, lse, precision)}
 
 
-def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int | float]:
-    """Errors and budgets of a result; everything on the CPU."""
+def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee") -> dict[str, int | float]:
+    """Errors and budgets of a result; everything on the CPU. precision: of fp32 products (Lowering.dot_precision)."""
     expected, expected_lse = oracle(call)
-    same, same_lse = same_dtype(call)
+    same, same_lse = same_dtype(call, precision)
     tiny = 0.5 * torch.finfo(out.dtype).eps * _largest(expected)
     facts: dict[str, int | float] = {
         "error": _largest(out.double() - expected),
@@ -82,17 +86,31 @@ def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, 
     return facts
 
 
-def same_dtype(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by its definition with every step in the call's dtype; LSE in float32 of its scores."""
+def same_dtype(call: Call, precision: str = "ieee") -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by its definition with every step in the call's dtype; LSE in float32 of its scores.
+
+    fp32 operands of products have as many bits as the precision leaves them.
+    """
     keep = allowed(call)[:, None]
     group = call.problem.group
     used, rows = keep.any(dim=2)[..., None], keep.any(dim=3)[..., None]
     q = call.q.masked_fill(~rows, 0.0)
     k = call.k.repeat_interleave(group, dim=1).masked_fill(~used, 0.0)
     v = call.v.repeat_interleave(group, dim=1).masked_fill(~used, 0.0)
+    if call.q.dtype == torch.float32 and precision in FRACTION_BITS:
+        q, k, v = (rounded(operand, FRACTION_BITS[precision]) for operand in (q, k, v))
     scores = (q @ k.transpose(-1, -2) * call.scale).masked_fill(~keep, float("-inf"))
     probabilities = torch.softmax(scores, dim=-1).masked_fill(~rows, 0.0)
+    if call.q.dtype == torch.float32 and precision in FRACTION_BITS:
+        probabilities = rounded(probabilities, FRACTION_BITS[precision])
     return probabilities @ v, torch.logsumexp(scores.float(), dim=-1)
+
+
+def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """float32 values with only so many bits of their 23-bit fraction, rounded to the nearest."""
+    dropped = 23 - bits
+    half = 1 << (dropped - 1)
+    return ((values.contiguous().view(torch.int32) + half) & ~((1 << dropped) - 1)).view(torch.float32)
 
 
 def random_call(problem: Problem, device: str, seed: int) -> Call:

@@ -511,13 +511,18 @@ def test_attention_in_both_directions_raises() -> None:
     [
         ({"or_mask_function": lambda b, h, q, kv: kv < 3}, "a union of masks"),
         ({"and_mask_function": lambda b, h, q, kv: kv > 3}, "<lambda>"),
-        ({"block_sequence_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long)}, "a union of masks"),
     ],
-    ids=["or", "and", "blocks"],
+    ids=["or", "and"],
 )
 def test_overlays_raise(models: dict[str, Any], overlay: dict[str, Any], message: str) -> None:
     with using(models["Llama"], "portattn") as model, pytest.raises(portattn.ArgumentError, match=message):
-        hf.create_causal_mask(model.config, torch.empty(BATCH, LENGTH, 32), None, None, **overlay)
+        hf.create_causal_mask(
+            config=model.config,
+            inputs_embeds=torch.empty(BATCH, LENGTH, 32),
+            attention_mask=None,
+            past_key_values=None,
+            **overlay,
+        )
 
 
 def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -> None:

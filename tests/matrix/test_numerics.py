@@ -134,3 +134,11 @@ def test_the_reference_path_is_compared_too():
     facts = interpret.compare(request | {"device": "cpu"})["facts"]
     assert facts["wrong"] == 0
     assert facts["error"] <= facts["budget"]
+
+
+def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
+    call = support.random_call(support.problem(), seed=3)
+    out, lse = interpret.same_dtype(call)
+    budgets = [interpret.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
+    assert budgets[0] <= budgets[1] < 10 * budgets[0] < budgets[2] / 10
+    assert interpret.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [1, 1, 1 + 2**-9, -2]

@@ -1,0 +1,143 @@
+"""A run: real compiles, and compilers that fail in every way, which end in their cells and nowhere else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from portattn.machine import devices
+from portattn.matrix import select
+from portattn.matrix.cells import Cell
+from portattn.matrix.problems import dense
+from portattn.matrix.run import Options, execute
+from portattn.toolchain import Toolchain
+
+pytestmark = pytest.mark.compiles  # plans need an installed Triton, also where the compiler is planted
+
+
+def cells_of(specs, **options) -> dict[tuple[str, str], Cell]:
+    found: list[Cell] = []
+    execute(specs, Options(**options), found.append)
+    assert sorted(c.index for c in found) == [s.index for s in specs]
+    return {(c.target.partition(":")[2], c.name): c for c in found}
+
+
+def test_two_targets_for_real(small):
+    specs = select.specs(small, select.targets(["sm_80", "gfx942"], [], None))
+    found = cells_of(specs, seconds=120)
+    for (arch, name), cell in found.items():
+        assert (cell.status, cell.level) == ("PASS", "compiles"), (arch, name, cell.reason)
+        main = cell.kernels[0]
+        assert main.function == cell.plan.kernel
+        assert main.facts["mfma" if arch == "gfx942" else "mma"] > 0
+        assert 0 < main.facts["registers"] <= 512
+        assert main.facts["spills"] == 0
+        assert all(gate.passed for gate in cell.gates)
+        assert cell.interpreter.outcome in ("pass", "not_run"), cell.interpreter
+        if cell.interpreter.outcome == "pass":
+            assert cell.interpreter.error <= cell.interpreter.budget
+        assert cell.native is None
+        assert cell.seconds > 0
+    # decode splits its keys here: both of its kernels are compiled
+    assert len(found["gfx942", small[1].name].kernels) == 2
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_every_way_to_fail_ends_in_its_cell(planted):
+    named = [dense(dtype="fp16", head_dim=64)]
+    specs = select.specs(named, select.targets(["cuda", "gfx90a", "gfx942"], [], None))
+    begun = time.monotonic()
+    found = {arch: cell for (arch, _), cell in cells_of(specs, python=planted, seconds=3).items()}
+    assert time.monotonic() - begun < 60
+    assert {arch: cell.status for arch, cell in found.items()} == {
+        "sm_80": "CRASH", "sm_86": "TIMEOUT", "sm_89": "ERROR", "sm_90": "PASS", "sm_100": "PASS", "sm_120": "FAIL",
+        "gfx90a": "FAIL", "gfx942": "PASS",
+    }  # fmt: skip
+    assert "SIGABRT" in found["sm_80"].reason
+    assert "Assertion `planted' failed." in found["sm_80"].log
+    assert "no answer in 3 s" in found["sm_86"].reason
+    assert found["sm_89"].reason == "dense_forward: RuntimeError at ttgir: planted refusal"
+    assert "trace" in found["sm_89"].log
+    assert "96 bytes spilled, none allowed" in found["sm_120"].reason
+    assert "0 matrix instructions" in found["gfx90a"].reason
+    assert {cell.level for cell in found.values() if cell.red} == {"declared"}
+    assert {cell.stage for arch, cell in found.items() if arch in ("sm_80", "sm_86", "sm_89")} == {"ttgir"}
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_an_interrupt_ends_the_run_and_its_children(planted, small):
+    specs = select.specs(small, select.targets(["sm_90", "sm_86"], [], None))
+    found: list[Cell] = []
+
+    def done(cell: Cell) -> None:
+        found.append(cell)
+        raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        execute(specs, Options(python=planted, seconds=500), done)
+    assert time.monotonic() - begun < 30  # sm_86 was still under way, and would have taken its 500 s
+    assert len(found) == 1
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_a_toolchain_that_is_not_here_is_planned_only(planted, small):
+    named = select.parse_toolchains(["triton==3.9.0"])
+    found = cells_of(select.specs(small[:1], select.targets(["sm_90"], named, None)), python=planted)
+    (cell,) = found.values()
+    assert (cell.status, cell.level, cell.toolchain) == ("NOT_RUN", "declared", "triton==3.9.0")
+    assert cell.reason.startswith("not compiled here: this Python has triton==")
+    assert cell.plan.kernel == "dense_forward"
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_ascend_says_what_it_needs(small):
+    found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)))
+    for cell in found.values():
+        assert (cell.status, cell.level) == ("NOT_RUN", "declared")
+        assert cell.reason == "not run here: needs a triton-ascend environment (--ascend-python)"
+        assert cell.footnotes
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_lowering_to_linalg_is_a_note_and_no_level(planted, small):
+    found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)), ascend_python=planted)
+    for cell in found.values():
+        assert (cell.status, cell.level) == ("NOTE", "declared")
+        assert cell.reason.endswith("lowers to linalg; not run here")
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_a_core_kernel_passed_over_for_being_slow_is_looked_at_and_claims_nothing(planted, small):
+    slow = Toolchain.parse("triton-ascend==3.1.0")
+    found = cells_of(select.specs(small[:1], select.targets(["ascend910b2"], [slow], None)), ascend_python=planted)
+    (cell,) = found.values()
+    if cell.plan.core_taken:
+        pytest.skip("no quirk rules the core kernel out there any more")
+    assert (cell.status, cell.level) == ("NOTE", "declared")
+    assert cell.plan.path != "triton"
+    assert cell.plan.kernel == "dense_forward"
+    assert "the core kernel, not taken" in cell.reason
+    assert {note.role for note in cell.footnotes} >= {"rejected"}
+
+
+def test_a_device_that_is_here_runs(small):
+    here = tuple(t for t in devices() if t.backend == "cpu")
+    found = cells_of(select.specs(small, select.targets(["cpu"], [], None)), here=here)
+    for cell in found.values():
+        assert (cell.status, cell.level, cell.plan.path) == ("PASS", "runs", "reference")
+        assert cell.native.error <= cell.native.budget
+
+
+def test_a_registry_that_contradicts_itself_is_a_cell(monkeypatch, small):
+    from portattn.errors import QuirkConflict
+    from portattn.matrix import run
+
+    def conflict(*_):
+        raise QuirkConflict("launch num_warps", ("cuda-0001-a", 4), ("cuda-0002-b", 8))
+
+    monkeypatch.setattr(run, "plan", conflict)
+    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None))).values()
+    assert (cell.status, cell.stage) == ("ERROR", "plan")
+    assert "cuda-0001-a and cuda-0002-b" in cell.reason

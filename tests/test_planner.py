@@ -1,0 +1,263 @@
+"""plan(): pure, defined for every target and toolchain, and always able to say why not."""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import itertools
+import socket
+import subprocess
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import problem
+
+import portattn
+from portattn import PathUnavailable, Registry, Target, Verdict
+from portattn.config import Settings
+from portattn.core import CORES
+from portattn.launch import kernel_calls, meta_call
+from portattn.planner import plan
+
+TOOLCHAINS = ("triton==3.2.0", "triton==3.4.0", "triton==3.6.0", "triton==3.9.0", "triton-ascend==3.2.1", "none")
+TARGETS = [f"{backend}:{arch}" for backend, arches in Registry.load().arches.items() for arch in arches]
+BIG = {"batch": 4, "heads_q": 16, "heads_k": 4, "seq_q": 2048, "seq_k": 2048, "head_dim": 128, "dtype": "bf16"}
+PROBLEMS = [
+    problem(**BIG, return_lse=False),
+    problem(**BIG, causal="bottom_right", seqlens_k=True, leftpad_k=True),
+    problem(**BIG | {"dtype": "fp32", "head_dim": 80, "aligned": False}),
+    problem(**BIG | {"head_dim": 576, "head_dim_v": 512}),
+    problem(**BIG, needs_grad=True),
+    problem(**BIG, dropout=True, return_lse=False),
+    problem(**BIG | {"op": "decode_attention", "seq_q": 1, "seq_k": 65536, "batch": 1}, seqlens_k=True),
+    problem(batch=0),
+]
+
+
+def sm_90(toolchain: str = "triton==3.6.0") -> Target:
+    return Target.parse("cuda:sm_90", toolchain)
+
+
+def verdict(key: str, passed: bool) -> Verdict:
+    return Verdict(
+        key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
+        passed=passed, date=datetime.date(2026, 11, 21), reason="RuntimeError at ttgir: boom", incident="20261121-x-1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("toolchain", TOOLCHAINS)
+def test_there_is_an_answer_everywhere(target: str, toolchain: str) -> None:
+    where = Target.parse(target, toolchain)
+    for p in PROBLEMS:
+        made = plan(p, where)
+        assert made == plan(p, where)
+        assert made.target == target
+        assert made.path
+        for rejected in made.rejected:
+            assert rejected.reason, rejected
+            assert rejected.path != made.path
+        text = made.explain()
+        assert f"{made.path} path" in text
+        for quirk in made.quirks:
+            assert quirk.id in text
+        for rejected in made.rejected:
+            assert f"not {rejected.path}: {rejected.reason}" in text
+
+
+def test_planning_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = [Target.parse(t, c) for t, c in itertools.product(TARGETS, TOOLCHAINS[:3])]
+    before = [plan(p, t) for t in where for p in PROBLEMS]  # reads the registry's files and the kernels' digest, once
+
+    def forbidden(*arguments: Any, **rest: Any) -> Any:
+        raise AssertionError(f"planning did I/O: {arguments}")
+
+    for module, name in ((builtins, "open"), (subprocess, "Popen"), (socket, "socket"), (torch, "empty")):
+        monkeypatch.setattr(module, name, forbidden)
+    monkeypatch.setattr("pathlib.Path.open", forbidden)
+    monkeypatch.setattr("pathlib.Path.read_bytes", forbidden)
+    assert [plan(p, t) for t in where for p in PROBLEMS] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "toolchain", "reason", "hint"),
+    [
+        ({"head_dim": 264}, "triton==3.6.0", "head_dim is 264, and the kernel's tiles take up to 256", ""),
+        ({"head_dim_v": 512}, "triton==3.6.0", "head_dim is 512", ""),
+        ({"needs_grad": True}, "triton==3.6.0", "gradients", "no_grad"),
+        ({"dropout": True}, "triton==3.6.0", "dropout_p > 0", "dropout_p=0.0"),
+        ({}, "none", "Triton is not installed", "portattn[triton]"),
+    ],
+)
+def test_rejections_carry_value_limit_and_hint(changes: dict, toolchain: str, reason: str, hint: str) -> None:
+    made = plan(problem(**BIG | changes), sm_90(toolchain))
+    assert made.rejected[0].path == "triton"
+    assert reason in made.rejected[0].reason
+    assert hint in made.rejected[0].hint
+    assert made.fell_back
+
+
+def test_a_vendor_path_comes_before_the_reference() -> None:
+    made = plan(problem(**BIG, needs_grad=True, return_lse=False), sm_90())
+    assert made.path == "sdpa"
+    made = plan(problem(**BIG, needs_grad=True), sm_90())
+    assert [r.path for r in made.rejected] == ["triton", "sdpa"]
+    assert "return_lse" in made.rejected[1].reason
+    assert made.path == "reference"
+
+
+def test_on_a_cpu_the_reference_is_no_fall_back() -> None:
+    made = plan(problem(), Target.parse("cpu:generic"))
+    assert (made.path, made.rejected, made.fell_back) == ("reference", (), False)
+
+
+def test_a_refused_arch_is_planned_with_its_reason() -> None:
+    made = plan(problem(), Target.parse("ascend:ascend310p", "triton-ascend==3.2.1"))
+    assert made.path != "triton"
+    assert "ascend310p" in made.rejected[0].reason
+
+
+def test_a_negative_verdict_leads_to_the_next_path() -> None:
+    p = problem(**BIG, return_lse=False)
+    first = plan(p, sm_90())
+    assert first.path == "triton"
+    assert plan(p, sm_90(), verdicts={first.key: verdict(first.key, True)}).path == "triton"
+    second = plan(p, sm_90(), verdicts={first.key: verdict(first.key, False)})
+    assert second.path == "sdpa"
+    assert second.rejected[0].incident == "20261121-x-1"
+    assert "RuntimeError at ttgir: boom" in second.rejected[0].reason
+    assert "2026-11-21" in second.rejected[0].reason
+    assert "20261121-x-1" in second.rejected[0].hint
+    with pytest.raises(PathUnavailable, match="20261121-x-1"):
+        plan(p, sm_90(), verdicts={first.key: verdict(first.key, False)}, settings=Settings(backend="triton"))
+
+
+def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
+    """Ascend launches up to 65,535 programs."""
+    target = Target.parse("ascend:ascend910b2", "triton-ascend==3.2.1")
+    kernel = CORES["attention"]
+    for batch in (1, 4096):
+        p = problem(**BIG | {"batch": batch, "head_dim": 64})
+        made = plan(p, target)
+        choice = made if made.lowering else made.rejected[0].choice
+        over = kernel.tiles(p, choice.launch) > target.arch.max_programs
+        assert over == (batch == 4096)
+        if over:
+            assert choice.lowering.grid == "persistent"
+    with_limit = msgspec.structs.replace(sm_90(), arch=msgspec.structs.replace(sm_90().arch, max_programs=100))
+    made = plan(problem(**BIG), with_limit)
+    assert made.lowering.grid == "persistent"
+    assert any("100 programs" in note for note in made.notes)
+    launches, _, _ = kernel_calls(made, meta_call(made.problem), with_limit.arch.cores)
+    assert launches[0].grid[0] <= with_limit.arch.cores
+
+
+def test_descriptors_only_when_aligned() -> None:
+    """No tuning entry leads to descriptors for rows that they cannot read."""
+    seen = set()
+    for target in Registry.load().targets("triton==3.6.0"):
+        for causal, head_dim, aligned in itertools.product(("none", "bottom_right"), (64, 128), (True, False)):
+            p = problem(**BIG | {"head_dim": head_dim, "causal": causal, "aligned": aligned})
+            made = plan(p, target)
+            if made.lowering is None:
+                continue
+            seen.add((made.lowering.load, aligned))
+            assert aligned or made.lowering.load != "descriptor", target
+    assert ("pointer", False) in seen
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa", "vendor", "reference"])
+def test_a_named_path_is_taken(backend: str) -> None:
+    made = plan(problem(**BIG, return_lse=False), sm_90(), settings=Settings(backend=backend))
+    assert made.path == {"vendor": "sdpa"}.get(backend, backend)
+    assert made.requested == backend
+    assert not made.fell_back
+    assert made.rejected == ()
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "part"),
+    [
+        ("triton", {"head_dim": 512}, "head_dim is 512"),
+        ("sdpa", {"return_lse": True}, "return_lse"),
+        ("vendor", {"seqlens_k": True}, "seqlens_k"),
+        ("interpreter", {}, "no such path"),
+    ],
+)
+def test_a_named_path_that_cannot_run_is_an_error(backend: str, changes: dict, part: str) -> None:
+    with pytest.raises(PathUnavailable) as error:
+        plan(problem(**BIG | {"return_lse": False} | changes), sm_90(), settings=Settings(backend=backend))
+    assert f"backend='{backend}'" in str(error.value)
+    assert part in str(error.value)
+    assert error.value.rejected
+
+
+def test_an_unknown_path_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(portattn.ArgumentError, match="backend is 'flash'") as error:
+        plan(problem(), sm_90(), settings=Settings(backend="flash"))
+    assert "sdpa" in str(error.value)
+
+
+def test_a_vendor_path_of_another_backend_is_unknown() -> None:
+    with pytest.raises(portattn.ArgumentError, match="npu_fusion_attention"):
+        plan(problem(), sm_90(), settings=Settings(backend="npu_fusion_attention"))
+
+
+def test_the_key_tells_specialisations_apart() -> None:
+    base = problem(**BIG)
+    keys = {plan(base, sm_90()).key}
+    for changes in ({"causal": "top_left"}, {"dtype": "fp16"}, {"seqlens_k": True}, {"head_dim": 64},
+                    {"return_lse": False}, {"aligned": False}, {"large": True}):  # fmt: skip
+        keys.add(plan(problem(**BIG | changes), sm_90()).key)
+    keys.add(plan(base, sm_90("triton==3.4.0")).key)
+    keys.add(plan(base, Target.parse("cuda:sm_80", "triton==3.6.0")).key)
+    assert len(keys) == 10
+    assert plan(problem(**BIG | {"batch": 5}), sm_90()).key in keys  # sizes are run-time arguments
+
+
+@pytest.mark.parametrize("op", CORES)
+def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
+    """But NEGATED, which follows the sign of the call's scale and not the problem."""
+    p = problem(**BIG | {"op": op, "seq_q": 2})
+    made = plan(p, sm_90())
+    launches, _, _ = kernel_calls(made, meta_call(p), 132)
+    in_key = CORES[op].constexprs(p, made.lowering, made.launch)
+    assert set(launches[0].constexprs) - set(in_key) == {"NEGATED"}
+
+
+def test_decode_with_more_queries_is_another_specialisation() -> None:
+    one, four = (problem(**BIG | {"op": "decode_attention", "seq_q": n}) for n in (1, 4))
+    assert plan(one, sm_90()).key != plan(four, sm_90()).key
+
+
+def test_splits_fill_the_chip_only_where_it_is_empty() -> None:
+    def splits(**changes: int) -> int:
+        return plan(problem(**BIG | {"op": "decode_attention", "seq_q": 1} | changes), sm_90()).launch.splits
+
+    assert splits(batch=1, seq_k=65536) > 1
+    assert splits(batch=64, seq_k=65536) == 1
+    assert splits(batch=1, seq_k=64) == 1
+    assert splits(batch=0) == 1
+
+
+def test_forcing_a_quirk_off_and_on() -> None:
+    registry = Registry.load()
+    target = Target.parse("ascend:ascend910b2", "triton-ascend==3.2.1")
+    for quirk in [q for q in registry.quirks.values() if q.when.backend == "ascend" and q.effect.lowering]:
+        off = plan(problem(**BIG), target, settings=Settings(quirks=f"-{quirk.id}"))
+        shown = {q.id for r in off.rejected if r.choice for q in r.choice.quirks} | {q.id for q in off.quirks}
+        assert quirk.id not in shown
+
+
+def test_plan_of_a_problem_takes_a_target() -> None:
+    assert portattn.plan(problem(**BIG), sm_90()).path == "triton"
+    assert portattn.plan(problem(**BIG), target=sm_90()).path == "triton"
+    assert "triton path" in portattn.explain(problem(**BIG), sm_90())
+    for bad in ((), ("cuda:sm_90",), (sm_90(), 1)):
+        with pytest.raises(portattn.ArgumentError, match="takes a Problem and a Target"):
+            portattn.plan(problem(), *bad)
+    for op in ("flash", ["attention"]):
+        with pytest.raises(portattn.ArgumentError, match="op is"):
+            portattn.plan(op)

@@ -1,0 +1,144 @@
+"""Toolchain: reading a named one, and telling an installed one by the distribution that owns `triton/`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import support
+
+from portattn import Target, Toolchain, toolchain
+from portattn.toolchain import has_upper_bound, installed, owners, parse_range
+
+
+def test_parse() -> None:
+    named = Toolchain.parse("triton==3.6.0, ptxas==13.3.33,torch==2.11")
+    assert (named.distribution, named.version, named.path) == ("triton", "3.6.0", "")
+    assert named.component("ptxas") == "13.3.33"
+    assert named.component("triton") == "3.6.0"
+    assert named.component("rocm") is None
+    assert str(named) == "triton==3.6.0"
+    assert bool(named)
+
+
+def test_a_build_under_another_name_is_still_triton() -> None:
+    assert Toolchain.parse("pytorch-triton-rocm==3.5.1").distribution == "triton"
+
+
+def test_none() -> None:
+    assert Toolchain.parse("none") == Toolchain.none()
+    assert not Toolchain.none()
+    assert str(Toolchain.none()) == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("triton", "'triton' is not NAME==VERSION"),
+        ("triton=3.6", "is not NAME==VERSION"),
+        ("triton==", "is not NAME==VERSION"),
+        ("", "is not NAME==VERSION"),
+        ("triton==three", "'three' is not a PEP 440 version"),
+        ("tritan==3.6.0", "'tritan' is no known compiler"),
+        ("ptxas==13.0", "'ptxas' is no known compiler"),
+        ("triton==3.6.0,gcc==13", "unknown component 'gcc'"),
+        ("triton==3.6.0,ptxas", "'ptxas' is not NAME==VERSION"),
+    ],
+)
+def test_parse_errors_name_the_part(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match="toolchain") as error:
+        Toolchain.parse(text)
+    assert part in str(error.value)
+
+
+def test_within_tells_no_from_unknown() -> None:
+    named = Toolchain.parse("triton==3.6.0,ptxas==12.9")
+    assert named.within("triton", ">=3.5,<3.7") is True
+    assert named.within("triton", "<3.6") is False
+    assert named.within("ptxas", ">=13") is False
+    assert named.within("rocm", ">=6") is None  # not known
+    assert named.within("triton-ascend", ">=0") is False  # another compiler
+    assert Toolchain.parse("triton==3.7.0.dev20260101").within("triton", ">=3.6") is True  # pre-releases count
+
+
+def test_components_that_were_named_are_kept() -> None:
+    known = Toolchain.parse("triton==3.6.0,ptxas==12.9").with_components({"ptxas": "13.1", "torch": "2.11"})
+    assert known.component("ptxas") == "12.9"
+    assert known.component("torch") == "2.11"
+
+
+@pytest.mark.parametrize(("text", "bounded"), [("<3.7", True), (">=3.2", False), ("==3.*", True), ("!=3.3", False)])
+def test_upper_bounds(text: str, bounded: bool) -> None:
+    assert has_upper_bound(text) is bounded
+
+
+def test_a_malformed_range() -> None:
+    with pytest.raises(ValueError, match="'>=x' is not a PEP 440 version range"):
+        parse_range(">=x")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
+    """A site folder with a `triton/` of its own, and a function that installs a distribution claiming it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("__version__ = '3.2.0'\n")
+
+    def install(name: str, version: str, written: float) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").write_text(f"triton/__init__.py,,\n{info.name}/METADATA,,\n")
+        os.utime(info, (written, written))
+
+    # find_spec would answer with the module that is imported already.
+    monkeypatch.setattr(toolchain, "_triton_folder", lambda: tmp_path / "triton")
+    installed.cache_clear()
+    yield install
+    installed.cache_clear()
+
+
+def test_the_owner_of_the_folder_names_the_compiler(site) -> None:  # noqa: ANN001
+    """triton.__version__ says 3.2.0, and the compiler is triton-ascend."""
+    site("triton-ascend", "3.2.1", 1000.0)
+    assert (installed().distribution, installed().version) == ("triton-ascend", "3.2.1")
+
+
+def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -> None:  # noqa: ANN001
+    site("triton-ascend", "3.2.1", 2000.0)
+    site("triton", "3.6.0", 1000.0)
+    assert owners(tmp_path / "triton") == [("triton", "3.6.0"), ("triton-ascend", "3.2.1")]
+    assert installed().distribution == "triton-ascend"
+
+
+def test_an_alias_is_resolved_and_a_stray_folder_is_unowned(site) -> None:  # noqa: ANN001
+    assert installed().distribution == "unowned"
+    site("pytorch-triton", "3.5.0", 1000.0)
+    installed.cache_clear()
+    assert installed().distribution == "triton"
+
+
+def test_no_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_triton_folder", lambda: None)
+    installed.cache_clear()
+    try:
+        assert installed() == Toolchain.none()
+    finally:
+        installed.cache_clear()
+
+
+@pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")
+def test_this_machine() -> None:
+    installed.cache_clear()
+    found = installed()
+    assert found
+    assert Path(found.path).name == "triton"
+    assert found.component("torch")
+
+
+def test_a_named_target_knows_what_its_backend_knows() -> None:
+    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    assert target.toolchain.version == "3.6.0"
+    assert Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==1.0").toolchain.component("ptxas") == "1.0"
+    assert str(target) == "cuda:sm_90 with triton==3.6.0"

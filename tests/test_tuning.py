@@ -1,0 +1,108 @@
+"""Tuning files: the first entry that holds is taken; what is outside the schema is an error with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import problem
+
+from portattn import DataError, Registry
+from portattn.core import CORES, KERNEL_NAMES
+from portattn.tuning import load_tuning
+
+HEAD = """\
+[provenance]
+chip = "test"
+toolchain = "triton==3.6.0"
+date = 2026-11-01
+measured = false
+"""
+ENTRIES = """
+[[entry]]
+kernel = "dense_forward"
+when = ["head_dim>=128", "causal"]
+launch = { block_m = 128, waves_per_eu = 2 }
+lowering = { load = "descriptor" }
+
+[[entry]]
+kernel = "dense_forward"
+launch = { block_m = 32 }
+"""
+
+
+def load(folder: Path, text: str):  # noqa: ANN201
+    path = folder / "chip.toml"
+    path.write_text(text)
+    return load_tuning(path)
+
+
+def features(**fields):  # noqa: ANN003, ANN201
+    return problem(**fields).features() | {"programs": 0}
+
+
+def test_the_first_entry_that_holds(tmp_path: Path) -> None:
+    tuning = load(tmp_path, HEAD + ENTRIES)
+    wide = tuning.find("dense_forward", features(head_dim=128, causal="top_left"))
+    assert wide is not None
+    assert wide.lowering == {"load": "descriptor"}
+    assert tuning.find("dense_forward", features(head_dim=128)).launch == {"block_m": 32}
+    assert tuning.find("decode_split", features()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (ENTRIES, ["provenance"]),
+        (HEAD + ENTRIES.replace("when", "where", 1), ["where", "unknown key"]),
+        (HEAD + ENTRIES.replace("head_dim>=128", "head_dims>=128"), ["head_dims", "unknown name"]),
+        (HEAD + ENTRIES.replace('"causal"', '"casual"'), ["casual", "unknown flag"]),
+        (HEAD + ENTRIES.replace("block_m = 128", "block_m = 100"), ["block_m", "100", "power of two"]),
+        (HEAD + ENTRIES.replace("block_m = 128", "block_m = 0"), ["block_m", "≥ 1"]),
+        (HEAD + ENTRIES.replace("block_m = 128", 'block_m = "128"'), ["block_m", "'128'", "integer"]),
+        (HEAD + ENTRIES.replace("block_m = 128", "block_q = 128"), ["block_q", "unknown launch value"]),
+        (HEAD + ENTRIES.replace("waves_per_eu = 2", "waves_per_eu = true"), ["waves_per_eu", "type int"]),
+        (HEAD + ENTRIES.replace('"descriptor"', '"tma"'), ["load", "'tma'", "descriptor"]),
+        (HEAD + ENTRIES.replace("load =", "loads ="), ["loads", "outside"]),
+        (HEAD.replace("2026-11-01", '"soon"') + ENTRIES, ["provenance.date"]),
+    ],
+)
+def test_errors_name_file_line_and_value(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        load(tmp_path, text)
+    assert "chip.toml" in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+    if "provenance" not in parts:
+        assert error.value.line is not None
+
+
+def test_shipped_files_are_read_and_name_kernels_that_exist() -> None:
+    registry = Registry.load()
+    found = 0
+    for backend, tunings in registry.tunings.items():
+        known = {arch.tuning or name for name, arch in registry.arches[backend].items()}
+        for name, tuning in tunings.items():
+            assert name in known, f"{backend}/tuning/{name}.toml belongs to no arch"
+            for entry in tuning.entry:
+                assert entry.kernel in KERNEL_NAMES
+                found += 1
+    assert found
+
+
+def test_shipped_entries_are_all_reachable() -> None:
+    """An entry after one of the same kernel without conditions would never be taken."""
+    for tunings in Registry.load().tunings.values():
+        for name, tuning in tunings.items():
+            for kernel in KERNEL_NAMES:
+                conditions = [entry.when for entry in tuning.entry if entry.kernel == kernel]
+                assert () not in conditions[:-1], f"{name}: entries for {kernel} follow one that always holds"
+                assert len(set(conditions)) == len(conditions), f"{name}: two entries for {kernel} with one condition"
+
+
+def test_every_choice_of_a_shipped_entry_is_read_by_its_kernel() -> None:
+    choices = {kernel.name: kernel.choices for kernel in CORES.values()}
+    for tunings in Registry.load().tunings.values():
+        for name, tuning in tunings.items():
+            for entry in tuning.entry:
+                assert set(entry.lowering) <= set(choices[entry.kernel]), name
