@@ -165,5 +165,5 @@ def _report(made: Plan, settings: Settings) -> None:
     warnings.warn(
         f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
         FallbackWarning,
-        stacklevel=4,
+        stacklevel=5,  # _report, run, _finish, the op, its caller
     )

@@ -79,7 +79,7 @@ def _rows(call: Call, row: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         keep = inside & valid
         if shift is not None:
             keep = keep & (j <= i + shift)
-        keep = keep[:, None].expand(p.batch, p.group, count, end - start).reshape(p.batch, 1, p.group * count, -1)
+        keep = keep[:, None].expand(p.batch, p.group, count, end - start).flatten(1, 2)[:, None]
         unused = ~valid[:, 0, None, :, None]  # (B, 1, keys, 1): padding can hold NaN, and 0·NaN is NaN
         k = call.k[:, :, start:end].float().masked_fill(unused, 0.0)
         v = call.v[:, :, start:end].float().masked_fill(unused, 0.0)

@@ -93,9 +93,12 @@ class Worker:
                 if line is None:
                     try:
                         status = process.wait(max(deadline - time.monotonic(), 1.0))
-                    except subprocess.TimeoutExpired:  # it has closed its answers, and lives on
+                    except subprocess.TimeoutExpired:
                         self._kill()
-                        status = process.returncode
+                        return Reply(
+                            outcome="hang", stage=stage, kind="timeout",
+                            message=f"closed its answers, and did not end in {seconds:g} s", log=self._tail(begun),
+                        )  # fmt: skip
                     self._process = None
                     name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
                     log = self._tail(begun)

@@ -65,21 +65,19 @@ def check(device: Device, case: str, lowering: dict[str, str], seed: int = 0) ->
     assert_right(call, *run_core(device, call, lowering, launch), extra=TF32_ERROR if rounded else 0.0)
 
 
-def alone() -> list[tuple[str, str]]:
+def alone() -> list[tuple[str, str, str]]:
+    """Each value that is no default, for each case whose kernel reads the choice."""
     return [
-        (name, value)
-        for name, values in CHOICES.items()
-        for value in (CUDA_PRECISIONS if name == "dot_precision" else values)
+        (case, name, value)
+        for case, (op, _) in CASES.items()
+        for name in CORES[op].choices
+        for value in (CUDA_PRECISIONS if name == "dot_precision" else CHOICES[name])
         if value != DEFAULTS[name]
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("name", "value"), alone())
+@pytest.mark.parametrize(("case", "name", "value"), alone())
 def test_each_value_alone(device: Device, case: str, name: str, value: str) -> None:
-    op, _ = CASES[case]
-    if name not in CORES[op].choices:
-        pytest.skip(f"{CORES[op].name} does not read {name}")
     check(device, case, {name: value}, seed=1)
 
 

@@ -24,13 +24,13 @@ def cells_of(specs, **options) -> dict[tuple[str, str], Cell]:
 
 
 def test_two_targets_for_real(small):
-    specs = select.specs(small, select.targets(["sm_80", "gfx942"], [], None))
+    specs = select.specs(small, select.targets(["sm_90", "gfx942"], [], None))
     found = cells_of(specs, seconds=120)
     for (arch, name), cell in found.items():
         assert (cell.status, cell.level) == ("PASS", "compiles"), (arch, name, cell.reason)
         main = cell.kernels[0]
         assert main.function == cell.plan.kernel
-        assert main.facts["mfma" if arch == "gfx942" else "mma"] > 0
+        assert any(main.facts.get(key, 0) > 0 for key in (("mfma",) if arch == "gfx942" else ("wgmma", "mma")))
         assert 0 < main.facts["registers"] <= 512
         assert main.facts["spills"] == 0
         assert all(gate.passed for gate in cell.gates)
@@ -76,8 +76,8 @@ def test_an_interrupt_ends_the_run_and_its_children(planted, small):
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        execute(specs, Options(python=planted, seconds=500), done)
-    assert time.monotonic() - begun < 30  # sm_86 was still under way, and would have taken its 500 s
+        execute(specs, Options(python=planted, seconds=100, jobs=3), done)
+    assert time.monotonic() - begun < 30  # sm_86 was still under way, and would have taken its 100 s
     assert len(found) == 1
 
 

@@ -1,0 +1,93 @@
+"""`portattn doctor`: the report always prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn.cli import calls, probes
+from portattn.registry import Registry
+
+
+@pytest.fixture
+def quick_calls(monkeypatch):
+    """No child processes: both calls are answered here."""
+    check = probes.Check(name="planted call", outcome="PASS", detail="right")
+    monkeypatch.setattr(calls, "device_checks", lambda seconds: [check])
+    monkeypatch.setattr(calls, "interpreter_check", lambda seconds: [])
+    return check
+
+
+@pytest.mark.usefixtures("quick_calls")
+def test_the_report_has_every_part(portattn, tmp_path):
+    called = portattn("doctor")
+    assert called.status == 0, called.out
+    for part in ("versions", "toolchain", "backends", "settings", "cache", "quirks that apply here", "planted call"):
+        assert part in called.out
+    assert str(tmp_path) in called.out  # the cache folder, with the variable that names it
+    assert "from PORTATTN_CACHE_DIR" in called.out
+    report = portattn("doctor", "--json").json
+    assert {item["name"] for s in report["sections"] if s["title"] == "backends" for item in s["items"]} == set(
+        Registry.load().backends
+    )
+
+
+@pytest.mark.usefixtures("quick_calls")
+@pytest.mark.parametrize("broken", ["versions", "toolchain", "backends", "settings", "cache", "quirks"])
+def test_a_broken_part_hides_no_other(portattn, monkeypatch, broken):
+    def fails():
+        raise OSError("planted")
+
+    monkeypatch.setattr(probes, broken, fails)
+    called = portattn("doctor")
+    assert called.status == 1
+    assert called.out.count("could not be found out: OSError: planted") == 1
+    assert "planted call" in called.out
+    assert portattn("doctor", "--json").status == 1
+
+
+@pytest.mark.usefixtures("quick_calls")
+def test_a_misspelt_variable_is_said(portattn, monkeypatch):
+    monkeypatch.setenv("PORTATTN_FALBACK", "error")
+    called = portattn("doctor")
+    assert called.status == 1
+    assert "unknown environment variable PORTATTN_FALBACK" in called.out
+
+
+def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):
+    wrong = probes.Check(name="planted call", outcome="FAIL", detail="wrong numbers")
+    monkeypatch.setattr(calls, "device_checks", lambda seconds: [wrong])
+
+    def fails(seconds):
+        raise RuntimeError("no interpreter")
+
+    monkeypatch.setattr(calls, "interpreter_check", fails)
+    called = portattn("doctor")
+    assert called.status == 1
+    assert "FAIL planted call: wrong numbers" in called.out
+    assert "FAIL interpreter: RuntimeError: no interpreter" in called.out
+
+
+def test_two_owners_and_hidden_installs_are_warned_about(monkeypatch, tmp_path):
+    import sys
+
+    from portattn import toolchain
+
+    used, hidden = tmp_path / "used" / "triton", tmp_path / "hidden" / "triton"
+    for folder in (used, hidden):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+    named = toolchain.Toolchain(distribution="triton-ascend", version="3.2.0", path=str(used))
+    monkeypatch.setattr(toolchain, "installed", lambda: named)
+    monkeypatch.setattr(toolchain, "owners", lambda folder: [("triton", "3.6.0"), ("triton-ascend", "3.2.0")])
+    monkeypatch.setattr(sys, "path", [str(used.parent), str(hidden.parent)])
+    section = probes.toolchain()
+    assert "2 distributions claim triton/" in section.warnings[0]
+    assert "last written: triton-ascend==3.2.0" in section.warnings[0]
+    assert section.warnings[1:] == (f"{hidden} is hidden by {used}",)
+
+
+@pytest.mark.interpreter
+def test_real_calls_pass_here():
+    for check in (*calls.device_checks(120), *calls.interpreter_check(120)):
+        assert check.outcome == "PASS", check
+        assert 0 < check.error <= check.budget

@@ -1,0 +1,107 @@
+"""The root command: quick help, and one line for every error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from portattn import __version__
+from portattn.cli import COMMANDS
+
+PLAN = ("plan", "attention", "--target", "rocm:gfx942", "--toolchain", "triton==3.6.0")
+SHAPES = ("--q", "1,2,16,64", "--kv", "1,2,16,64", "--dtype", "fp16")
+
+
+def test_help_names_every_command_and_the_exit_statuses(portattn):
+    called = portattn("--help")
+    assert called.status == 0
+    for name in COMMANDS:
+        assert f"  {name} " in called.out
+    assert "Exit status" in called.out
+    assert portattn("--version").out == f"portattn, version {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "quirks list", "quirks audit", "matrix run", "matrix report"])
+def test_every_command_has_help_and_json(portattn, command):
+    called = portattn(*command.split(), "--help")
+    assert called.status == 0
+    assert "--json" in called.out or command in ("quirks", "matrix")
+
+
+def test_help_imports_neither_torch_nor_triton():
+    code = (
+        "import sys; from portattn.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'triton', 'numpy', 'msgspec') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plam",), "No such command 'plam'"),
+        ((*PLAN, *SHAPES, "--bogus"), "No such option '--bogus'"),
+        ((*PLAN, "--kv", "1,2,16,64", "--dtype", "fp16"), "Missing option '--q'"),
+        ((*PLAN, "--q", "1,2,16", *SHAPES[2:]), "--q is '1,2,16', but must be four whole numbers B,H,S,D"),
+        ((*PLAN, "--q", "1,2,-16,64", *SHAPES[2:]), "--q is '1,2,-16,64', but must be four whole numbers"),
+        ((*PLAN, "--q", "1,3,16,64", *SHAPES[2:]), "heads_q is 3, but must be a multiple of the 2"),
+        ((*PLAN, "--q", "2,2,16,64", *SHAPES[2:]), "--kv's batch is 1, but must be --q's, 2"),
+        ((*PLAN, "--q", "1,2,16,32", *SHAPES[2:]), "--kv's head_dim is 64, but must be --q's, 32"),
+        ((*PLAN, "--q", "1,2,16,577", "--kv", "1,2,16,577", "--dtype", "fp16"), "head_dim is 577, but must be .* to 576"),
+        ((*PLAN, *SHAPES[:4], "--dtype", "fp8"), "dtype is 'fp8', but must be one of fp16, bf16, fp32"),
+        ((*PLAN, *SHAPES, "--dv", "0"), "--dv is 0, but must be 1 or more"),
+        ((*PLAN, *SHAPES, "--causal=left"), "--causal is 'left', but must be one of bottom_right, top_left"),
+        ((*PLAN, *SHAPES, "--layout", "sbhd"), "layout is 'sbhd', but must be one of bhsd, bshd"),
+        ((*PLAN, *SHAPES, "--backend", "cudnn"), "backend is 'cudnn', but rocm knows"),
+        ((*PLAN, *SHAPES, "--quirks=+rocm-0999-x"), r"'\+rocm-0999-x' names no quirk"),
+        ((*PLAN, *SHAPES, "--quirks=rocm"), r"'rocm' must start with \+"),
+        (("plan", "sdpa", *SHAPES), "OP is 'sdpa', but must be one of attention, decode_attention"),
+        (("plan", "attention", "--target", "gfx942", *SHAPES), "target is 'gfx942', but must be BACKEND:ARCH"),
+        (("plan", "attention", "--target", "rocm:gfx9", *SHAPES), "arch is 'gfx9', but rocm knows gfx90a"),
+        (("plan", "attention", "--target", "tpu:v5", *SHAPES), "backend is 'tpu', but must be one of cuda"),
+        (("plan", "attention", "--toolchain", "triton", *SHAPES), "toolchain is 'triton', but .*NAME==VERSION"),
+        (("quirks", "show", "cuda-0012"), "ID is 'cuda-0012', but no quirk has this id; did you mean cuda-0012-"),
+        (("quirks", "list", "--symptom", "bad"), "--symptom is 'bad', but must be one of compile-error"),
+        (("quirks", "list", "--backend", "tpu"), "--backend is 'tpu', but must be one of cuda"),
+        (("quirks", "list", "--toolchain", "triton==3.6.0"), "--toolchain .* goes with --active-on"),
+        (("quirks", "why", "rocm"), "target is 'rocm', but must be BACKEND:ARCH"),
+        (("quirks", "audit", "--folder", "/nowhere"), "'/nowhere' does not exist"),
+        (("matrix", "run", "--targets", "sm_91"), "--targets is 'sm_91', but must match one of"),
+        (("matrix", "run", "--ops", "conv"), "--ops is 'conv', but must match an op"),
+        (("matrix", "run", "--jobs", "0"), "'--jobs': 0 is not in the range"),
+        (("matrix", "run", "--seconds", "0"), "'--seconds': 0.0 is not in the range"),
+        (("matrix", "run", "--ascend-python", "/nowhere"), "--ascend-python is '/nowhere', but cannot be run"),
+        (("matrix", "report", "/nowhere"), "/nowhere/results.jsonl: cannot be read"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2(portattn, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    called = portattn(*arguments)
+    assert called.status == 2
+    assert called.out == ""
+    assert len(called.err.splitlines()) == 1
+    assert called.err.startswith("portattn")
+    pytest.raises(AssertionError, _match, message, "")  # the pattern says something
+    _match(message, called.err)
+    if arguments[0] != "plam":
+        error = portattn(*arguments, "--json").json["error"]
+        _match(message, error["message"])
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+def _match(pattern: str, text: str) -> None:
+    import re
+
+    assert re.search(pattern.replace("(", r"\(") if "(" in pattern else pattern, text), text
+
+
+def test_a_json_error_names_argument_value_and_limit(portattn):
+    error = portattn(*PLAN, "--q", "x", *SHAPES[2:], "--json").json["error"]
+    assert error["kind"] == "ArgumentError"
+    assert (error["argument"], error["value"]) == ("--q", "x")
+    assert error["limit"].startswith("must be four whole numbers")

@@ -1,0 +1,102 @@
+"""`portattn matrix`: what it writes, what it says, and that nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn.cli import progress
+from portattn.matrix import numerics, results, run
+
+pytestmark = pytest.mark.compiles  # plans need an installed Triton
+RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cells, and nothing that compiles here
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
+    monkeypatch.setattr("portattn.machine.devices", lambda: [])
+
+
+def test_run_and_report(portattn, tmp_path):
+    out = str(tmp_path / "matrix")
+    called = portattn("matrix", "run", "--out", out, *RUN)
+    assert called.status == 0, called.err
+    assert "4 cells: 4 NOT_RUN" in called.out
+    assert "[4/4]" in called.err  # progress, a line a cell, on standard error
+    made, cells = results.read(tmp_path / "matrix" / results.NAME)
+    assert [cell.id for cell in cells] == list(made.cells)
+    page = (tmp_path / "matrix" / "index.html").read_text()
+    assert all(f'id="c{cell.id}"' in page for cell in cells)
+
+    (tmp_path / "matrix" / "index.html").unlink()
+    report = portattn("matrix", "report", out, "--json")
+    assert report.json["statuses"] == {"NOT_RUN": 4}
+    assert (tmp_path / "matrix" / "index.html").read_text() == page
+    elsewhere = tmp_path / "page.html"
+    assert portattn("matrix", "report", out, "--html", str(elsewhere)).status == 0
+    assert elsewhere.read_text() == page
+    assert portattn("matrix", "report", out, "--html", str(tmp_path / "no" / "page.html")).status == 2
+
+
+def test_red_cells_are_status_1_and_on_the_page(portattn, tmp_path, monkeypatch, planted):
+    real = run.Options
+    monkeypatch.setattr(run, "Options", lambda **options: real(**options, python=planted))
+    called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "*fp32*", "--json")
+    assert called.status == 1
+    assert called.json["statuses"] == {"ERROR": 1, "PASS": 1}
+    assert called.json["levels"] == {"compiles": 1}
+    assert called.json["red"][0]["target"] == "cuda:sm_89"
+    assert "planted refusal" in (tmp_path / "index.html").read_text()
+
+
+def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monkeypatch):
+    line = ("matrix", "run", "--out", str(tmp_path), "--jobs", "1", *RUN)
+    count = progress.CellProgress.cell
+
+    def interrupted(self, cell):
+        count(self, cell)
+        if self.count == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress.CellProgress, "cell", interrupted)
+    called = portattn(*line)
+    assert called.status == 130
+    assert "interrupted after 2 of 4 cells" in called.err
+    first = results.read(tmp_path / results.NAME)[1]
+    assert len(first) == 2
+    assert "interrupted: 2 of 4" in (tmp_path / "index.html").read_text()
+
+    monkeypatch.setattr(progress.CellProgress, "cell", count)
+    assert portattn(*line, "--resume").status == 0
+    cells = results.read(tmp_path / results.NAME)[1]
+    assert cells[:2] == first  # not made again
+    assert len(cells) == 4
+    other = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "ascend910b3", "--resume")
+    assert other.status == 2
+    assert "begun with other cells" in other.err
+
+
+def test_running_again_keeps_the_earlier_results(portattn, tmp_path):
+    line = ("matrix", "run", "--out", str(tmp_path), *RUN)
+    portattn(*line)
+    before = (tmp_path / results.NAME).read_bytes()
+    called = portattn(*line)
+    (kept,) = tmp_path.glob("results-*.jsonl")
+    assert kept.read_bytes() == before
+    assert str(kept) in called.err
+
+
+def test_out_that_is_a_file_is_an_error(portattn, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    called = portattn("matrix", "run", "--out", str(tmp_path / "file"), *RUN)
+    assert called.status == 2
+    assert "--out" in called.err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_results_of_another_schema_are_refused(portattn, tmp_path):
+    (tmp_path / results.NAME).write_text('{"type": "run", "schema": 99}\n')
+    called = portattn("matrix", "report", str(tmp_path))
+    assert called.status == 2
+    assert f"{results.NAME}:1: schema version 99" in called.err
+    assert not (tmp_path / "index.html").exists()

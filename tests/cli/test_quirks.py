@@ -1,0 +1,87 @@
+"""`portattn quirks`."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn.registry import Registry, shipped_quirks
+
+KNOWN = Registry.load().quirks
+ASCEND = ("ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0")
+
+
+def test_list_shows_every_quirk(portattn):
+    called = portattn("quirks", "list")
+    assert called.status == 0
+    assert f"{len(KNOWN)} quirks" in called.out
+    assert {q["id"] for q in portattn("quirks", "list", "--json").json} == set(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("options", "keep"),
+    [
+        (("--backend", "rocm"), lambda q: q.when.backend in (None, "rocm")),
+        (("--kind", "limit"), lambda q: q.kind == "limit"),
+        (("--symptom", "slow"), lambda q: q.symptom == "slow"),
+        (("--symptom", "slow", "--backend", "cuda"), lambda q: q.symptom == "slow" and q.when.backend in (None, "cuda")),
+    ],
+)
+def test_list_filters(portattn, options, keep):
+    expected = {quirk.id for quirk in KNOWN.values() if keep(quirk)}
+    assert 0 < len(expected) < len(KNOWN)
+    assert {q["id"] for q in portattn("quirks", "list", *options, "--json").json} == expected
+
+
+def test_list_what_is_active_depends_on_the_toolchain(portattn):
+    def active(version):
+        line = ("quirks", "list", "--active-on", "ascend:ascend910b2", "--toolchain", f"triton-ascend=={version}", "--json")
+        return {q["id"] for q in portattn(*line).json}
+
+    assert "ascend-0001-k-block-order" in active("3.1.0")
+    assert active("3.1.0") != active("9.0.0")
+    assert not any(name.startswith(("cuda", "rocm")) for name in active("3.1.0"))
+
+
+def test_show_tells_everything(portattn):
+    for quirk in list(KNOWN.values())[:5]:
+        text = portattn("quirks", "show", quirk.id).out
+        for part in (quirk.title, quirk.symptom, quirk.evidence.upstream, quirk.file):
+            assert part in text
+        assert portattn("quirks", "show", quirk.id, "--json").json["title"] == quirk.title
+
+
+def test_why_says_what_applies_and_why_others_do_not(portattn):
+    called = portattn("quirks", "why", *ASCEND)
+    assert called.status == 0
+    assert "ascend-0001-k-block-order" in called.out
+    assert "block_order = row" in called.out
+    found = portattn("quirks", "why", *ASCEND, "--json").json
+    applied = {use["id"]: use for use in found["applied"]}
+    assert applied["ascend-0001-k-block-order"]["kernels"] == ["dense_forward", "decode_split"]
+    assert applied["ascend-0001-k-block-order"]["sets"] == {"block_order": "row"}
+    assert not applied.keys() & {other["id"] for other in found["others"]}
+    assert all(other["reason"] for other in found["others"])
+    later = portattn("quirks", "why", "ascend:ascend910b2", "--toolchain", "triton-ascend==9.0.0", "--json").json
+    reasons = {other["id"]: other["reason"] for other in later["others"]}
+    assert any("and this is 9.0.0" in reason for reason in reasons.values())
+
+
+def test_audit_of_the_shipped_registry_is_green(portattn):
+    called = portattn("quirks", "audit")
+    assert called.status == 0, called.out
+    assert called.out.endswith("0 warnings\n")
+
+
+def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
+    (tmp_path / "cuda").mkdir()
+    source = next((shipped_quirks() / "cuda").glob("*.toml"))
+    broken = tmp_path / "cuda" / source.name
+    broken.write_text(source.read_text().replace("symptom = ", "colour  = "))
+    line = next(n for n, text in enumerate(broken.read_text().splitlines(), 1) if text.startswith("colour"))
+    called = portattn("quirks", "audit", "--folder", str(tmp_path))
+    assert called.status == 1
+    assert f"{broken}:{line}" in called.out
+    report = portattn("quirks", "audit", "--folder", str(tmp_path), "--json")
+    assert report.status == 1
+    assert report.json["errors"] >= 1
+    assert report.json["findings"][0]["line"] == line

@@ -1,0 +1,104 @@
+"""The page: complete, footnoted, self-contained, and safe whatever a compiler printed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from portattn.matrix.cells import Footnote, Gate, KernelFacts, Numerics
+from portattn.matrix.problems import decode, dense
+from portattn.matrix.report import brief, link, render
+
+SLOW = Footnote(id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported")
+WRONG = Footnote(
+    id="cuda-0002-wrong",
+    role="rejected",
+    sentence="wrong sums",
+    upstream="https://github.com/triton-lang/triton/issues/1, open",
+)
+
+
+@pytest.fixture
+def cells(cell):
+    fits = KernelFacts(function="dense_forward", facts={"registers": 168, "local_memory": 40960, "spills": 0})
+    spilled = Gate(name="bytes spilled", function="dense_forward", value=96, limit="none allowed", passed=False)
+    right = Numerics(outcome="pass", where="interpreter", error=1e-4, budget=1e-3, lse_error=1e-6, lse_budget=1e-5)
+    second = decode("GQA", dtype="bf16", head_dim=128)
+    return [
+        cell(index=0, footnotes=(WRONG,), kernels=(fits,), interpreter=right),
+        cell(index=1, target="rocm:gfx942", footnotes=(SLOW, WRONG), status="FAIL", gates=(spilled,), kernels=(fits,)),
+        cell(index=2, named=second, status="CRASH", stage="ttgir", level="declared", reason="died", log="<script>alert(1)</script>"),
+        cell(index=3, named=second, target="ascend:ascend910b2", toolchain="triton-ascend==3.2.0", status="NOT_RUN",
+             level="declared", reason="not run here: needs a triton-ascend environment"),
+    ]  # fmt: skip
+
+
+def test_every_cell_has_a_tile_and_a_card(cells, run):
+    page = render(run(cells), cells)
+    cards = Counter(re.findall(r'<article popover id="(\w+)"', page))
+    assert set(cards) == {f"c{cell.id}" for cell in cells}
+    assert set(cards.values()) == {1}
+    assert set(re.findall(r'popovertarget="(\w+)"', page)) == set(cards)
+    assert page.count('class="tile k-') == len(cells)
+    assert page.count('class="tile empty"') == 2  # 2 problems × 3 targets, 4 cells
+    for word in ("k-compiles", "k-FAIL", "k-CRASH", "k-NOT_RUN", "not run here: needs a triton-ascend environment"):
+        assert word in page
+
+
+def test_footnotes_are_numbered_as_they_are_met_and_lead_somewhere(cells, run):
+    page = render(run(cells), cells)
+    assert set(re.findall(r'href="#(fn\d+)"', page)) == set(re.findall(r'<li id="(fn\d+)"', page)) == {"fn1", "fn2"}
+    quirks = page[page.index('id="quirks"') :]
+    assert quirks.index("wrong sums") < quirks.index("tiles spill")
+    assert 'href="https://github.com/triton-lang/triton/issues/1"' in quirks
+    assert "upstream: unreported" in quirks
+    assert "2 cells" in quirks
+
+
+def test_what_a_compiler_printed_is_text(cells, run):
+    page = render(run(cells), cells)
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_the_page_loads_nothing(cells, run):
+    page = render(run(cells), cells)
+    assert not re.search(r"<link|<img|<iframe|@import|url\(|\bsrc=", page)
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+
+
+def test_red_cells_are_listed_with_their_reasons(cells, run):
+    page = render(run(cells), cells)
+    red = page[page.index('id="red"') : page.index('id="quirks"')]
+    assert red.count("<li>") == 2
+    assert "died" in red
+
+
+def test_an_interrupted_run_says_so(cells, run):
+    assert "interrupted: 2 of 4" in render(run(cells), cells[:2])
+    assert "interrupted" not in render(run(cells), cells)
+
+
+def test_a_run_without_cells_has_a_page(run):
+    assert "0 problems × 0 targets" in render(run([]), [])
+
+
+def test_a_tile_says_its_main_figures(cells):
+    assert [brief(cell) for cell in cells] == ["168 regs · 40 K", "96 B spilled", "ttgir", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("unreported", ""), ("https://a.b/c, open", "https://a.b/c"), ("see https://a.b/c) and https://d.e", "https://a.b/c")],
+)
+def test_the_first_link_is_found(text, expected):
+    assert link(text) == expected
+
+
+def test_problems_keep_their_order(cells, run):
+    page = render(run(cells), cells)
+    body = page[page.index("<tbody") :]
+    assert body.index(dense(dtype="fp16", head_dim=64).name) < body.index("decode bf16")

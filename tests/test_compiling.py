@@ -1,0 +1,228 @@
+"""From a planned kernel to one that is known to compile: in a child, once, with failures classified and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from support import BEHAVIOURS, problem, random_call
+
+import portattn
+from portattn import Target, compiling
+from portattn.config import Settings
+from portattn.launch import kernel_calls, meta_call
+from portattn.planner import plan
+from portattn.verdicts import VerdictStore, store
+from portattn.worker.client import Reply, Worker
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(cache_dir=str(tmp_path / "verdicts-here"), compile_seconds=3.0)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of what was compiled in this process, where there is no device to compile for."""
+    seen: list[str] = []
+
+    def compiles(made, call, target, verdicts):  # noqa: ANN001, ANN202
+        seen.append(made.key)
+
+    monkeypatch.setattr(compiling, "_in_this_process", compiles)
+    return seen
+
+
+def planned(**fields):  # noqa: ANN003, ANN201
+    p = problem(dtype="fp16", seq_q=64, seq_k=64, head_dim=64, **fields)
+    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    return plan(p, target), random_call(p), target
+
+
+def requests_in(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:  # noqa: ANN001
+    requests = compiler("ok")
+    made, call, target = planned()
+    assert compiling.ensure(made, call, target, settings) is None
+    assert compiling.ensure(made, call, target, settings) is None
+    assert requests_in(requests) == 1
+    assert in_process == [made.key]
+    seen = VerdictStore(Path(settings.cache_dir)).get(made.key)
+    assert seen.passed
+    assert (seen.level, seen.kernel, seen.target, seen.toolchain) == (
+        "compiles", "dense_forward", "cuda:sm_90", "triton==3.6.0",
+    )  # fmt: skip
+    assert seen.facts == {"local_memory": 1024, "num_warps": 4, "spills": 0}
+
+
+def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process) -> None:  # noqa: ANN001
+    requests = compiler("ok")
+    p = problem(op="decode_attention", dtype="fp16", seq_q=1, seq_k=4096, batch=1, head_dim=64)
+    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    made = plan(p, target)
+    assert made.launch.splits > 1
+    assert compiling.ensure(made, random_call(p), target, settings) is None
+    asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
+    assert asked == ["decode_split", "decode_combine"]
+
+
+def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:  # noqa: ANN001
+    requests = compiler("ok")
+    made, call, target = planned()
+    compiling.ensure(made, call, target, settings)
+    compiling._ready.clear()
+    store.__globals__["_store"].cache_clear()
+    assert compiling.ensure(made, call, target, settings) is None
+    assert requests_in(requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("isolate", "children"), [("auto", 1), ("always", 2), ("never", 0)], ids=["auto", "always", "never"]
+)
+def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) -> None:  # noqa: ANN001
+    """Two processes in turn: `always` compiles in a child in each, verdict or not."""
+    requests = compiler("ok")
+    made, call, target = planned()
+    chosen = Settings(cache_dir=str(tmp_path / "v"), isolate=isolate)
+    for _ in range(2):
+        assert compiling.ensure(made, call, target, chosen) is None
+        compiling._ready.clear()
+    assert requests_in(requests) == children
+    assert len(in_process) == 2
+
+
+FAILURES = {
+    # behaviour -> symptom, stage, what the message holds
+    "error": ("compile-error", "ttgir", "RuntimeError at ttgir: PassManager::run failed"),
+    "crash": ("compiler-crash", "ttgir", "SIGABRT at ttgir: python: TypeConverter.cpp:42: Assertion `!repl` failed."),
+    "exit": ("compiler-crash", "ttgir", "exit status 3 at ttgir"),
+    "hang": ("hang", "ttgir", "timeout at ttgir: no answer in 3 s"),
+    "closes its answers": ("hang", "ttgir", "timeout at ttgir: closed its answers"),
+    "no json": ("compile-error", "ttgir", "ProtocolError at ttgir"),
+    "too large": (
+        "resource-limit", "load",
+        "OutOfResources at load: out of resource: shared memory, required 1000000000 bytes, sm_90 has 232448",
+    ),
+}  # fmt: skip
+
+
+def test_every_planted_failure_is_tried() -> None:
+    assert set(FAILURES) | {"ok"} == set(BEHAVIOURS)
+
+
+@pytest.mark.parametrize("behaviour", FAILURES)
+def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:  # noqa: ANN001
+    compiler(behaviour)
+    made, call, target = planned()
+    failed = compiling.ensure(made, call, target, settings)
+    assert failed is not None
+    assert not failed.passed
+    assert in_process == [], "what fails in the child must not be compiled here"
+    symptom, stage, message = FAILURES[behaviour]
+    kept = VerdictStore(Path(settings.cache_dir))
+    assert kept.get(made.key) == failed
+    [incident] = kept.incidents()
+    assert incident.id == failed.incident
+    assert (incident.symptom, incident.stage) == (symptom, stage)
+    assert message in incident.message
+    assert incident.message == failed.reason
+    assert "\n" not in incident.message
+    assert incident.key == made.key
+    assert incident.kernel == "dense_forward"
+    assert "*fp16" in json.dumps(incident.specialisation)
+    if behaviour == "crash":
+        assert "Assertion `!repl` failed." in incident.log
+
+
+def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, in_process) -> None:  # noqa: ANN001
+    """The plan was made before the verdict came: it must not take this process down."""
+    requests = compiler("crash")
+    made, call, target = planned()
+    assert compiling.ensure(made, call, target, settings) is not None
+    assert requests_in(requests) == 1
+    for isolate in ("auto", "never"):
+        again = compiling.ensure(
+            made, call, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
+        )
+        assert again is not None
+        assert not again.passed
+    assert requests_in(requests) == 1
+    assert in_process == []
+
+
+def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:  # noqa: ANN001
+    requests = compiler("error")
+    made, call, target = planned(causal="top_left")
+    failed = compiling.ensure(made, call, target, settings)
+    incident = store(settings).incident(failed.incident)
+    # Not to compile it here: the command's Python is exchanged for one that prints what it is sent.
+    command = incident.command.rsplit("|", 1)[0]
+    sent = json.loads(subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout)
+    asked = json.loads(requests.read_text())
+    assert sent["signature"] == asked["signature"]
+    assert sent["target"] == asked["target"] == ["cuda", 90, 32]
+    assert sent["env"] == asked["env"]
+    assert sent["version"] == 1
+
+
+@pytest.mark.compiles
+def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -> None:  # noqa: ANN001
+    """An arch that the real compiler refuses; the kept command gives the same answer in a shell."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    made, call, target = planned()
+    launches, _, _ = kernel_calls(made, meta_call(call.problem), 1)
+    launches[0].constexprs["BLOCK_D"] = 48  # no power of two
+    monkeypatch.setattr(compiling, "kernel_calls", lambda *arguments: (launches, None, None))
+    with Worker() as worker:
+        monkeypatch.setattr(compiling, "_worker", worker)
+        limit = Settings(cache_dir=settings.cache_dir, compile_seconds=120.0)
+        failed = compiling.ensure(made, call, target, limit)
+    assert "CompilationError" in failed.reason
+    incident = store(settings).incident(failed.incident)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        ["sh", "-c", incident.command], capture_output=True, text=True, env=environment, timeout=120, check=True
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["ok"] is False
+    assert answer["kind"] == "CompilationError"
+
+
+@pytest.mark.parametrize(
+    ("reply", "symptom"),
+    [
+        (Reply(outcome="hang"), "hang"),
+        (Reply(outcome="crash", kind="SIGSEGV"), "compiler-crash"),
+        (Reply(outcome="error", kind="RuntimeError", message="x"), "compile-error"),
+        (Reply(outcome="error", kind="OutOfResources", message="x"), "resource-limit"),
+        (Reply(outcome="error", kind="MLIRCompilationError", message="ub overflow, requires 1"), "resource-limit"),
+        (Reply(outcome="error", kind="RuntimeError", message="ptxas: uses too much shared data"), "resource-limit"),
+    ],
+)
+def test_symptoms_are_the_words_of_quirks(reply: Reply, symptom: str) -> None:
+    assert compiling.symptom_of(reply) == symptom
+
+
+def test_threads_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_worker", None)
+    first = compiling._shared_worker()
+    assert compiling._shared_worker() is first
+    first.close()
+
+
+@pytest.mark.gpu
+def test_a_launch_on_the_device_was_compiled_before(tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 33, 64, device="cuda", dtype=torch.float16)
+    with portattn.settings(cache_dir=str(tmp_path), isolate="always"):
+        out = portattn.attention(q, q, q, backend="triton")
+        made = portattn.last_plan()
+    assert out.isfinite().all()
+    assert made.path == "triton"
+    assert VerdictStore(tmp_path).get(made.key).passed

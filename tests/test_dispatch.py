@@ -1,0 +1,271 @@
+"""What a call does with its plan: run it, say so once, fall back after a failed compile, and never hide an error."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support import Device
+
+import portattn
+from portattn import FallbackWarning, PathUnavailable, compiling, dispatch
+from portattn.config import Settings
+from portattn.verdicts import store
+
+
+def tensors(**changes):  # noqa: ANN003, ANN201
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 33, 64, generator=generator).half()
+    k, v = (torch.randn(2, 2, 40, 64, generator=generator).half() for _ in range(2))
+    return q, k, v
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Plans whose kernels were launched. There is no device: outputs become 0, and nothing is compiled here."""
+    plans: list = []
+
+    def launch_all(launches, made, q) -> None:  # noqa: ANN001
+        plans.append(made)
+        for name in ("out", "lse"):
+            if launches[-1].arguments.get(name) is not None:
+                launches[-1].arguments[name].zero_()
+
+    monkeypatch.setattr("portattn.launch.launch_all", launch_all)
+    monkeypatch.setattr(compiling, "_in_this_process", lambda *arguments: None)
+    return plans
+
+
+def given(calls, **settings) -> list[warnings.WarningMessage]:  # noqa: ANN001, ANN003
+    with warnings.catch_warnings(record=True) as caught, portattn.settings(compile_seconds=3.0, **settings):
+        warnings.simplefilter("always")
+        calls()
+    return [w for w in caught if issubclass(w.category, FallbackWarning)]
+
+
+def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:  # noqa: ANN001
+    compiler("ok")
+    q, k, v = tensors()
+    assert given(lambda: portattn.attention(q, k, v, causal=True)) == []
+    [made] = launched
+    assert made.path == "triton"
+    assert portattn.last_plan() is made
+    assert portattn.plan("attention", q, k, v, causal=True) == made
+
+
+@pytest.mark.parametrize("behaviour", ["error", "crash", "hang"])
+def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched, behaviour: str) -> None:  # noqa: ANN001
+    requests = compiler(behaviour)
+    q, k, v = tensors()
+    outs = []
+
+    def twice() -> None:
+        for _ in range(2):
+            outs.append(portattn.attention(q, k, v))
+
+    [warning] = given(twice)
+    assert launched == []
+    made = portattn.last_plan()
+    assert (made.path, made.requested) == ("sdpa", "auto")
+    assert made.fell_back
+    message = str(warning.message)
+    assert "attention runs on the sdpa path, not triton" in message
+    assert made.rejected[0].incident in message
+    assert "ttgir" in message
+    assert warning.filename == __file__, "the warning must point at the caller"
+    assert len(requests.read_text().splitlines()) == 1, "what failed once is not compiled again"
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(outs[0], expected)
+    assert torch.equal(outs[1], expected)
+
+
+def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:  # noqa: ANN001
+    requests = compiler("crash")
+    q, k, v = tensors()
+    given(lambda: portattn.attention(q, k, v))
+    # What a new process has not: plans, verdicts read, keys known to compile, warnings given.
+    dispatch.forget_plans()
+    dispatch._warned.clear()
+    store.__globals__["_store"].cache_clear()
+    made = portattn.plan("attention", q, k, v)
+    assert made.path == "sdpa"
+    assert "SIGABRT" in made.rejected[0].reason
+    assert len(given(lambda: portattn.attention(q, k, v))) == 1
+    assert len(requests.read_text().splitlines()) == 1
+
+
+def test_one_warning_for_each_cause(sm_90, launched) -> None:  # noqa: ANN001
+    q, k, v = tensors()
+    wide = [torch.zeros(1, 1, 3, 512).half()] * 3
+
+    def calls() -> None:
+        for _ in range(3):
+            portattn.attention(*wide)  # no path takes head_dim 512: the reference
+            portattn.attention(q, k, v, dropout_p=0.5)  # no dropout in the core: sdpa
+            with torch.enable_grad():
+                portattn.attention(q.clone().requires_grad_(), k, v)
+
+    caught = [str(w.message) for w in given(calls)]
+    assert len(caught) == 3
+    assert any("reference path, not triton: head_dim is 512" in m for m in caught)
+    assert any("dropout_p > 0" in m and "Hint: pass dropout_p=0.0" in m for m in caught)
+    assert any("gradients" in m for m in caught)
+
+
+def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) -> None:  # noqa: ANN001
+    wide = [torch.zeros(1, 1, 3, 512).half()] * 3
+    assert given(lambda: portattn.attention(*wide), fallback="silent") == []
+    assert portattn.last_plan().path == "reference"
+    with portattn.settings(fallback="error"), pytest.raises(PathUnavailable) as error:
+        portattn.attention(*wide)
+    assert "fallback='error'" in str(error.value)
+    assert "head_dim is 512" in str(error.value)
+    assert [r.path for r in error.value.rejected][0] == "triton"
+
+
+def test_error_also_stops_after_a_failed_compile(sm_90, compiler, launched) -> None:  # noqa: ANN001
+    compiler("error")
+    with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="PassManager::run failed"):
+        portattn.attention(*tensors())
+
+
+def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:  # noqa: ANN001
+    compiler("error")
+    q, k, v = tensors()
+    with pytest.raises(PathUnavailable, match="does not compile here.*PassManager::run failed") as error:
+        portattn.attention(q, k, v, backend="triton")
+    assert error.value.rejected[0].incident
+    with pytest.raises(PathUnavailable, match="PassManager::run failed"):  # and by the kept verdict
+        portattn.attention(q, k, v, backend="triton")
+    with pytest.raises(PathUnavailable, match="seqlens_k"):
+        portattn.attention(q, k, v, seqlens_k=torch.tensor([1, 2], dtype=torch.int32), backend="sdpa")
+    assert launched == []
+
+
+def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, launched, monkeypatch) -> None:  # noqa: ANN001
+    compiler("ok")
+    tried = []
+
+    def fails(*arguments: object) -> None:
+        tried.append(arguments)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("portattn.launch.launch_all", fails)
+    for backend in ("auto", "triton"):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            portattn.attention(*tensors(), backend=backend)
+    assert len(tried) == 2
+    assert portattn.last_plan() is None, "a call that failed has not run"
+    assert not list(store(Settings(cache_dir=portattn.config.current().cache_dir)).incidents())
+
+
+def test_a_vendor_error_passes_through(sm_90, launched, monkeypatch) -> None:  # noqa: ANN001
+    def fails(*arguments: object, **rest: object) -> None:
+        raise RuntimeError("cuDNN: bad")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
+    with pytest.raises(RuntimeError, match="cuDNN: bad"):
+        portattn.attention(*tensors(), backend="sdpa")
+
+
+def test_a_second_call_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = dispatch.plan
+    monkeypatch.setattr(dispatch, "plan", lambda *a, **k: made.append(a) or real(*a, **k))
+    q, k, v = tensors()
+    for _ in range(3):
+        portattn.attention(q, k, v)
+    assert len(made) == 1
+    portattn.attention(q, k, v, causal=True)
+    assert len(made) == 2
+    with portattn.settings(fallback="silent"):
+        portattn.attention(q, k, v)
+    assert len(made) == 3
+    dispatch.forget_plans()
+    portattn.attention(q, k, v)
+    assert len(made) == 4
+
+
+def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_execute", lambda *a: pytest.fail("something ran"))
+    q, k, v = tensors()
+    made = portattn.plan("attention", q, k, v, causal="top_left", return_lse=True)
+    assert made.problem.causal == "top_left"
+    assert (made.path, made.target) == ("reference", "cpu:generic")
+    assert "reference path" in portattn.explain("decode_attention", q, k, v, None)
+    assert portattn.last_plan() is None
+    with pytest.raises(portattn.ArgumentError, match="scale is nan"):
+        portattn.plan("attention", q, k, v, scale=float("nan"))
+
+
+def test_last_plan_is_the_plan_that_ran() -> None:
+    assert portattn.last_plan() is None
+    q, k, v = tensors()
+    portattn.attention(q, k, v)
+    assert portattn.last_plan().problem.op == "attention"
+    portattn.decode_attention(q, k, v, None)
+    assert portattn.last_plan().problem.op == "decode_attention"
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(portattn.last_plan()))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    q, k, v = tensors()
+    wrong = []
+
+    def work(causal: object) -> None:
+        for _ in range(20):
+            portattn.attention(q, k, v, causal=causal)
+            if (portattn.last_plan().problem.causal == "none") != (causal is False):
+                wrong.append(causal)
+
+    threads = [threading.Thread(target=work, args=(c,)) for c in (False, True, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_device_that_no_backend_knows() -> None:
+    """meta tensors: the reference runs, with a warning that names the device types that are known."""
+    q = torch.zeros(1, 1, 3, 8, device="meta")
+    [warning] = given(lambda: portattn.attention(q, q, q))
+    assert "no backend knows device meta:0" in str(warning.message)
+    assert "cuda" in str(warning.message)
+    with pytest.raises(PathUnavailable, match="no backend knows device meta"):
+        portattn.attention(q, q, q, backend="triton")
+
+
+def test_the_interpreter_runs_where_it_is_named(device: Device) -> None:
+    if device.path != "interpreter":
+        pytest.skip("Triton compiles for the accelerator in this process")
+    q, k, v = (t.float() for t in tensors())
+    named = portattn.attention(q, k, v, causal=True, backend="interpreter")
+    assert portattn.last_plan().path == "interpreter"
+    torch.testing.assert_close(named, portattn.attention(q, k, v, causal=True), atol=2e-6, rtol=1e-5)
+    assert portattn.last_plan().path == "reference"
+    with pytest.raises(PathUnavailable, match="gradients"):
+        portattn.attention(q.requires_grad_(), k, v, backend="interpreter")
+
+
+@pytest.mark.gpu
+def test_a_kept_call_gives_what_the_first_gave(tmp_path: Path) -> None:
+    q, k, v = (t.cuda() for t in tensors())
+    with portattn.settings(cache_dir=str(tmp_path)):
+        first, first_lse = portattn.attention(q, k, v, causal=True, return_lse=True)
+        made = portattn.last_plan()
+        dispatch._last.set(None)
+        again, again_lse = portattn.attention(q, k, v, causal=True, return_lse=True)
+        assert portattn.last_plan() is made
+        assert torch.equal(first, again)
+        assert torch.equal(first_lse, again_lse)
+        other = portattn.attention(q * 2, k, v, causal=True)
+        assert not torch.equal(first, other)
+        assert isinstance(portattn.attention(q, k, v, causal=True), torch.Tensor)

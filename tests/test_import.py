@@ -1,0 +1,168 @@
+"""What importing costs, and that nothing needs what the user has not got. Each test has a Python of its own."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+# A finder that hides packages, as if they were not installed.
+HIDE = """
+import sys
+class Hidden:
+    names = {names!r}
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (hidden)", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+MISSING = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {names!r} else find(name, package)
+"""
+
+
+def python(program: str, *, without: tuple[str, ...] = ()) -> str:
+    hide = (HIDE + MISSING).format(names=set(without)) if without else ""
+    done = subprocess.run(
+        [sys.executable, "-c", hide + textwrap.dedent(program)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_imports_nothing_heavy() -> None:
+    loaded = python("""
+        import sys
+        import portattn
+        dir(portattn)
+        heavy = ("torch", "triton", "numpy", "click", "rich", "jinja2", "msgspec", "transformers")
+        print([name for name in heavy if name in sys.modules])
+    """)
+    assert loaded == "[]"
+
+
+def test_after_torch_it_takes_less_than_a_tenth_of_a_second() -> None:
+    """Median of several: a loaded machine is not the import's fault."""
+    times = [
+        float(python("""
+            import time
+            import torch
+            begun = time.perf_counter()
+            import portattn
+            print(time.perf_counter() - begun)
+        """))
+        for _ in range(5)
+    ]  # fmt: skip
+    assert statistics.median(times) < 0.1
+
+
+def test_the_public_functions_take_less_than_a_second_to_load_after_torch() -> None:
+    """The first use loads ops, schemas and no registry data; a bound that only a heavy import would break."""
+    seconds = python("""
+        import time
+        import torch
+        begun = time.process_time()
+        import portattn
+        portattn.attention, portattn.plan, portattn.settings
+        import sys
+        assert "triton" not in sys.modules
+        print(time.process_time() - begun)
+    """)
+    assert float(seconds) < 1.0
+
+
+def test_every_public_name_is_there() -> None:
+    python("""
+        import portattn
+        for name in portattn.__all__:
+            assert getattr(portattn, name) is not None, name
+        assert set(portattn.__all__) <= set(dir(portattn))
+        try:
+            portattn.flash_attention
+        except AttributeError as error:
+            assert "flash_attention" in str(error)
+        else:
+            raise SystemExit("an unknown name was found")
+    """)
+
+
+def test_no_device_is_touched() -> None:
+    """Neither by importing nor by planning for chips that are not here."""
+    python("""
+        import torch
+        import portattn
+        portattn.attention, portattn.Registry
+        p = portattn.Problem(batch=1, heads_q=1, heads_k=1, seq_q=8, seq_k=8, head_dim=64)
+        portattn.plan(p, portattn.Target.parse("cuda:sm_90", "triton==3.6.0"))
+        portattn.plan(p, portattn.Target.parse("ascend:ascend910b2", "triton-ascend==3.2.1"))
+        import sys
+        assert not torch.cuda.is_initialized()
+        assert "torch_npu" not in sys.modules
+        assert "triton" not in sys.modules
+    """)
+
+
+def test_attention_on_a_cpu_needs_no_triton() -> None:
+    out = python(
+        """
+        import torch
+        import portattn
+        q = torch.randn(1, 2, 5, 8)
+        out, lse = portattn.attention(q, q, q, causal=True, return_lse=True)
+        assert out.isfinite().all() and lse.isfinite().all()
+        portattn.decode_attention(q, q, q, torch.tensor([3], dtype=torch.int32))
+        print(portattn.last_plan().path, portattn.last_plan().toolchain)
+        """,
+        without=("triton",),
+    )
+    assert out == "reference none"
+
+
+def test_without_triton_the_interpreter_says_how_to_get_it() -> None:
+    out = python(
+        """
+        import torch
+        import portattn
+        q = torch.randn(1, 2, 5, 8)
+        try:
+            portattn.attention(q, q, q, backend="interpreter")
+        except portattn.PathUnavailable as error:
+            print(error)
+        """,
+        without=("triton",),
+    )
+    assert "Triton is not installed" in out
+    assert "portattn[triton]" in out
+
+
+def test_the_library_needs_neither_the_command_lines_packages_nor_numpy() -> None:
+    python(
+        """
+        import torch
+        import portattn
+        q = torch.randn(1, 2, 5, 8)
+        assert portattn.attention(q, q, q).shape == q.shape
+        print(portattn.explain("attention", q, q, q))
+        """,
+        without=("click", "rich", "jinja2", "numpy", "triton", "transformers"),
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_triton_is_interpreted_only_when_asked_for() -> None:
+    """A process that compiles must not find its kernels interpreted."""
+    python("""
+        import os
+        os.environ.pop("TRITON_INTERPRET", None)
+        import torch
+        import portattn
+        q = torch.randn(1, 1, 2, 4)
+        portattn.attention(q, q, q)
+        assert "TRITON_INTERPRET" not in os.environ
+    """)

@@ -1,0 +1,126 @@
+"""Whatever the arguments: right within the budget, or an ArgumentError. Never another exception, never a wrong number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import DTYPES, TILE, Device, assert_right, random_call, run_core
+
+import portattn
+from portattn import ArgumentError, Problem
+
+
+
+def bounded(examples: int) -> settings:
+    """The same examples in every run; no deadline, for machines differ."""
+    fixtures = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=fixtures
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 40, op: str | None = None) -> Problem:
+    heads_k = draw(st.integers(1, 3))
+    chosen = op or draw(st.sampled_from(["attention", "decode_attention"]))
+    flag = st.booleans()
+    dense = chosen == "attention"
+    return Problem(
+        op=chosen, batch=draw(st.integers(0, 3)), heads_k=heads_k, heads_q=heads_k * draw(st.integers(1, 3)),
+        seq_q=draw(st.integers(0, most if dense else 4)), seq_k=draw(st.integers(0, most)),
+        head_dim=draw(st.integers(1, 48)), head_dim_v=draw(st.integers(1, 48)),
+        dtype=draw(st.sampled_from(sorted(DTYPES))), causal=draw(st.sampled_from(["none", "bottom_right", "top_left"])),
+        seqlens_q=dense and draw(flag), seqlens_k=draw(flag), leftpad_q=dense and draw(flag), leftpad_k=draw(flag),
+        return_lse=draw(flag), layout=draw(st.sampled_from(["bhsd", "bshd"])), aligned=False,
+    )  # fmt: skip
+
+
+scales = st.one_of(st.none(), st.sampled_from([0.0, -0.0, 1.0, -1.0]), st.floats(-4, 4, width=32))
+layouts = st.sampled_from(["plain", "spare", "transposed", "sliced"])
+
+
+@bounded(300)
+@given(problems(), scales, layouts, st.integers(0, 2**16))
+def test_valid_arguments_are_right(p: Problem, scale: float | None, strides: str, seed: int) -> None:
+    call = random_call(p, seed, scale=scale, strides=strides)
+    bshd = p.layout == "bshd"
+    q, k, v = (t.transpose(1, 2) if bshd else t for t in (call.q, call.k, call.v))
+    rest: dict[str, Any] = {"scale": scale, "layout": p.layout, "return_lse": p.return_lse}
+    rest["causal"] = {"none": False}.get(p.causal, p.causal)
+    if p.op == "attention":
+        names = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")
+        result = portattn.attention(q, k, v, **rest, **{n: getattr(call, n) for n in names})
+    else:
+        result = portattn.decode_attention(q, k, v, call.seqlens_k, leftpad_k=call.leftpad_k, **rest)
+    out, lse = result if p.return_lse else (result, None)
+    assert portattn.last_plan().problem.op == p.op
+    assert_right(call, out.transpose(1, 2) if bshd else out, lse)
+
+
+@bounded(25)
+@given(problems(most=20), scales, layouts, st.integers(0, 2**16), st.integers(1, 4))
+def test_the_core_kernels_are_right(
+    device: Device, p: Problem, scale: float | None, strides: str, seed: int, splits: int
+) -> None:
+    call = random_call(p, seed, scale=scale, strides=strides, device=device.name)
+    launch = {"block_m": TILE, "block_n": TILE, "splits": splits if p.op == "decode_attention" else 1}
+    assert_right(call, *run_core(device, call, launch=launch))
+
+
+sizes = st.lists(st.integers(0, 4), min_size=0, max_size=5).map(tuple)
+dtypes = st.sampled_from([*DTYPES.values(), torch.float64, torch.int32, torch.bool])
+shapes = st.one_of(st.just((2, 2, 3, 4)), sizes)
+odd = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.just([]), st.just({}),
+    st.just(torch.tensor([1, 2])), st.just(torch.zeros(2, dtype=torch.int32)), st.just(object),
+)  # fmt: skip
+lengths = st.one_of(
+    odd, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(lambda v: torch.tensor(v, dtype=torch.int32))
+)
+
+
+@bounded(400)
+@given(
+    st.lists(st.tuples(shapes, dtypes), min_size=3, max_size=3),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "scale": odd, "causal": odd, "layout": st.one_of(odd, st.just("bshd")), "return_lse": odd,
+            "dropout_p": odd, "seqlens_q": lengths, "seqlens_k": lengths, "leftpad_q": lengths, "leftpad_k": lengths,
+            "backend": st.one_of(odd, st.just("reference")),
+        },
+    ),
+)  # fmt: skip
+def test_any_arguments_give_a_result_or_an_argument_error(tensors: list, rest: dict) -> None:
+    q, k, v = (torch.ones(shape).to(dtype) for shape, dtype in tensors)
+    try:
+        result = portattn.attention(q, k, v, **rest)
+    except ArgumentError as error:
+        assert error.argument
+        assert str(error).startswith("attention: ")
+        return
+    out = result[0] if isinstance(result, tuple) else result
+    assert out.dtype == q.dtype
+    assert out.shape[:3] == q.shape[:3]
+    scale = rest.get("scale")
+    if scale is None or abs(scale) < 1e30:  # beyond, a score leaves float32 whoever computes it
+        assert torch.isfinite(out).all()
+
+
+@bounded(60)
+@given(st.one_of(odd, st.floats()), st.sampled_from(["scale", "dropout_p"]))
+def test_numbers(value: Any, name: str) -> None:
+    q = torch.ones(1, 1, 2, 4)
+    good = value is None and name == "scale"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(min(abs(value), 1e308)):
+        good = abs(value) <= torch.finfo(torch.float32).max if name == "scale" else 0 <= value < 1
+    if good and value == value:
+        portattn.attention(q, q, q, **{name: value})
+    else:
+        with pytest.raises(ArgumentError, match=name):
+            portattn.attention(q, q, q, **{name: value})

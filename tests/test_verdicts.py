@@ -1,0 +1,150 @@
+"""Verdicts on disk: whole or absent, among any number of processes."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from portattn import Incident, Verdict
+from portattn.config import Settings
+from portattn.verdicts import VerdictStore, store
+
+
+def verdict(key: str = "k", reason: str = "", passed: bool = False) -> Verdict:
+    return Verdict(
+        key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles",
+        passed=passed, date=datetime.date(2026, 11, 21), reason=reason, facts={"spills": 0},
+    )  # fmt: skip
+
+
+def incident(name: str, hour: int) -> Incident:
+    return Incident(
+        id=name, key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", symptom="hang",
+        stage="ttgir", message="no answer", log="…", command="echo", environment={},
+        date=datetime.datetime(2026, 11, 21, hour, tzinfo=datetime.timezone.utc),
+    )  # fmt: skip
+
+
+def test_what_is_put_is_found_by_another_store(tmp_path: Path) -> None:
+    first, second = VerdictStore(tmp_path), VerdictStore(tmp_path)
+    assert second.get("k") is None
+    first.put(verdict(reason="boom"))
+    assert second.get("k") == first.get("k") == verdict(reason="boom")
+    assert second.get("other") is None
+
+
+def test_nothing_but_the_file_is_left_behind(tmp_path: Path) -> None:
+    VerdictStore(tmp_path).put(verdict())
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["k.json"]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"key": "k"}', b'{"schema": 2}'])
+def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path: Path, data: bytes) -> None:
+    kept = VerdictStore(tmp_path)
+    kept.put(verdict())
+    (tmp_path / "verdicts" / "k.json").write_bytes(data)
+    assert VerdictStore(tmp_path).get("k") is None
+    VerdictStore(tmp_path).put(verdict(passed=True))
+    assert VerdictStore(tmp_path).get("k").passed
+
+
+def test_a_torn_file_counts_as_absent(tmp_path: Path) -> None:
+    VerdictStore(tmp_path).put(verdict())
+    path = tmp_path / "verdicts" / "k.json"
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 17):
+        path.write_bytes(whole[:length])
+        assert VerdictStore(tmp_path).get("k") is None
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = VerdictStore(tmp_path)
+    kept.put(verdict(reason="old"))
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        kept.put(verdict(reason="new"))
+    assert VerdictStore(tmp_path).get("k").reason == "old"
+    assert [p.name for p in (tmp_path / "verdicts").iterdir()] == ["k.json"]
+
+
+def test_clear_forgets_verdicts_and_keeps_incidents(tmp_path: Path) -> None:
+    kept = VerdictStore(tmp_path)
+    kept.put(verdict("a"))
+    kept.put(verdict("b"))
+    kept.add_incident(incident("20261121-x", 1))
+    assert kept.clear() == 2
+    assert kept.get("a") is None
+    assert kept.clear() == 0
+    assert kept.incident("20261121-x") is not None
+
+
+def test_incidents_come_oldest_first_and_are_found_by_name(tmp_path: Path) -> None:
+    kept = VerdictStore(tmp_path)
+    assert list(kept.incidents()) == []
+    for name, hour in (("b", 3), ("a", 5), ("c", 1)):
+        kept.add_incident(incident(name, hour))
+    (tmp_path / "incidents" / "torn.json").write_text("{")
+    assert [i.id for i in kept.incidents()] == ["c", "b", "a"]
+    assert kept.incident("b") == incident("b", 3)
+    assert kept.incident("torn") is None
+    assert kept.incident("none") is None
+    assert (tmp_path / "incidents" / "b.json").read_text().count("\n") > 5  # people read them
+
+
+def test_the_settings_name_the_folder(tmp_path: Path) -> None:
+    store(Settings(cache_dir=str(tmp_path / "one"))).put(verdict())
+    assert (tmp_path / "one" / "verdicts" / "k.json").exists()
+    assert store(Settings(cache_dir=str(tmp_path / "two"))).get("k") is None
+    assert store(Settings()).folder.name == "portattn"
+
+
+def _write_many(folder: str, writer: int) -> None:
+    for turn in range(60):
+        VerdictStore(Path(folder)).put(verdict(reason=f"{writer} " * 500, passed=bool(turn % 2)))
+
+
+def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_many, args=(str(tmp_path), n)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    path = tmp_path / "verdicts" / "k.json"
+    read = 0
+    while any(w.is_alive() for w in writers):
+        if path.exists():
+            found = msgspec.json.decode(path.read_bytes(), type=Verdict)
+            assert len(set(found.reason.split())) == 1, "two writers in one file"
+            read += 1
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    assert read
+    assert [p.name for p in path.parent.iterdir()] == ["k.json"]
+
+
+def _hold(folder: str, events: multiprocessing.Queue, name: str) -> None:
+    with VerdictStore(Path(folder)).lock("k"):
+        events.put(("in", name))
+        multiprocessing.Event().wait(0.2)
+        events.put(("out", name))
+
+
+def test_a_key_is_locked_among_processes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    events = context.Queue()
+    processes = [context.Process(target=_hold, args=(str(tmp_path), events, str(n))) for n in range(2)]
+    for process in processes:
+        process.start()
+    seen = [events.get(timeout=60) for _ in range(4)]
+    for process in processes:
+        process.join(60)
+    assert [kind for kind, _ in seen] == ["in", "out", "in", "out"]
+    assert seen[0][1] == seen[1][1]
