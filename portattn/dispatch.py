@@ -53,6 +53,9 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
         if backend.device_type != device_type:
             continue
         arch = backend.detect(index)
+        if arch is not None and arch not in registry.arches[backend.name]:
+            unknown = f"backend {backend.name} finds arch {arch}, which its arches.toml does not have"
+            return registry.target("cpu:generic"), unknown
         if arch is not None:
             toolchain = installed().with_components(backend.machine_components())
             return registry.target(f"{backend.name}:{arch}", toolchain), ""

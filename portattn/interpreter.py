@@ -6,7 +6,7 @@ from typing import Any
 
 
 def mend_bf16() -> None:
-    """Let `tl.dot` multiply, and `-x` negate, bfloat16 values under the interpreter; call it once kernels are interpreted.
+    """Let `tl.dot` multiply and `-x` negate bfloat16 under the interpreter; call it once kernels are interpreted.
 
     Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers: wrong numbers, and
     no error (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to float32 first is

@@ -53,9 +53,7 @@ def test_decode_attention(where: str, layout: str) -> None:
 
 def test_it_is_sdpa_where_sdpa_is_defined(where: str) -> None:
     q, k, v = (torch.randn(2, 4, 33, 24, device=where) for _ in range(3))
-    torch.testing.assert_close(
-        portattn.attention(q, k, v), scaled_dot_product_attention(q, k, v), atol=2e-6, rtol=1e-5
-    )
+    torch.testing.assert_close(portattn.attention(q, k, v), scaled_dot_product_attention(q, k, v), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(
         portattn.attention(q, k, v, causal="top_left", scale=0.5),
         scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5),

@@ -30,14 +30,14 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of what was compiled in this process, where there is no device to compile for."""
     seen: list[str] = []
 
-    def compiles(made, call, target, verdicts):  # noqa: ANN001, ANN202
+    def compiles(made, call, target, verdicts):
         seen.append(made.key)
 
     monkeypatch.setattr(compiling, "_in_this_process", compiles)
     return seen
 
 
-def planned(**fields):  # noqa: ANN003, ANN201
+def planned(**fields):
     p = problem(dtype="fp16", seq_q=64, seq_k=64, head_dim=64, **fields)
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
     return plan(p, target), random_call(p), target
@@ -47,7 +47,7 @@ def requests_in(file: Path) -> int:
     return len(file.read_text().splitlines())
 
 
-def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:  # noqa: ANN001
+def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, call, target = planned()
     assert compiling.ensure(made, call, target, settings) is None
@@ -62,7 +62,7 @@ def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_proce
     assert seen.facts == {"local_memory": 1024, "num_warps": 4, "spills": 0}
 
 
-def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process) -> None:  # noqa: ANN001
+def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     p = problem(op="decode_attention", dtype="fp16", seq_q=1, seq_k=4096, batch=1, head_dim=64)
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -73,7 +73,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process) -> N
     assert asked == ["decode_split", "decode_combine"]
 
 
-def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:  # noqa: ANN001
+def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, call, target = planned()
     compiling.ensure(made, call, target, settings)
@@ -86,7 +86,7 @@ def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> N
 @pytest.mark.parametrize(
     ("isolate", "children"), [("auto", 1), ("always", 2), ("never", 0)], ids=["auto", "always", "never"]
 )
-def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) -> None:  # noqa: ANN001
+def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) -> None:
     """Two processes in turn: `always` compiles in a child in each, verdict or not."""
     requests = compiler("ok")
     made, call, target = planned()
@@ -118,7 +118,7 @@ def test_every_planted_failure_is_tried() -> None:
 
 
 @pytest.mark.parametrize("behaviour", FAILURES)
-def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:  # noqa: ANN001
+def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:
     compiler(behaviour)
     made, call, target = planned()
     failed = compiling.ensure(made, call, target, settings)
@@ -141,7 +141,7 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
         assert "Assertion `!repl` failed." in incident.log
 
 
-def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, in_process) -> None:  # noqa: ANN001
+def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, in_process) -> None:
     """The plan was made before the verdict came: it must not take this process down."""
     requests = compiler("crash")
     made, call, target = planned()
@@ -157,7 +157,7 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
     assert in_process == []
 
 
-def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:  # noqa: ANN001
+def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:
     requests = compiler("error")
     made, call, target = planned(causal="top_left")
     failed = compiling.ensure(made, call, target, settings)
@@ -173,7 +173,7 @@ def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -
 
 
 @pytest.mark.compiles
-def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -> None:  # noqa: ANN001
+def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -> None:
     """An arch that the real compiler refuses; the kept command gives the same answer in a shell."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     made, call, target = planned()

@@ -16,7 +16,7 @@ from portattn.config import Settings
 from portattn.verdicts import store
 
 
-def tensors(**changes):  # noqa: ANN003, ANN201
+def tensors(**changes):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 33, 64, generator=generator).half()
     k, v = (torch.randn(2, 2, 40, 64, generator=generator).half() for _ in range(2))
@@ -28,7 +28,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
     """Plans whose kernels were launched. There is no device: outputs become 0, and nothing is compiled here."""
     plans: list = []
 
-    def launch_all(launches, made, q) -> None:  # noqa: ANN001
+    def launch_all(launches, made, q) -> None:
         plans.append(made)
         for name in ("out", "lse"):
             if launches[-1].arguments.get(name) is not None:
@@ -39,14 +39,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
     return plans
 
 
-def given(calls, **settings) -> list[warnings.WarningMessage]:  # noqa: ANN001, ANN003
+def given(calls, **settings) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught, portattn.settings(compile_seconds=3.0, **settings):
         warnings.simplefilter("always")
         calls()
     return [w for w in caught if issubclass(w.category, FallbackWarning)]
 
 
-def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:  # noqa: ANN001
+def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:
     compiler("ok")
     q, k, v = tensors()
     assert given(lambda: portattn.attention(q, k, v, causal=True)) == []
@@ -57,7 +57,7 @@ def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:  
 
 
 @pytest.mark.parametrize("behaviour", ["error", "crash", "hang"])
-def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched, behaviour: str) -> None:  # noqa: ANN001
+def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched, behaviour: str) -> None:
     requests = compiler(behaviour)
     q, k, v = tensors()
     outs = []
@@ -82,7 +82,7 @@ def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched,
     assert torch.equal(outs[1], expected)
 
 
-def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:  # noqa: ANN001
+def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:
     requests = compiler("crash")
     q, k, v = tensors()
     given(lambda: portattn.attention(q, k, v))
@@ -97,7 +97,7 @@ def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:  
     assert len(requests.read_text().splitlines()) == 1
 
 
-def test_one_warning_for_each_cause(sm_90, launched) -> None:  # noqa: ANN001
+def test_one_warning_for_each_cause(sm_90, launched) -> None:
     q, k, v = tensors()
     wide = [torch.zeros(1, 1, 3, 512).half()] * 3
 
@@ -115,7 +115,7 @@ def test_one_warning_for_each_cause(sm_90, launched) -> None:  # noqa: ANN001
     assert any("gradients" in m for m in caught)
 
 
-def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) -> None:  # noqa: ANN001
+def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) -> None:
     wide = [torch.zeros(1, 1, 3, 512).half()] * 3
     assert given(lambda: portattn.attention(*wide), fallback="silent") == []
     assert portattn.last_plan().path == "reference"
@@ -123,19 +123,19 @@ def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) 
         portattn.attention(*wide)
     assert "fallback='error'" in str(error.value)
     assert "head_dim is 512" in str(error.value)
-    assert [r.path for r in error.value.rejected][0] == "triton"
+    assert error.value.rejected[0].path == "triton"
 
 
-def test_error_also_stops_after_a_failed_compile(sm_90, compiler, launched) -> None:  # noqa: ANN001
+def test_error_also_stops_after_a_failed_compile(sm_90, compiler, launched) -> None:
     compiler("error")
     with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="PassManager::run failed"):
         portattn.attention(*tensors())
 
 
-def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:  # noqa: ANN001
+def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:
     compiler("error")
     q, k, v = tensors()
-    with pytest.raises(PathUnavailable, match="does not compile here.*PassManager::run failed") as error:
+    with pytest.raises(PathUnavailable, match=r"does not compile here.*PassManager::run failed") as error:
         portattn.attention(q, k, v, backend="triton")
     assert error.value.rejected[0].incident
     with pytest.raises(PathUnavailable, match="PassManager::run failed"):  # and by the kept verdict
@@ -145,7 +145,7 @@ def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:  # no
     assert launched == []
 
 
-def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, launched, monkeypatch) -> None:  # noqa: ANN001
+def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, launched, monkeypatch) -> None:
     compiler("ok")
     tried = []
 
@@ -162,7 +162,7 @@ def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, l
     assert not list(store(Settings(cache_dir=portattn.config.current().cache_dir)).incidents())
 
 
-def test_a_vendor_error_passes_through(sm_90, launched, monkeypatch) -> None:  # noqa: ANN001
+def test_a_vendor_error_passes_through(sm_90, launched, monkeypatch) -> None:
     def fails(*arguments: object, **rest: object) -> None:
         raise RuntimeError("cuDNN: bad")
 

@@ -45,7 +45,7 @@ def test_features_are_right(causal: str, features: dict, dtype: str) -> None:
 
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("features", [{}, FEATURES["padded"], FEATURES["gqa_bshd"]], ids=["dense", "padded", "gqa"])
-def test_blocks_of_any_size_give_the_same_numbers(monkeypatch, causal: str, features: dict) -> None:  # noqa: ANN001
+def test_blocks_of_any_size_give_the_same_numbers(monkeypatch, causal: str, features: dict) -> None:
     """Both loops take several turns, with ragged ends."""
     call = random_call(problem(causal=causal, **features), seed=2)
     monkeypatch.setattr(blockwise, "KEY_BLOCK", 8)
@@ -106,7 +106,7 @@ def gradients(call: Call, weight: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 @pytest.mark.parametrize("heads_q", [2, 4])
-def test_gradients_are_sdpas(monkeypatch, causal: str, heads_q: int) -> None:  # noqa: ANN001
+def test_gradients_are_sdpas(monkeypatch, causal: str, heads_q: int) -> None:
     monkeypatch.setattr(blockwise, "KEY_BLOCK", 8)
     monkeypatch.setattr(blockwise, "SCORE_ELEMENTS", 8 * 5 * 2 * heads_q)
     call = random_call(problem(causal=causal, heads_q=heads_q, heads_k=2), seed=4)
@@ -169,7 +169,7 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):

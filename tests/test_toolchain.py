@@ -79,7 +79,7 @@ def test_a_malformed_range() -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A site folder with a `triton/` of its own, and a function that installs a distribution claiming it."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "triton").mkdir()
@@ -99,20 +99,20 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
     installed.cache_clear()
 
 
-def test_the_owner_of_the_folder_names_the_compiler(site) -> None:  # noqa: ANN001
+def test_the_owner_of_the_folder_names_the_compiler(site) -> None:
     """triton.__version__ says 3.2.0, and the compiler is triton-ascend."""
     site("triton-ascend", "3.2.1", 1000.0)
     assert (installed().distribution, installed().version) == ("triton-ascend", "3.2.1")
 
 
-def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -> None:  # noqa: ANN001
+def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -> None:
     site("triton-ascend", "3.2.1", 2000.0)
     site("triton", "3.6.0", 1000.0)
     assert owners(tmp_path / "triton") == [("triton", "3.6.0"), ("triton-ascend", "3.2.1")]
     assert installed().distribution == "triton-ascend"
 
 
-def test_an_alias_is_resolved_and_a_stray_folder_is_unowned(site) -> None:  # noqa: ANN001
+def test_an_alias_is_resolved_and_a_stray_folder_is_unowned(site) -> None:
     assert installed().distribution == "unowned"
     site("pytorch-triton", "3.5.0", 1000.0)
     installed.cache_clear()

@@ -31,13 +31,13 @@ launch = { block_m = 32 }
 """
 
 
-def load(folder: Path, text: str):  # noqa: ANN201
+def load(folder: Path, text: str):
     path = folder / "chip.toml"
     path.write_text(text)
     return load_tuning(path)
 
 
-def features(**fields):  # noqa: ANN003, ANN201
+def features(**fields):
     return problem(**fields).features() | {"programs": 0}
 
 

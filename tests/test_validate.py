@@ -128,7 +128,7 @@ def test_decode_errors_use_its_own_names(changes: dict, parts: list[str]) -> Non
 
 
 @pytest.mark.parametrize("op", [portattn.attention, portattn.decode_attention])
-def test_an_unknown_keyword_is_pythons_own_error(op) -> None:  # noqa: ANN001
+def test_an_unknown_keyword_is_pythons_own_error(op) -> None:
     tensors, _ = arguments()
     with pytest.raises(TypeError, match="is_causal"):
         op(*tensors, is_causal=True)
@@ -150,7 +150,7 @@ def test_lengths_are_read_back_only_when_asked() -> None:
     assert torch.isfinite(out).all()
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any):  # noqa: ANN201
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any):
     given = {"scale": None, "causal": False, "return_lse": False, "layout": "bhsd"} | rest
     return attention_call("attention", q, k, v, names=("q", "k", "v"), settings=Settings(), **given)
 

@@ -78,7 +78,8 @@ PLANTED = {
     "hangs": "import time\ntime.sleep(60)\n",
     "raises": "raise ImportError('no such kernel')\n",
     "exits": "raise SystemExit(4)\n",
-    "reads_env": "import os\nraise RuntimeError(os.environ['TRITON_PLANTED'] + os.environ.get('TRITON_INTERPRET', '-'))",
+    "reads_env": ("from os import environ as e\n"
+                  "raise RuntimeError(e['TRITON_PLANTED'] + e.get('TRITON_INTERPRET', '-'))"),
 }  # fmt: skip
 
 
@@ -93,15 +94,18 @@ def planted(tmp_path: Path) -> Iterator[Worker]:
 
 def compile_planted(worker: Worker, module: str, seconds: float = SECONDS, **fields: object) -> Reply:
     planted = {"module": module, "function": "f", "types": {}, "constants": {}, "divisible": [], "small": []}
-    return worker.request(
-        "compile", seconds, signature=planted | {"options": {}}, target=["cuda", 80, 32], **fields
-    )
+    return worker.request("compile", seconds, signature=planted | {"options": {}}, target=["cuda", 80, 32], **fields)
 
 
 @pytest.mark.compiles
 def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
     reply = compile_planted(planted, "raises")
-    assert (reply.outcome, reply.stage, reply.kind, reply.message) == ("error", "parse", "ImportError", "no such kernel")
+    assert (reply.outcome, reply.stage, reply.kind, reply.message) == (
+        "error",
+        "parse",
+        "ImportError",
+        "no such kernel",
+    )
     first = planted._process
 
     reply = compile_planted(planted, "aborts")
@@ -225,4 +229,3 @@ def test_a_signature_is_plain_data() -> None:
     assert {"q", "k", "v", "out"} <= set(seen.divisible)
     assert "q" in seen.small
     assert seen.options["num_warps"] == made.launch.num_warps
-

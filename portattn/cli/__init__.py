@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from portattn import __version__
-from portattn.cli.errors import refused
+from portattn.cli.errors import JSON_KEY, refused
 from portattn.errors import PortattnError
 
 EXIT_STATUSES = """\b
@@ -47,6 +47,11 @@ class CommandLine(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Looked for before anything is parsed, so that errors in the other options come as JSON too.
+        ctx.meta[JSON_KEY] = "--json" in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -56,7 +61,9 @@ class CommandLine(click.Group):
             raise refused(error, ctx) from error
 
 
-@click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_STATUSES)
+@click.group(
+    name="portattn", cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_STATUSES
+)
 @click.version_option(__version__, prog_name="portattn")
 def main() -> None:
     """Attention written once, run on every accelerator, that can always say which path ran and why."""

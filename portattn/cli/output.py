@@ -8,26 +8,12 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from portattn.cli.errors import JSON_KEY
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def json_option(function: F) -> F:
-    """Add --json. It is read before the other options, so that their errors come as JSON too."""
-
-    def remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> bool:
-        ctx.meta[JSON_KEY] = value
-        return value
-
-    return click.option(
-        "--json",
-        "as_json",
-        is_flag=True,
-        is_eager=True,
-        callback=remember,
-        help="Print one JSON document instead of text.",
-    )(function)
+    """Add --json. Errors come as JSON too: the root command sees to that."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(function)
 
 
 def emit_json(document: Any) -> None:

@@ -69,10 +69,10 @@ class Worker:
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         """Send one request and wait for its answer, at most `seconds`. Never raises for what the child does."""
         with self._lock:
+            # Before the start: a child that dies at once has written its reason by the time it is spoken to.
+            begun = self._log.seek(0, os.SEEK_END) if self._log is not None else 0
             process = self._start()
             assert process.stdin is not None
-            assert self._log is not None
-            begun = self._log.seek(0, os.SEEK_END)
             deadline = time.monotonic() + seconds
             stage = "start"
             with contextlib.suppress(BrokenPipeError):  # the child died early: its end is read below

@@ -25,7 +25,7 @@ from portattn.registry import Registry
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 BUDGET_FACTOR = 2.0  # our error may be twice that of the same mathematics in torch, in the same dtype
-# Explicit bits of an fp32 operand's fraction that a product on a device uses; the interpreter and `ieee` use all 23. Two
+# Bits of an fp32 operand's fraction that a product on a device uses; the interpreter and `ieee` use all 23. The two
 # tf32 parts of an operand hold 10 bits each, and one more by the second part's sign.
 FRACTION_BITS = {"tf32": 10, "hf32": 10, "tf32x3": 21}
 LSE_TINY = 1e-5  # an LSE is computed in float32, and a few units in the last place of values around 10 are this

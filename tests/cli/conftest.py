@@ -8,6 +8,7 @@ from typing import Any
 
 import click.testing
 import pytest
+from planted import planted as planted
 
 from portattn.cli import main
 
@@ -28,7 +29,7 @@ def portattn() -> Callable[..., Called]:
     """portattn("plan", "attention", …): run a command; an exception that no user should see fails the test."""
 
     def call(*arguments: str) -> Called:
-        result = click.testing.CliRunner().invoke(main, list(arguments))
+        result = click.testing.CliRunner().invoke(main, list(arguments), prog_name="portattn")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return Called(result)

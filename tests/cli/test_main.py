@@ -52,23 +52,29 @@ def test_help_imports_neither_torch_nor_triton():
         ((*PLAN, "--q", "1,3,16,64", *SHAPES[2:]), "heads_q is 3, but must be a multiple of the 2"),
         ((*PLAN, "--q", "2,2,16,64", *SHAPES[2:]), "--kv's batch is 1, but must be --q's, 2"),
         ((*PLAN, "--q", "1,2,16,32", *SHAPES[2:]), "--kv's head_dim is 64, but must be --q's, 32"),
-        ((*PLAN, "--q", "1,2,16,577", "--kv", "1,2,16,577", "--dtype", "fp16"), "head_dim is 577, but must be .* to 576"),
+        (
+            (*PLAN, "--q", "1,2,16,577", "--kv", "1,2,16,577", "--dtype", "fp16"),
+            "head_dim is 577, but must be an integer from 1 to 576",
+        ),
         ((*PLAN, *SHAPES[:4], "--dtype", "fp8"), "dtype is 'fp8', but must be one of fp16, bf16, fp32"),
         ((*PLAN, *SHAPES, "--dv", "0"), "--dv is 0, but must be 1 or more"),
         ((*PLAN, *SHAPES, "--causal=left"), "--causal is 'left', but must be one of bottom_right, top_left"),
         ((*PLAN, *SHAPES, "--layout", "sbhd"), "layout is 'sbhd', but must be one of bhsd, bshd"),
         ((*PLAN, *SHAPES, "--backend", "cudnn"), "backend is 'cudnn', but rocm knows"),
-        ((*PLAN, *SHAPES, "--quirks=+rocm-0999-x"), r"'\+rocm-0999-x' names no quirk"),
-        ((*PLAN, *SHAPES, "--quirks=rocm"), r"'rocm' must start with \+"),
+        ((*PLAN, *SHAPES, "--quirks=+rocm-0999-x"), "'+rocm-0999-x' names no quirk"),
+        ((*PLAN, *SHAPES, "--quirks=rocm"), "'rocm' must start with +"),
         (("plan", "sdpa", *SHAPES), "OP is 'sdpa', but must be one of attention, decode_attention"),
         (("plan", "attention", "--target", "gfx942", *SHAPES), "target is 'gfx942', but must be BACKEND:ARCH"),
         (("plan", "attention", "--target", "rocm:gfx9", *SHAPES), "arch is 'gfx9', but rocm knows gfx90a"),
         (("plan", "attention", "--target", "tpu:v5", *SHAPES), "backend is 'tpu', but must be one of cuda"),
-        (("plan", "attention", "--toolchain", "triton", *SHAPES), "toolchain is 'triton', but .*NAME==VERSION"),
+        (("plan", "attention", "--toolchain", "triton", *SHAPES), "toolchain is 'triton', but "),
         (("quirks", "show", "cuda-0012"), "ID is 'cuda-0012', but no quirk has this id; did you mean cuda-0012-"),
         (("quirks", "list", "--symptom", "bad"), "--symptom is 'bad', but must be one of compile-error"),
         (("quirks", "list", "--backend", "tpu"), "--backend is 'tpu', but must be one of cuda"),
-        (("quirks", "list", "--toolchain", "triton==3.6.0"), "--toolchain .* goes with --active-on"),
+        (
+            ("quirks", "list", "--toolchain", "triton==3.6.0"),
+            "--toolchain is 'triton==3.6.0', but goes with --active-on",
+        ),
         (("quirks", "why", "rocm"), "target is 'rocm', but must be BACKEND:ARCH"),
         (("quirks", "audit", "--folder", "/nowhere"), "'/nowhere' does not exist"),
         (("matrix", "run", "--targets", "sm_91"), "--targets is 'sm_91', but must match one of"),
@@ -86,18 +92,9 @@ def test_bad_input_gets_one_line_and_status_2(portattn, arguments, message, tmp_
     assert called.out == ""
     assert len(called.err.splitlines()) == 1
     assert called.err.startswith("portattn")
-    pytest.raises(AssertionError, _match, message, "")  # the pattern says something
-    _match(message, called.err)
-    if arguments[0] != "plam":
-        error = portattn(*arguments, "--json").json["error"]
-        _match(message, error["message"])
+    assert message in called.err
+    assert message in portattn(*arguments, "--json").json["error"]["message"]
     assert list(tmp_path.glob("*.jsonl")) == []
-
-
-def _match(pattern: str, text: str) -> None:
-    import re
-
-    assert re.search(pattern.replace("(", r"\(") if "(" in pattern else pattern, text), text
 
 
 def test_a_json_error_names_argument_value_and_limit(portattn):

@@ -38,7 +38,8 @@ def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
 
 
 def test_ascend_names_its_quirks(portattn):
-    made = portattn("plan", "attention", "--target", "ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0", *SHAPES, "--json").json  # fmt: skip
+    where = ("--target", "ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0")
+    made = portattn("plan", "attention", *where, *SHAPES, "--json").json
     named = {q["id"] for q in made["quirks"]} | {
         q["id"] for no in made["rejected"] for q in (no.get("choice") or {}).get("quirks", ())
     }
@@ -64,13 +65,18 @@ def test_causal_may_stand_alone_anywhere(portattn, given, causal):
 def test_every_option_reaches_the_problem(portattn):
     called = portattn(
         "plan", "attention", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0", "--q", "2,4,8,192",
-        "--kv", "2,4,8,192", "--dv", "128", "--dtype", "bf16", "--seqlens-q", "--seqlens-k", "--leftpad-q", "--leftpad-k",
-        "--lse", "--layout", "bshd", "--unaligned", "--json",
+        "--kv", "2,4,8,192", "--dv", "128", "--dtype", "bf16", "--seqlens-q", "--seqlens-k", "--leftpad-q",
+        "--leftpad-k", "--lse", "--layout", "bshd", "--unaligned", "--json",
     )  # fmt: skip
     problem = called.json["problem"]
     for flag in ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "return_lse"):
         assert problem[flag] is True
-    assert (problem["head_dim_v"], problem["dtype"], problem["layout"], problem["aligned"]) == (128, "bf16", "bshd", False)
+    assert (problem["head_dim_v"], problem["dtype"], problem["layout"], problem["aligned"]) == (
+        128,
+        "bf16",
+        "bshd",
+        False,
+    )
 
 
 def test_without_a_target_it_is_this_machines(portattn):

@@ -23,7 +23,10 @@ def test_list_shows_every_quirk(portattn):
         (("--backend", "rocm"), lambda q: q.when.backend in (None, "rocm")),
         (("--kind", "limit"), lambda q: q.kind == "limit"),
         (("--symptom", "slow"), lambda q: q.symptom == "slow"),
-        (("--symptom", "slow", "--backend", "cuda"), lambda q: q.symptom == "slow" and q.when.backend in (None, "cuda")),
+        (
+            ("--symptom", "slow", "--backend", "cuda"),
+            lambda q: q.symptom == "slow" and q.when.backend in (None, "cuda"),
+        ),
     ],
 )
 def test_list_filters(portattn, options, keep):
@@ -34,7 +37,15 @@ def test_list_filters(portattn, options, keep):
 
 def test_list_what_is_active_depends_on_the_toolchain(portattn):
     def active(version):
-        line = ("quirks", "list", "--active-on", "ascend:ascend910b2", "--toolchain", f"triton-ascend=={version}", "--json")
+        line = (
+            "quirks",
+            "list",
+            "--active-on",
+            "ascend:ascend910b2",
+            "--toolchain",
+            f"triton-ascend=={version}",
+            "--json",
+        )
         return {q["id"] for q in portattn(*line).json}
 
     assert "ascend-0001-k-block-order" in active("3.1.0")

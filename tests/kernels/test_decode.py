@@ -60,6 +60,15 @@ def test_splits_agree_with_one(device: Device, splits: int) -> None:
     torch.testing.assert_close(lse_split, lse, atol=2e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("seq_k", [31, 32, 33, 34])
+@pytest.mark.parametrize("seq_q", [2, 3])
+def test_the_first_causal_row_ends_around_a_tiles_end(device: Device, seq_q: int, seq_k: int) -> None:
+    """What is read unmasked must end with the first row's last key."""
+    call = random_call(decode(causal="bottom_right", seq_q=seq_q, seq_k=seq_k, batch=1), device=device.name)
+    for splits in (1, 2):
+        assert_right(call, *run_core(device, call, launch={"splits": splits}))
+
+
 def test_one_sequence_is_empty(device: Device) -> None:
     call = random_call(decode(seqlens_k=True), device=device.name)
     call.seqlens_k = torch.tensor([0, 33], dtype=torch.int32, device=device.name)

@@ -53,6 +53,9 @@ def test_16_bit_dtypes_are_right(device: Device, dtype: str, causal: str) -> Non
         {"seq_q": 40, "seq_k": 3},
         {"seq_q": 3, "seq_k": 40},
         {"seq_q": 32, "seq_k": 48},
+        {"seq_q": 2, "seq_k": 31},  # the first bottom-right row ends one key before, at, and after a tile's end
+        {"seq_q": 2, "seq_k": 32},
+        {"seq_q": 2, "seq_k": 33},
     ],
     ids=str,
 )
@@ -201,9 +204,7 @@ def test_top_left_equals_bottom_right_on_a_square(device: Device) -> None:
 def test_layouts_give_the_same_numbers(device: Device) -> None:
     call = random_call(problem(heads_q=4, causal="bottom_right"), seed=10, device=device.name)
     swapped = replace(call, problem=msgspec.structs.replace(call.problem, layout="bshd"))
-    swapped.q, swapped.k, swapped.v = (
-        t.transpose(1, 2).contiguous().transpose(1, 2) for t in (call.q, call.k, call.v)
-    )
+    swapped.q, swapped.k, swapped.v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (call.q, call.k, call.v))
     out, lse = run_core(device, call)
     out_swapped, lse_swapped = run_core(device, swapped)
     assert torch.equal(out, out_swapped)

@@ -16,7 +16,7 @@ from portattn.lowering import CHOICES, Lowering
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())
-# tf32 keeps 10 bits of the mantissa: a product of depth 16 to 64 of normal values, through the softmax, is this far off.
+# tf32 keeps 10 bits of the mantissa: a product of depth 16 of normal values, through the softmax, is this far off.
 TF32_ERROR = 2e-2
 
 DENSE = {

@@ -1,55 +1,17 @@
-"""Cells made by hand, and a compiler that fails as it is told, for the matrix's tests."""
+"""Cells and runs made by hand, for the matrix's tests."""
 
 from __future__ import annotations
 
 import datetime
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import planted as planted
 
 from portattn.matrix import numerics, provenance, select
 from portattn.matrix.cells import Cell, PlanSummary, Run, cell_id
 from portattn.matrix.problems import Named, decode, dense
-
-# Speaks the worker's protocol, with no compiler behind it: each arch ends in its own way.
-PLANTED = """\
-#!{python}
-import importlib.util, os, sys, time
-spec = importlib.util.spec_from_file_location("serve", sys.argv[2])
-serve = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(serve)
-FITS = {{"local_memory": 1024, "registers": 64, "spills": 0}}
-def answer(request, say):
-    arch = str(request["target"][1])
-    say({{"stage": "ttgir"}})
-    if arch == "80":
-        print("Assertion `planted' failed.", file=sys.stderr, flush=True)
-        os.abort()
-    if arch == "86":
-        time.sleep(600)
-    if arch == "89":
-        return {{"ok": False, "stage": "ttgir", "kind": "RuntimeError", "message": "planted refusal\\nmore", "log": "trace"}}
-    if arch == "120":
-        return {{"ok": True, "facts": FITS | {{"mma": 4, "spills": 96}}}}
-    if arch == "gfx90a":
-        return {{"ok": True, "facts": FITS}}
-    return {{"ok": True, "facts": FITS | {{"mma": 4, "wgmma": 8, "tcgen05": 8, "mfma": 8, "wmma": 8}}}}
-serve.answer = answer
-serve.main()
-"""
-
-
-@pytest.fixture
-def planted(tmp_path: Path) -> str:
-    """A program that takes the place of a Python with Triton: sm_80 aborts, sm_86 hangs, sm_89 refuses, sm_120 spills,
-    gfx90a has no matrix instruction, every other arch compiles."""
-    path = tmp_path / "planted-compiler"
-    path.write_text(PLANTED.format(python=sys.executable))
-    path.chmod(0o755)
-    return str(path)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from portattn.matrix import gates
 from portattn.matrix.cells import KernelFacts
@@ -15,12 +15,24 @@ from portattn.target import Target
 FITS = {"local_memory": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
 
 
-def check(target="cuda:sm_90", dtype="fp16", dot_precision="ieee", registry=None, **facts):
+def with_tunings(registry: Registry, measured: bool) -> Registry:
+    """The registry with every tuning measured on its chip, or none."""
+    tunings = {
+        backend: {
+            name: replace(tuning, provenance=replace(tuning.provenance, measured=measured))
+            for name, tuning in found.items()
+        }
+        for backend, found in registry.tunings.items()
+    }
+    return replace(registry, tunings=tunings)
+
+
+def check(target="cuda:sm_90", dtype="fp16", dot_precision="ieee", registry=None, timed=False, **facts):
     """Names of the gates that do not hold, with what explains them."""
-    registry = registry or Registry.load()
+    registry = with_tunings(registry or Registry.load(), timed)
     where = Target.parse(target, "triton==3.6.0")
     made = plan(dense(dtype=dtype, head_dim=64).problem, where, registry)
-    made = msgspec.structs.replace(made, lowering=msgspec.structs.replace(made.lowering, dot_precision=dot_precision))
+    made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
     kernels = (KernelFacts(function=made.kernel, facts=FITS | facts),)
     return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
 
@@ -49,6 +61,11 @@ def test_the_limit_is_the_archs_own():
     assert check("rocm:gfx942", mfma=0) == {"matrix instructions": ""}  # mma is no instruction of that chip
 
 
+def test_a_tile_that_was_timed_on_the_chip_may_spill():
+    assert check(timed=True, spills=96) == {}
+    assert check(timed=True, local_memory=232449) == {"bytes of shared memory": ""}
+
+
 def test_an_exact_fp32_product_needs_no_matrix_instruction():
     assert check(dtype="fp32", mma=0, wgmma=0) == {}
     assert check(dtype="fp32", dot_precision="tf32", mma=0, wgmma=0) == {"matrix instructions": ""}
@@ -57,15 +74,15 @@ def test_an_exact_fp32_product_needs_no_matrix_instruction():
 def test_a_quirk_whose_signature_matches_explains_a_gate():
     registry = Registry.load()
     quirk = next(q for q in registry.quirks.values() if q.id == "cuda-0012-serialised-wgmma")
-    spill = msgspec.structs.replace(
+    spill = replace(
         quirk,
         id="cuda-9999-spill",
         when=type(quirk.when)(backend="cuda"),
-        evidence=msgspec.structs.replace(quirk.evidence, signature=r"8 bytes spilled", last_seen=""),
+        evidence=replace(quirk.evidence, signature=r"8 bytes spilled", last_seen=""),
     )
-    planted = msgspec.structs.replace(registry, quirks={spill.id: spill})
+    planted = replace(registry, quirks={spill.id: spill})
     assert check(registry=planted, spills=8) == {"bytes spilled": spill.id}
     assert check(registry=planted, spills=12) == {"bytes spilled": ""}
-    elsewhere = msgspec.structs.replace(spill, when=type(quirk.when)(backend="rocm"))
-    planted = msgspec.structs.replace(registry, quirks={spill.id: elsewhere})
+    elsewhere = replace(spill, when=type(quirk.when)(backend="rocm"))
+    planted = replace(registry, quirks={spill.id: elsewhere})
     assert check(registry=planted, spills=8) == {"bytes spilled": ""}

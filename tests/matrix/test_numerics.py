@@ -101,7 +101,9 @@ def small_request(**changes):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("changes", [{}, PADDED | {"leftpad_q": True, "leftpad_k": True}, {"layout": "bshd", "aligned": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, PADDED | {"leftpad_q": True, "leftpad_k": True}, {"layout": "bshd", "aligned": False}]
+)
 def test_the_kernels_are_right(changes):
     facts = interpret.compare(small_request(**changes))["facts"]
     assert 0 < facts["error"] <= facts["budget"] < 0.1
@@ -141,4 +143,9 @@ def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
     out, lse = interpret.same_dtype(call)
     budgets = [interpret.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
     assert budgets[0] <= budgets[1] < 10 * budgets[0] < budgets[2] / 10
-    assert interpret.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [1, 1, 1 + 2**-9, -2]
+    assert interpret.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
+        1,
+        1,
+        1 + 2**-9,
+        -2,
+    ]

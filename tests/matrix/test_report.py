@@ -11,7 +11,9 @@ from portattn.matrix.cells import Footnote, Gate, KernelFacts, Numerics
 from portattn.matrix.problems import decode, dense
 from portattn.matrix.report import brief, link, render
 
-SLOW = Footnote(id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported")
+SLOW = Footnote(
+    id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported"
+)
 WRONG = Footnote(
     id="cuda-0002-wrong",
     role="rejected",
@@ -29,7 +31,8 @@ def cells(cell):
     return [
         cell(index=0, footnotes=(WRONG,), kernels=(fits,), interpreter=right),
         cell(index=1, target="rocm:gfx942", footnotes=(SLOW, WRONG), status="FAIL", gates=(spilled,), kernels=(fits,)),
-        cell(index=2, named=second, status="CRASH", stage="ttgir", level="declared", reason="died", log="<script>alert(1)</script>"),
+        cell(index=2, named=second, status="CRASH", stage="ttgir", level="declared", reason="died",
+             log="<script>alert(1)</script>"),
         cell(index=3, named=second, target="ascend:ascend910b2", toolchain="triton-ascend==3.2.0", status="NOT_RUN",
              level="declared", reason="not run here: needs a triton-ascend environment"),
     ]  # fmt: skip
@@ -92,7 +95,11 @@ def test_a_tile_says_its_main_figures(cells):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("unreported", ""), ("https://a.b/c, open", "https://a.b/c"), ("see https://a.b/c) and https://d.e", "https://a.b/c")],
+    [
+        ("unreported", ""),
+        ("https://a.b/c, open", "https://a.b/c"),
+        ("see https://a.b/c) and https://d.e", "https://a.b/c"),
+    ],
 )
 def test_the_first_link_is_found(text, expected):
     assert link(text) == expected

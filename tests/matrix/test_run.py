@@ -27,12 +27,12 @@ def test_two_targets_for_real(small):
     specs = select.specs(small, select.targets(["sm_90", "gfx942"], [], None))
     found = cells_of(specs, seconds=120)
     for (arch, name), cell in found.items():
-        assert (cell.status, cell.level) == ("PASS", "compiles"), (arch, name, cell.reason)
         main = cell.kernels[0]
         assert main.function == cell.plan.kernel
         assert any(main.facts.get(key, 0) > 0 for key in (("mfma",) if arch == "gfx942" else ("wgmma", "mma")))
         assert 0 < main.facts["registers"] <= 512
-        assert main.facts["spills"] == 0
+        assert (cell.status, cell.level) == ("PASS", "compiles"), (arch, name, cell.reason)
+        assert {gate.name for gate in cell.gates} >= {"registers", "bytes spilled", "matrix instructions"}
         assert all(gate.passed for gate in cell.gates)
         assert cell.interpreter.outcome in ("pass", "not_run"), cell.interpreter
         if cell.interpreter.outcome == "pass":

@@ -35,7 +35,11 @@ def test_the_full_set_covers_what_it_says():
 
 @pytest.mark.parametrize(
     ("glob", "expected"),
-    [("rocm:gfx942", {"rocm:gfx942"}), ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}), ("cpu", {"cpu:generic"})],
+    [
+        ("rocm:gfx942", {"rocm:gfx942"}),
+        ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}),
+        ("cpu", {"cpu:generic"}),
+    ],
 )
 def test_globs_mean_a_name_a_backend_or_an_arch(glob, expected):
     assert {t.name for t in select.targets([glob], [], None)} == expected

@@ -1,0 +1,45 @@
+"""A compiler that fails as it is told: speaks the worker's protocol, and each arch ends in its own way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+PLANTED = """\
+#!{python}
+import importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("serve", sys.argv[2])
+serve = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(serve)
+FITS = {{"local_memory": 1024, "registers": 64, "spills": 0}}
+def answer(request, say):
+    arch = str(request["target"][1])
+    say({{"stage": "ttgir"}})
+    if arch == "80":
+        print("Assertion `planted' failed.", file=sys.stderr, flush=True)
+        os.abort()
+    if arch == "86":
+        time.sleep(600)
+    if arch == "89":
+        said = {{"kind": "RuntimeError", "message": "planted refusal\\nmore", "log": "trace"}}
+        return {{"ok": False, "stage": "ttgir", **said}}
+    if arch == "120":
+        return {{"ok": True, "facts": FITS | {{"mma": 4, "spills": 96}}}}
+    if arch == "gfx90a":
+        return {{"ok": True, "facts": FITS}}
+    return {{"ok": True, "facts": FITS | {{"mma": 4, "wgmma": 8, "tcgen05": 8, "mfma": 8, "wmma": 8}}}}
+serve.answer = answer
+serve.main()
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> str:
+    """A program that takes the place of a Python with Triton: sm_80 aborts, sm_86 hangs, sm_89 refuses, sm_120 spills,
+    gfx90a has no matrix instruction, every other arch compiles."""
+    path = tmp_path / "planted-compiler"
+    path.write_text(PLANTED.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
