@@ -147,7 +147,9 @@ def _machine(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, str]:
     same = broken == "arch"
     found = _pick(
         known,
-        lambda m: m not in concerned and (m[0] == quirk.when.backend) is same and registry.backends[m[0]].core_path,
+        lambda m: (
+            m not in concerned and (m[0] == quirk.when.backend) is same and bool(registry.backends[m[0]].core_path)
+        ),
         f"a machine outside when.{broken}",
     )
     return found

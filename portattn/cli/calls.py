@@ -28,7 +28,7 @@ def device_checks(seconds: float) -> list[Check]:
     for target in devices():
         made = plan(PROBLEM, target, verdicts=store(current()), settings=current())
         kind = Registry.load().backends[target.backend].device_type
-        with Worker(interpreter=True) as worker:
+        with Worker(runs="interpreter") as worker:
             worker.environment = {}  # portattn's own child, with kernels that are compiled
             reply = worker.request("interpret", seconds, **request_of(made, PROBLEM, made.path, target.name, kind))
         seen = numerics(reply, str(target), PROBLEM)
@@ -53,7 +53,7 @@ def interpreter_check(seconds: float) -> list[Check]:
         return [Check(name=name, outcome="SKIP", detail=interpreter.missing)]
     target = Target.parse("cpu:generic")
     made = plan(PROBLEM, target, settings=msgspec.structs.replace(current(), backend="interpreter", quirks=""))
-    with Worker(interpreter=True) as worker:
+    with Worker(runs="interpreter") as worker:
         seen = interpreter.check(made, worker)
     outcome = "PASS" if seen.outcome == "pass" else "FAIL"
     return [Check(name=name, outcome=outcome, detail=figure(seen), error=seen.error, budget=seen.budget)]  # type: ignore[arg-type]

@@ -67,10 +67,7 @@ class Workers:
             elif kind == "ascend":
                 worker = Worker(python=self.options.ascend_python)
             else:
-                worker = Worker(interpreter=True)
-                if kind == "device":
-                    # Like the interpreter's child it has portattn itself; its kernels are compiled.
-                    worker.environment = {}
+                worker = Worker(runs="kernels" if kind == "device" else "interpreter")
             self._open[kind] = worker
         return self._open[kind]
 

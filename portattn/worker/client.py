@@ -44,15 +44,19 @@ class Worker:
 
     python       the interpreter to run it under; another toolchain's environment, for example
     environment  variables to set in it (beside this process's own)
-    interpreter  run kernels under Triton's interpreter in it; needs portattn installed in that Python
+    runs         "" only compiles; "kernels" also runs them, on a device; "interpreter" runs them under Triton's
+                 interpreter. To run anything, portattn must be installed in that Python
     """
 
     def __init__(
-        self, python: str = sys.executable, environment: dict[str, str] | None = None, interpreter: bool = False
+        self,
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
+        runs: Literal["", "kernels", "interpreter"] = "",
     ) -> None:
         self.python = python
-        self.environment = (environment or {}) | ({"TRITON_INTERPRET": "1"} if interpreter else {})
-        self.interpreter = interpreter
+        self.environment = (environment or {}) | ({"TRITON_INTERPRET": "1"} if runs == "interpreter" else {})
+        self.runs = runs
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._log: Any = None
@@ -135,7 +139,7 @@ class Worker:
         if self._log is None:
             self._log = tempfile.NamedTemporaryFile(prefix="portattn-worker-")  # noqa: SIM115 - closed by close()
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | self.environment
-        command = [self.python, "-u", str(SERVE), *(["--installed"] if self.interpreter else [])]
+        command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else [])]
         # The child appends through a descriptor of its own, so that reading the log does not move where it writes.
         # A process group of its own: a compiler's children (ptxas, linkers) end with it.
         with open(self._log.name, "ab") as log:
