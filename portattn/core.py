@@ -65,6 +65,7 @@ class CoreKernel:
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
             "CAUSAL": problem.causal,
+            "NEGATED": problem.negative_scale,
         }
 
 

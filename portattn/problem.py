@@ -33,6 +33,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0
+    negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
 
     Raises ArgumentError, naming the field, when a size is out of range.
     """
@@ -57,6 +58,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     large: bool = False
     needs_grad: bool = False
     dropout: bool = False
+    negative_scale: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -101,6 +101,7 @@ def attention_call(
         large=max(spans(q), spans(k), spans(v)) >= TWO_GIB,
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         dropout=dropout_p > 0.0,
+        negative_scale=scale < 0.0,
     )
     return Call(
         problem,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +31,7 @@ class VerdictStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: dict[str, Verdict] = {}
+        self._complained = False
 
     def get(self, key: str, /) -> Verdict | None:
         """The verdict for a key, or None. What was read once is kept; an absent one is looked for again."""
@@ -40,11 +43,23 @@ class VerdictStore:
         return found
 
     def put(self, verdict: Verdict) -> None:
-        _write(self._verdict_path(verdict.key), msgspec.json.encode(verdict))
         self._seen[verdict.key] = verdict
+        self._save(self._verdict_path(verdict.key), msgspec.json.encode(verdict))
 
     def add_incident(self, incident: Incident) -> None:
-        _write(self.folder / "incidents" / f"{incident.id}.json", msgspec.json.format(msgspec.json.encode(incident)))
+        self._save(
+            self.folder / "incidents" / f"{incident.id}.json", msgspec.json.format(msgspec.json.encode(incident))
+        )
+
+    def _save(self, path: Path, data: bytes) -> None:
+        """Write, or warn once when the folder takes no files (a read-only home): this process then remembers alone."""
+        try:
+            _write(path, data)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                text = f"verdicts cannot be kept under {self.folder} ({error}): set PORTATTN_CACHE_DIR"
+                warnings.warn(text, stacklevel=2)
 
     def incident(self, name: str) -> Incident | None:
         return _read(self.folder / "incidents" / f"{name}.json", Incident)
@@ -54,11 +69,24 @@ class VerdictStore:
         found = [_read(path, Incident) for path in (self.folder / "incidents").glob("*.json")]
         return iter(sorted((i for i in found if i), key=lambda i: i.date))
 
-    def lock(self, key: str) -> filelock.BaseFileLock:
-        """A lock among processes for one key, so that a specialisation is tried by one of them at a time."""
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """A lock among processes for one key, so that a specialisation is tried by one of them at a time.
+
+        Where the folder takes no files, nothing is shared and nothing is locked.
+        """
         folder = self.folder / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        return filelock.FileLock(folder / f"{key}.lock")
+        lock = filelock.FileLock(folder / f"{key}.lock")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
 
     def clear(self) -> int:
         """Forget every verdict (incidents stay); the number of verdicts forgotten."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from packaging.version import Version
 
@@ -81,7 +82,9 @@ def random_call(
               share one batch, stride 0)
     """
     generator = torch.Generator().manual_seed(seed)
-    p, dtype = problem, DTYPES[problem.dtype]
+    scale = problem.head_dim**-0.5 if scale is None else scale
+    p = msgspec.structs.replace(problem, negative_scale=scale < 0.0)
+    dtype = DTYPES[p.dtype]
 
     def bounds(size: int, sized: bool, padded: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         pad = torch.randint(0, size // 2 + 1, (p.batch,), generator=generator, dtype=torch.int32)
@@ -107,7 +110,7 @@ def random_call(
         q=tensor(p.heads_q, p.seq_q, p.head_dim, seqlens_q, leftpad_q, False),
         k=tensor(p.heads_k, p.seq_k, p.head_dim, seqlens_k, leftpad_k, strides == "expanded"),
         v=tensor(p.heads_k, p.seq_k, p.head_dim_v, seqlens_k, leftpad_k, strides == "expanded"),
-        scale=p.head_dim**-0.5 if scale is None else scale,
+        scale=scale,
     )
     given = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
     for name, value in given.items():

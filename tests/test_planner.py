@@ -209,22 +209,21 @@ def test_the_key_tells_specialisations_apart() -> None:
     base = problem(**BIG)
     keys = {plan(base, sm_90()).key}
     for changes in ({"causal": "top_left"}, {"dtype": "fp16"}, {"seqlens_k": True}, {"head_dim": 64},
-                    {"return_lse": False}, {"aligned": False}, {"large": True}):  # fmt: skip
+                    {"return_lse": False}, {"aligned": False}, {"large": True}, {"negative_scale": True}):  # fmt: skip
         keys.add(plan(problem(**BIG | changes), sm_90()).key)
     keys.add(plan(base, sm_90("triton==3.4.0")).key)
     keys.add(plan(base, Target.parse("cuda:sm_80", "triton==3.6.0")).key)
-    assert len(keys) == 10
+    assert len(keys) == 11
     assert plan(problem(**BIG | {"batch": 5}), sm_90()).key in keys  # sizes are run-time arguments
 
 
 @pytest.mark.parametrize("op", CORES)
 def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
-    """But NEGATED, which follows the sign of the call's scale and not the problem."""
     p = problem(**BIG | {"op": op, "seq_q": 2})
     made = plan(p, sm_90())
     launches, _, _ = kernel_calls(made, meta_call(p), 132)
     in_key = CORES[op].constexprs(p, made.lowering, made.launch)
-    assert set(launches[0].constexprs) - set(in_key) == {"NEGATED"}
+    assert launches[0].constexprs == in_key
 
 
 def test_decode_with_more_queries_is_another_specialisation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -69,7 +70,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.warns(UserWarning, match="No space"):
         kept.put(verdict(reason="new"))
     assert VerdictStore(tmp_path).get("k").reason == "old"
     assert [p.name for p in (tmp_path / "verdicts").iterdir()] == ["k.json"]
@@ -148,3 +149,18 @@ def test_a_key_is_locked_among_processes(tmp_path: Path) -> None:
         process.join(60)
     assert [kind for kind, _ in seen] == ["in", "out", "in", "out"]
     assert seen[0][1] == seen[1][1]
+
+
+def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
+    occupied = tmp_path / "occupied"
+    occupied.write_text("a file where the folder should be")
+    store = VerdictStore(occupied)
+    with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
+        store.put(verdict("first"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.put(verdict("second"))
+        with store.lock("first"):
+            pass
+    assert store.get("first") == verdict("first")
+    assert store.get("second") == verdict("second")

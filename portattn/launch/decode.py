@@ -47,7 +47,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "heads_k": problem.heads_k, "group": problem.group, "seq_k": problem.seq_k,
         "row_tiles": ceil_div(problem.seq_q * problem.group, launch.block_m), "splits": launch.splits, "tiles": tiles,
     }  # fmt: skip
-    constexprs = kernel.constexprs(problem, lowering, launch) | {"NEGATED": call.scale < 0}
+    constexprs = kernel.constexprs(problem, lowering, launch)
     persistent = lowering.grid == "persistent"
     grid = (min(tiles, cores) if persistent else tiles,)
     launches = [KernelCall(MODULE, "decode_split", grid, arguments, constexprs, launch, SPLIT_UNSPECIALISED)]

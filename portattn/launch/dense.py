@@ -33,6 +33,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "heads_q": problem.heads_q, "group": problem.group, "seq_q": problem.seq_q, "seq_k": problem.seq_k,
         "row_tiles": ceil_div(problem.seq_q, launch.block_m), "tiles": tiles,
     }  # fmt: skip
-    constexprs = kernel.constexprs(problem, lowering, launch) | {"NEGATED": call.scale < 0}
+    constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
     return [KernelCall(MODULE, "dense_forward", grid, arguments, constexprs, launch, UNSPECIALISED)], out, lse

@@ -50,7 +50,7 @@ def meta_call(problem: Problem) -> Call:
         q=tensor(problem.heads_q, problem.seq_q, problem.head_dim),
         k=tensor(problem.heads_k, problem.seq_k, problem.head_dim),
         v=tensor(problem.heads_k, problem.seq_k, problem.head_dim_v),
-        scale=problem.head_dim**-0.5,
+        scale=-(problem.head_dim**-0.5) if problem.negative_scale else problem.head_dim**-0.5,
         seqlens_q=lengths(problem.seqlens_q),
         seqlens_k=lengths(problem.seqlens_k),
         leftpad_q=lengths(problem.leftpad_q),

@@ -19,23 +19,23 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out (B,Hq,Sq,Dv) in q's dtype, and LSE (B,Hq,Sq) float32 where the problem asks for it.
 
     Products run in float32 (on a CPU, where half-precision products are slow and less exact, and elsewhere too).
+    With gradients, autograd keeps every block's probabilities: memory then grows with S².
     """
     p = call.problem
-    out = torch.zeros_like(call.new_out()) if not p.needs_grad else None
-    lse = call.q.new_empty(p.batch, p.heads_q, p.seq_q, dtype=torch.float32)
-    pieces = []
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    out, lse = torch.zeros_like(call.new_out()), call.new_lse()
     rows = max(min(p.seq_q, SCORE_ELEMENTS // max(p.batch * p.heads_q * min(KEY_BLOCK, p.seq_k or 1), 1)), 1)
     for row in range(0, p.seq_q, rows):
         stop = min(row + rows, p.seq_q)
-        piece, piece_lse = _rows(call, row, stop)
-        lse[:, :, row:stop] = piece_lse.detach() if p.needs_grad else piece_lse
-        if out is None:
+        piece = _rows(call, row, stop)
+        if p.needs_grad:
             pieces.append(piece)
         else:
-            out[:, :, row:stop] = piece
-    if out is None:
+            out[:, :, row:stop], lse[:, :, row:stop] = piece
+    if p.needs_grad:
         # In-place assembly would record every slice; one concatenation is what autograd wants.
-        out = torch.cat(pieces, dim=2) if pieces else call.new_out()
+        if pieces:
+            out, lse = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
         if p.seq_q == 0 or p.seq_k == 0:
             # No product has seen the inputs: sums over nothing make the zeros part of the graph, as SDPA's are.
             out = out + call.q[..., :0].sum() + call.k[..., :0].sum() + call.v[..., :0].sum()

@@ -147,7 +147,9 @@ def random_call(problem: Problem, device: str, seed: int) -> Call:
         "seqlens_q": length_q, "leftpad_q": pad_q, "seqlens_k": length_k, "leftpad_k": pad_k,
     }  # fmt: skip
     placed = {name: _place(value, device) for name, value in tensors.items()}
-    return Call(problem=problem, scale=problem.head_dim**-0.5, **placed)  # type: ignore[arg-type]
+    return Call(
+        problem=problem, scale=-(problem.head_dim**-0.5) if problem.negative_scale else problem.head_dim**-0.5, **placed
+    )  # type: ignore[arg-type]
 
 
 def _place(tensor: torch.Tensor | None, device: str) -> torch.Tensor | None:
