@@ -52,10 +52,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[test,lint,transformers]'
 	touch $@
 
-# An existing Python with torch (and Triton): only portattn itself is linked in, nothing is fetched.
+# An existing Python with torch, Triton and portattn's other dependencies: only portattn itself is linked in, nothing is fetched.
 .PHONY: .venv-none.stamp
 .venv-none.stamp:
-	$(PY) -c 'import portattn.quirks, portattn.backends' 2>/dev/null || \
+	@$(PY) -c 'import importlib.util as u, sys; \
+	  missing = [m for m in "torch msgspec platformdirs filelock click rich jinja2 packaging".split() if not u.find_spec(m)]; \
+	  sys.exit("this Python lacks " + ", ".join(missing) + ": install them, or leave VENV= out" if missing else 0)'
+	@$(PY) -c 'import os; os.chdir("/"); import portattn.quirks, portattn.backends' 2>/dev/null || \
 	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .
 
 clean:

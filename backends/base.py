@@ -46,6 +46,7 @@ class Backend:
     device_type  torch's device type of its tensors
     folder       where its arches.toml and tuning/ lie
     vendor       the vendor library's paths, in order of preference
+    compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
     core_path    name of the path that runs the core kernels; empty where none is offered by itself
     """
 
@@ -53,11 +54,19 @@ class Backend:
     device_type: str
     folder: Path
     vendor: tuple[VendorPath, ...] = ()
+    compilers: tuple[str, ...] = ()
     core_path: str = "triton"
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""
         raise NotImplementedError
+
+    def describe(self, index: int | None = None) -> str:
+        """What device `index` is, for people, whether or not its arch is known; empty where nothing is known of it.
+
+        Asked when `detect` gives None. Never raises.
+        """
+        return ""
 
     def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
         """Versions of what compiles beside Triton for this arch under this toolchain (ptxas, …), where known."""

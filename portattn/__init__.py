@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+# An installed portattn holds backends/ and quirks/; in a source tree they lie beside it. A Python started in the
+# tree's root imports this very folder, whatever is installed: let it find them.
+_here = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_here, "backends")) and os.path.isdir(os.path.join(_here, os.pardir, "backends")):
+    __path__.append(os.path.dirname(_here))
 
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {

@@ -68,7 +68,12 @@ def load_for_audit(
         folders += [own for backend in backends.values() if (own := backend.quirk_folder())]
     quirks: dict[str, Quirk] = {}
     findings: list[Finding] = []
-    for path in (path for place in folders for path in sorted(place.glob("*.toml"))):
+    paths = [path for place in folders for path in sorted(place.glob("*.toml"))]
+    if not paths:
+        where = folder or shipped_quirks()
+        text = "holds no quirk files: they are looked for as <backend>/<id>.toml"
+        findings.append(Finding(severity="error", quirk="", file=str(where), line=None, message=text))
+    for path in paths:
         quirk, errors = check_file(path, backends)
         findings += [_from_error(error, quirk) for error in errors]
         if quirk is None or errors:
@@ -82,7 +87,7 @@ def load_for_audit(
         backends=backends,
         arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
         tunings={
-            name: {path.stem: load_tuning(path) for path in sorted((b.folder / "tuning").glob("*.toml"))}
+            name: {path.stem: load_tuning(path, name) for path in sorted((b.folder / "tuning").glob("*.toml"))}
             for name, b in backends.items()
         },
         quirks=quirks,
@@ -143,10 +148,6 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
                 yield _at(quirk, ("when", key), f"{pattern!r} matches nothing; known: {', '.join(names)}")
-    if quirk.effect.kind == "variant":
-        offered = {v for b in registry.backends.values() for v in getattr(b, "variants", ())}
-        if quirk.effect.variant not in offered:
-            yield _at(quirk, ("effect", "variant"), f"no backend offers a variant {quirk.effect.variant!r}")
     kernels = witness.kernels_of(quirk)
     wanted = quirk.effect.lowering
     if wanted and kernels and not any(set(wanted) & set(kernel.choices) for kernel in kernels):
@@ -239,7 +240,7 @@ def _targets(registry: Registry) -> list[Target]:
         for compiler, releases in witness.RELEASES.items()
         for release in releases
         for target in registry.targets(f"{compiler}=={release}")
-        if (compiler == "triton-ascend") is (target.backend == "ascend")
+        if compiler in (registry.backends[target.backend].compilers or (compiler,))
     ]
 
 

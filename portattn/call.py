@@ -20,7 +20,8 @@ class Call:
     scale            factor on the scores, 1/√D unless the caller named one
     seqlens_q/k      (B,) int32 on the same device: valid rows of each sequence; None for all
     leftpad_q/k      (B,) int32 on the same device: padding rows before the first valid one; None for none
-    copied           k or v is a contiguous copy of the caller's (its rows lay too far apart for 32-bit offsets)
+    copied           q, k or v is a contiguous copy of the caller's (its rows lay too far apart for 32-bit offsets)
+    dry              nothing will be launched: what the call allocates has no memory
     """
 
     problem: Problem
@@ -34,17 +35,22 @@ class Call:
     leftpad_k: torch.Tensor | None = None
     dropout_p: float = 0.0
     copied: bool = False
+    dry: bool = False
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised tensor on q's device, of q's dtype unless another is named."""
+        return self.q.new_empty(shape, dtype=dtype or self.q.dtype, device="meta" if self.dry else self.q.device)
 
     def new_out(self) -> torch.Tensor:
         """An uninitialised output (B, Hq, Sq, Dv) in q's dtype, laid out in memory as the caller's layout is."""
         p = self.problem
         if p.layout == "bshd":
-            return self.q.new_empty(p.batch, p.seq_q, p.heads_q, p.head_dim_v).transpose(1, 2)
-        return self.q.new_empty(p.batch, p.heads_q, p.seq_q, p.head_dim_v)
+            return self.empty(p.batch, p.seq_q, p.heads_q, p.head_dim_v).transpose(1, 2)
+        return self.empty(p.batch, p.heads_q, p.seq_q, p.head_dim_v)
 
     def new_lse(self) -> torch.Tensor:
         """An uninitialised LSE (B, Hq, Sq) float32."""
         import torch
 
         p = self.problem
-        return self.q.new_empty(p.batch, p.heads_q, p.seq_q, dtype=torch.float32)
+        return self.empty(p.batch, p.heads_q, p.seq_q, dtype=torch.float32)

@@ -13,12 +13,13 @@ import re
 import shlex
 import sys
 import threading
+from typing import Any
 
 import msgspec
+import torch
 
-from portattn.call import Call
 from portattn.config import Settings
-from portattn.launch import KernelCall, kernel_calls, load_kernels, signature
+from portattn.launch import KernelCall, has_rows, load_kernels, signature
 from portattn.launch.run import compile_environment, device_guard
 from portattn.planner import Plan
 from portattn.quirk import Symptom
@@ -32,31 +33,53 @@ _ready: set[str] = set()
 _worker: Worker | None = None
 _worker_lock = threading.Lock()
 
+# Failures that say nothing about the compiler, only about this moment: not kept for the next process.
+_PASSING_STAGES = ("start", "import", "protocol")
+_PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
 
-def ensure(plan: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
-    """Return None when the plan's kernels compile for this target; otherwise the negative Verdict, as it is on disk.
+
+def code_key(plan: Plan, launches: list[KernelCall]) -> str:
+    """What a verdict is about: the plan's key, and the signature of every launch (types, divisibility, constants)."""
+    signatures = msgspec.json.encode([signature(launch) for launch in launches], order="deterministic")
+    return hashlib.sha256(plan.key.encode() + signatures).hexdigest()[:32]
+
+
+def known_failure(plan: Plan, launches: list[KernelCall], settings: Settings) -> Verdict | None:
+    """The negative verdict on these launches, if this machine has seen them fail."""
+    seen = store(settings).get(code_key(plan, launches))
+    return seen if seen is not None and not seen.passed else None
+
+
+def ensure(
+    plan: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, settings: Settings
+) -> Verdict | None:
+    """Return None when the launches compile for this target and fit it; otherwise the negative Verdict.
 
     What this process or a verdict on disk has seen is not compiled again. With isolate="never" the first compile runs
-    in this process, where a compiler that aborts takes it down.
+    in this process, where a compiler that aborts takes it down. Errors that are not the compiler's (out of memory, a
+    device in trouble) pass through.
     """
-    if plan.key in _ready:
+    if not has_rows(plan):
+        return None
+    key = code_key(plan, launches)
+    if key in _ready:
         return None
     verdicts = store(settings)
     always = settings.isolate == "always"
-    if settings.isolate != "never" and (always or verdicts.get(plan.key) is None):
-        with verdicts.lock(plan.key):
+    if settings.isolate != "never" and (always or verdicts.get(key) is None):
+        with verdicts.lock(key, settings.compile_seconds * (len(launches) + 1)):
             # Another process may have tried it while this one waited for the lock.
-            tried = None if always else verdicts.get(plan.key)
-            failed = _in_child(plan, call, target, settings, verdicts) if tried is None else None
+            tried = None if always else verdicts.get(key)
+            failed = _in_child(key, plan, launches, target, settings, verdicts) if tried is None else None
         if failed is not None:
             return failed
-    # The plan may be older than the verdict: what failed elsewhere must not be compiled in this process.
-    seen = verdicts.get(plan.key)
+    # The verdict may be another process's: what failed there must not be compiled in this one.
+    seen = verdicts.get(key)
     if seen is not None and not seen.passed:
         return seen
-    failed = _in_this_process(plan, call, target, verdicts)
+    failed = _in_this_process(key, plan, launches, q, target, verdicts)
     if failed is None:
-        _ready.add(plan.key)
+        _ready.add(key)
     return failed
 
 
@@ -82,34 +105,27 @@ def over_limit(reply: Reply, target: Target) -> str:
     return ""
 
 
-def _in_child(plan: Plan, call: Call, target: Target, settings: Settings, verdicts: VerdictStore) -> Verdict | None:
-    launches, _, _ = kernel_calls(plan, call, target.arch.cores)
+def _in_child(
+    key: str, plan: Plan, launches: list[KernelCall], target: Target, settings: Settings, verdicts: VerdictStore
+) -> Verdict | None:
+    facts: dict[str, int | str] = {}
     for launch in launches:
         reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
         problem = over_limit(reply, target) if reply.outcome == "ok" else ""
         if problem:
             reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
         if reply.outcome != "ok":
-            return _record(reply, launch, plan, target, verdicts)
-    verdicts.put(
-        Verdict(
-            key=plan.key,
-            kernel=plan.kernel,
-            target=plan.target,
-            toolchain=plan.toolchain,
-            level="compiles",
-            passed=True,
-            date=datetime.date.today(),
-            facts={k: v for k, v in reply.facts.items() if not isinstance(v, float)},
-        )
-    )
+            return _record(key, reply, launch, plan, target, verdicts)
+        facts |= {k: v for k, v in reply.facts.items() if not isinstance(v, float)}
+    verdicts.put(_verdict(key, plan, passed=True, facts=facts))
     return None
 
 
-def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictStore) -> Verdict | None:
+def _in_this_process(
+    key: str, plan: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, verdicts: VerdictStore
+) -> Verdict | None:
     """Compile and load in this process (a cache hit after the child's compile), so that a launch cannot fail to."""
-    launches, _, _ = kernel_calls(plan, call, target.arch.cores)
-    with device_guard(call.q), compile_environment(plan.env):
+    with device_guard(q), compile_environment(plan.env):
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
             try:
@@ -117,21 +133,42 @@ def _in_this_process(plan: Plan, call: Call, target: Target, verdicts: VerdictSt
                     *launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options()
                 )
                 compiled._init_handles()
-            except Exception as error:  # noqa: BLE001
-                # Only a compile is under way here: whatever is raised is the compiler's, or the loader's refusal.
+            except Exception as error:
+                if not is_compilers(error):
+                    raise
                 reply = Reply(outcome="error", stage="load", kind=type(error).__name__, message=str(error))
-                return _record(reply, launch, plan, target, verdicts)
+                return _record(key, reply, launch, plan, target, verdicts)
     return None
 
 
-def _record(reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
-    """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that plans go by, returned."""
+def is_compilers(error: Exception) -> bool:
+    """Whether an error while compiling or loading is the compiler's, and not memory's or the device's."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return False
+    return not re.search(r"CUDA error|HIP error|Triton Error \[(CUDA|HIP)\]|out of memory", str(error))
+
+
+def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
+    return Verdict(
+        key=key,
+        kernel=plan.kernel,
+        target=plan.target,
+        toolchain=plan.toolchain,
+        level="compiles" if passed else "declared",
+        passed=passed,
+        date=datetime.date.today(),
+        **fields,
+    )
+
+
+def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
+    """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that calls go by."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    digest = hashlib.sha256(f"{plan.key}{now.isoformat()}".encode()).hexdigest()[:6]
+    digest = hashlib.sha256(f"{key}{now.isoformat()}".encode()).hexdigest()[:6]
     cause = first_line(reply.message)
     incident = Incident(
         id=f"{now:%Y%m%d}-{plan.kernel.replace('_', '-')}-{digest}",
-        key=plan.key,
+        key=key,
         kernel=launch.function,
         target=plan.target,
         toolchain=plan.toolchain,
@@ -148,18 +185,11 @@ def _record(reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdic
         specialisation=msgspec.to_builtins(signature(launch)),
     )
     verdicts.add_incident(incident)
-    verdict = Verdict(
-        key=plan.key,
-        kernel=plan.kernel,
-        target=plan.target,
-        toolchain=plan.toolchain,
-        level="declared",
-        passed=False,
-        date=now.date(),
-        reason=incident.message,
-        incident=incident.id,
-    )
-    verdicts.put(verdict)
+    verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
+    if reply.stage in _PASSING_STAGES or reply.kind in _PASSING_KINDS:
+        verdicts.remember(verdict)
+    else:
+        verdicts.put(verdict)
     return verdict
 
 
@@ -200,6 +230,7 @@ def _shared_worker() -> Worker:
         if _worker is None:
             import atexit
 
-            _worker = Worker()
+            # The very Triton that this process would import, however it came to be on the path.
+            _worker = Worker(environment={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
             atexit.register(_worker.close)
         return _worker

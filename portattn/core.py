@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -28,18 +29,23 @@ class CoreKernel:
     op           the op that it serves
     choices      the Lowering fields that it reads
     max_head_dim widest head that its tiles take
+    splits_keys  whether it spreads one row's keys over programs (Launch.splits)
     """
 
     name: str
     op: str
     choices: tuple[str, ...]
     max_head_dim = 256
+    splits_keys = False
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""
         widest = max(problem.head_dim, problem.head_dim_v)
         if widest > self.max_head_dim:
-            return f"head_dim is {widest}, and the kernel's tiles take up to {self.max_head_dim}", "split the heads"
+            return (
+                f"head_dim is {widest}, and the kernel's tiles take up to {self.max_head_dim}",
+                "backend='reference' takes up to 576",
+            )
         if problem.needs_grad:
             return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
         if problem.dropout:
@@ -50,9 +56,22 @@ class CoreKernel:
         """Pieces of work, splits included: the number of programs unless the grid is persistent."""
         raise NotImplementedError
 
-    def fit(self, problem: Problem, launch: Launch, arch: Arch, resident: int) -> Launch:
-        """The launch with what follows from the problem's sizes filled in (splits, smaller tiles)."""
-        return launch
+    def rows(self, problem: Problem) -> int:
+        """Query rows that one tile could hold at most."""
+        return problem.seq_q
+
+    def fit(
+        self, problem: Problem, launch: Launch, arch: Arch, resident: int, pinned: Container[str] = frozenset()
+    ) -> Launch:
+        """The launch with what follows from the problem's sizes filled in (splits, smaller tiles).
+
+        Values whose names are pinned are kept as they are.
+        """
+        # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
+        if "block_m" not in pinned:
+            rows = max(next_power_of_two(self.rows(problem)), MIN_DOT)
+            launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
+        return launch if self.splits_keys and "splits" in pinned else msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         """The kernel's tl.constexpr arguments."""
@@ -80,17 +99,13 @@ class DenseForward(CoreKernel):
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
 
-    def fit(self, problem: Problem, launch: Launch, arch: Arch, resident: int) -> Launch:
-        # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
-        rows = max(next_power_of_two(problem.seq_q), MIN_DOT)
-        return msgspec.structs.replace(launch, block_m=min(launch.block_m, rows), splits=1)
-
 
 class DecodeSplit(CoreKernel):
     """Decode: the rows of one key/value head's group are packed into a tile, and keys are split over programs."""
 
     name = "decode_split"
     op = "decode_attention"
+    splits_keys = True
     choices = ("load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand")
 
     # A split is worth its second pass only over this many key tiles, and while the cores are not full anyway.
@@ -99,17 +114,33 @@ class DecodeSplit(CoreKernel):
     FEW_KEY_TILES = 4
     WAVE_EFFICIENCY = 0.85
     MAX_SPLITS = 128
+    # The number of queries is part of the specialisation: a prefill sent here would compile once for each length.
+    MAX_QUERIES = 64
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.seq_q > self.MAX_QUERIES:
+            return (
+                f"seq_q is {problem.seq_q}, and decode takes up to {self.MAX_QUERIES}",
+                "call attention for a prefill",
+            )
+        return super().cannot(problem)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         return super().constexprs(problem, lowering, launch) | {"SEQ_Q": problem.seq_q, "SPLIT": launch.splits > 1}
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
-        row_tiles = ceil_div(problem.seq_q * problem.group, launch.block_m)
+        row_tiles = ceil_div(self.rows(problem), launch.block_m)
         return problem.batch * problem.heads_k * row_tiles * launch.splits
 
-    def fit(self, problem: Problem, launch: Launch, arch: Arch, resident: int) -> Launch:
-        rows = max(next_power_of_two(problem.seq_q * problem.group), MIN_DOT)
-        launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows), splits=1)
+    def rows(self, problem: Problem) -> int:
+        return problem.seq_q * problem.group
+
+    def fit(
+        self, problem: Problem, launch: Launch, arch: Arch, resident: int, pinned: Container[str] = frozenset()
+    ) -> Launch:
+        launch = super().fit(problem, launch, arch, resident, pinned)
+        if "splits" in pinned:
+            return launch
         programs = self.tiles(problem, launch)
         key_tiles = ceil_div(problem.seq_k, launch.block_n)
         return msgspec.structs.replace(launch, splits=self.splits(programs, key_tiles, arch.cores, resident))

@@ -16,9 +16,10 @@ from portattn.errors import QuirkConflict
 from portattn.lowering import Launch, Lowering
 from portattn.planned import Applied, CoreChoice, Rejection
 from portattn.problem import Problem
-from portattn.quirk import Quirk, parse_overrides
+from portattn.quirk import PATH_EFFECTS, Effect, Quirk, parse_overrides
 from portattn.registry import Registry
 from portattn.target import Target
+from portattn.toolchain import COMPILERS, TRIED
 from portattn.verdict import Verdicts
 
 
@@ -42,34 +43,41 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
         raise refuse(target.arch.refused)
     if not target.toolchain:
         raise refuse("Triton is not installed", "pip install 'portattn[triton]', or triton-ascend on an NPU")
+    compilers = registry.backends[target.backend].compilers
+    if compilers and target.toolchain.distribution in COMPILERS and target.toolchain.distribution not in compilers:
+        raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(compilers)}")
     cannot = kernel.cannot(problem)
     if cannot:
         raise refuse(*cannot)
 
     base = _base(problem, target, registry, kernel)
     quirked = _Quirked(kernel, problem, target, base)
-    quirked.apply(registry, settings)
-    lowering, notes = quirked.lowering, base.notes
-    launch = kernel.fit(problem, quirked.launch, target.arch, base.resident)
-    tiles = kernel.tiles(problem, launch)
-    if tiles > target.arch.max_programs and lowering.grid != "persistent":
-        lowering = msgspec.structs.replace(lowering, grid="persistent")
-        notes.append(
-            f"grid = persistent: {tiles} tiles, {target.arch.name} launches up to {target.arch.max_programs} programs"
-        )
+    try:
+        quirked.apply(registry, settings)
+    except QuirkConflict as conflict:
+        if not any(registry.quirks[name].assumed(target.toolchain) for name in conflict.quirks):
+            raise
+        # Entries for different versions meet only because the version is not known: nobody made a mistake.
+        raise refuse(
+            f"{conflict}; both are assumed to apply, since {target.toolchain} does not say enough to rule one out",
+            "switch one off by PORTATTN_QUIRKS=-<id>, or install a released compiler",
+        ) from None
+    lowering, launch = quirked.lowering, quirked.fitted
     choice = CoreChoice(
         kernel=kernel.name,
         lowering=lowering,
         launch=launch,
         env=quirked.env,
         quirks=tuple(quirked.applied.values()),
-        notes=tuple(notes),
+        notes=(*base.notes, *quirked.limits.values()),
         key=specialisation_key(kernel, problem, target, lowering, launch, quirked.env),
     )
-    for blocker in quirked.blockers:
-        # A slow kernel is right: who asks for it by name gets it.
-        if blocker.symptom != "slow" or settings.backend != path:
-            raise refuse(blocker.title, _hint(blocker), quirk=blocker.id, choice=choice)
+    # A slow kernel is right: who asks for it by name gets it.
+    blockers = [q for q in quirked.blockers if q.symptom != "slow" or settings.backend != path]
+    if blockers:
+        # The most restrictive is the one to name: what leads to the reference rules out more than what does not.
+        blocker = max(blockers, key=lambda q: PATH_EFFECTS.index(q.effect.path or PATH_EFFECTS[0]))
+        raise refuse(blocker.title, _hint(blocker), quirk=blocker.id, choice=choice)
     verdict = verdicts.get(choice.key)
     if verdict is not None and not verdict.passed:
         raise refuse(
@@ -91,76 +99,113 @@ class _Base(msgspec.Struct):
 
 
 def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKernel) -> _Base:
-    """The tuning entry that holds, or the defaults, made to fit the arch's dot precisions and the data's alignment."""
+    """The tuning entry that holds, or the defaults."""
     notes = []
     tuning = registry.tuning(target)
-    entry = tuning.find(kernel.name, problem.features() | {"programs": 0}) if tuning else None
+    entry = tuning.find(kernel.name, problem.features()) if tuning else None
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
         launch, resident = Launch().changed(dict(entry.launch)), entry.resident
         if not tuning.provenance.measured:
-            notes.append(f"tuning for {target.arch.name} was compiled and never timed")
+            notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
     else:
         lowering, launch, resident = Lowering(), Launch(), 1
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
+    tried = TRIED.get(target.toolchain.distribution)
+    if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
+        notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
         lowering = msgspec.structs.replace(lowering, dot_precision=target.arch.dot_precisions[0])
-    if lowering.load == "descriptor" and not problem.aligned:
-        # Tensor descriptors need contiguous rows, and bases and strides that are multiples of 16 bytes (CUDA driver
-        # API, cuTensorMapEncodeTiled).
-        lowering = msgspec.structs.replace(lowering, load="pointer")
-        notes.append("load = pointer: descriptors need contiguous rows and 16-byte aligned bases and strides")
     return _Base(lowering, launch, resident, notes)
 
 
 class _Quirked:
-    """Lowering, launch and compile environment while quirks are applied to them."""
+    """Lowering, launch and compile environment while quirks and hard limits are applied to them.
+
+    launch, fitted  what tuning and quirks ask for, and that with what follows from the problem's sizes
+    limits          choice -> what a hard limit made of it, for people
+    """
 
     def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
         self.kernel, self.problem, self.target = kernel, problem, target
         self.lowering, self.launch, self.resident = base.lowering, base.launch, base.resident
+        self.fitted = base.launch
         self.env: dict[str, str] = {}
         self.applied: dict[str, Applied] = {}
         self.blockers: list[Quirk] = []
-        self._set_by: dict[str, tuple[str, Any]] = {}
+        self.limits: dict[str, str] = {}
+        self._set_by: dict[tuple[str, str], tuple[str, Any]] = {}  # (kind, name) -> (quirk, value)
 
     def apply(self, registry: Registry, settings: Settings) -> None:
-        """Apply what holds, again and again until nothing new holds: one quirk's effect can make another one apply."""
+        """Apply what holds, again and again until nothing new holds: one quirk's effect can make another one apply.
+
+        Hard limits are applied before each round, so that quirks are judged by the lowering that would run, and after
+        the last one, so that no quirk undoes them.
+        """
         forced_on, forced_off = parse_overrides(settings.quirks, registry.quirks)
         waiting = [q for q in registry.quirks.values() if q.id not in forced_off and self._touches(q)]
         while True:
-            # Judged as it would be launched: short problems shrink the tuned tile.
-            fitted = self.kernel.fit(self.problem, self.launch, self.target.arch, self.resident)
-            fresh = [q for q in waiting if self._holds(q, q.id in forced_on, fitted)]
+            self._settle()
+            fresh = [q for q in waiting if self._holds(q, q.id in forced_on)]
             if not fresh:
                 return
             for quirk in fresh:
                 waiting.remove(quirk)
                 self._take(quirk)
 
-    def _touches(self, quirk: Quirk) -> bool:
-        """Whether the quirk's effect reaches this kernel: a choice that the kernel does not read changes nothing."""
-        lowering = quirk.effect.lowering
-        return lowering is None or any(name in self.kernel.choices for name in lowering)
+    def _settle(self) -> None:
+        """Fit the launch to the problem's sizes (what a quirk set stays), and apply the hard limits."""
+        arch = self.target.arch
+        pinned = {name for kind, name in self._set_by if kind == "launch"}
+        self.fitted = self.kernel.fit(self.problem, self.launch, arch, self.resident, pinned)
+        tiles = self.kernel.tiles(self.problem, self.fitted)
+        if tiles > arch.max_programs:
+            self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
+        if self.lowering.load == "descriptor" and not self.problem.aligned:
+            # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
+            why = "descriptors need contiguous rows and 16-byte aligned bases and strides"
+            self._limit("load", "pointer", why)
 
-    def _holds(self, quirk: Quirk, forced: bool, launch: Launch) -> bool:
+    def _limit(self, choice: str, value: str, why: str) -> None:
+        """Set a choice that the chip or the data leaves no freedom in, and say so where a quirk set it otherwise."""
+        if getattr(self.lowering, choice) == value:
+            return
+        self.lowering = msgspec.structs.replace(self.lowering, **{choice: value})
+        self.limits[choice] = f"{choice} = {value}: {why}"
+        for quirk, applied in self.applied.items():
+            if choice in applied.sets:
+                kept = {name: set_to for name, set_to in applied.sets.items() if name != choice}
+                note = "; ".join(filter(None, (applied.note, f"overruled: {self.limits[choice]}")))
+                self.applied[quirk] = msgspec.structs.replace(applied, sets=kept, note=note)
+
+    def _reached(self, effect: Effect) -> dict[str, bool | int | str]:
+        """What the effect sets that this kernel reads: the rest changes nothing."""
+        if effect.lowering is not None:
+            return {name: value for name, value in effect.sets.items() if name in self.kernel.choices}
+        if effect.launch is not None and not self.kernel.splits_keys:
+            return {name: value for name, value in effect.sets.items() if name != "splits"}
+        return effect.sets
+
+    def _touches(self, quirk: Quirk) -> bool:
+        return bool(self._reached(quirk.effect)) or not quirk.effect.sets
+
+    def _holds(self, quirk: Quirk, forced: bool) -> bool:
         if forced:
             return quirk.concerns(self.kernel.name, self.target)
-        programs = self.kernel.tiles(self.problem, launch)
-        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, launch, programs)
+        programs = self.kernel.tiles(self.problem, self.fitted)
+        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, self.fitted, programs)
 
     def _take(self, quirk: Quirk) -> None:
         effect = quirk.effect
-        for name, value in effect.sets.items():
-            choice = f"{effect.kind} {name}"
-            first = self._set_by.setdefault(choice, (quirk.id, value))
+        sets: dict[str, Any] = self._reached(effect)
+        for name, value in sets.items():
+            first = self._set_by.setdefault((effect.kind, name), (quirk.id, value))
             if first[1] != value:
-                raise QuirkConflict(choice, first, (quirk.id, value))
-        sets: dict[str, Any] = dict(effect.sets)
+                raise QuirkConflict(f"{effect.kind} {name}", first, (quirk.id, value))
         if effect.lowering is not None:
-            self.lowering = msgspec.structs.replace(self.lowering, **effect.lowering)
+            self.lowering = msgspec.structs.replace(self.lowering, **sets)
         elif effect.launch is not None:
-            self.launch = self.launch.changed(effect.launch)
+            self.launch = self.launch.changed(sets)
         elif effect.env is not None:
             self.env |= effect.env
         elif effect.path is not None:

@@ -12,16 +12,19 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn import fastpath
+from portattn import compiling, fastpath
+from portattn.backends.base import Backend
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
+from portattn.launch import KernelCall, kernel_calls, launch_all
 from portattn.planner import Plan, Rejection, plan
 from portattn.problem import Problem
 from portattn.reference import blockwise
 from portattn.registry import Registry
-from portattn.target import Target
-from portattn.toolchain import installed
+from portattn.target import Arch, Target
+from portattn.toolchain import Toolchain, installed
+from portattn.verdict import Verdict
 
 _last: ContextVar[Plan | None] = ContextVar("portattn_last_plan", default=None)
 _only_plan: ContextVar[list[Plan] | None] = ContextVar("portattn_only_plan", default=None)
@@ -47,30 +50,49 @@ def planning_only() -> Iterator[list[Plan]]:
 
 @functools.lru_cache(maxsize=64)
 def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
-    """The target that a torch device is, and why it is only the CPU's reference when no backend knows the device."""
+    """The target that a torch device is, and why it is only the CPU's reference when no backend knows the device.
+
+    A device of a known backend whose arch is not known is a target that refuses kernels: the vendor's library runs it.
+    """
     registry = Registry.load()
-    for backend in registry.backends.values():
-        if backend.device_type != device_type:
-            continue
+    candidates = [b for b in registry.backends.values() if b.device_type == device_type]
+    if device_type == "meta" and not candidates:
+        return registry.target("cpu:generic"), ""  # shapes without data: the reference computes them
+    for backend in candidates:
         arch = backend.detect(index)
-        if arch is not None and arch not in registry.arches[backend.name]:
-            unknown = f"backend {backend.name} finds arch {arch}, which its arches.toml does not have"
-            return registry.target("cpu:generic"), unknown
-        if arch is not None:
-            toolchain = installed().with_components(backend.machine_components())
+        if arch is None:
+            continue
+        toolchain = installed().with_components(backend.machine_components())
+        if arch in registry.arches[backend.name]:
             return registry.target(f"{backend.name}:{arch}", toolchain), ""
+        return _unknown_arch(backend, arch, f"arch {arch}, which its arches.toml does not have", toolchain), ""
+    # Several backends can share a device type: the one that can say something about the device has it.
+    owner = next((b for b in candidates if b.describe(index)), None)
+    if owner is None and index is not None and len(candidates) == 1:
+        owner = candidates[0]  # a tensor's device: it is there
+    if owner is not None:
+        seen = owner.describe(index) or f"device {device_type}:{index or 0}"
+        toolchain = installed().with_components(owner.machine_components())
+        return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
     target = registry.target("cpu:generic")
     known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))
     return target, f"no backend knows device {device_type}:{index or 0}; device types of backends: {known}"
 
 
+def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:
+    """A target for a device that the backend has, and of whose arch it knows nothing: no kernel is planned for it."""
+    arch = Arch(
+        name=name, title=name, cores=1, local_memory=0, local_memory_kind="none", max_programs=1, sources=(),
+        refused=f"backend {backend.name} finds {seen}; add it: docs/backends.md",
+    )  # fmt: skip
+    return Target(backend=backend.name, arch=arch, toolchain=toolchain)
+
+
 @functools.lru_cache(maxsize=PLAN_CACHE)
 def _planned(problem: Problem, device_type: str, index: int | None, settings: Settings) -> Plan:
-    from portattn.verdicts import store
-
     target, unknown = detect_target(device_type, index)
     if not unknown:
-        return plan(problem, target, verdicts=store(settings), settings=settings)
+        return plan(problem, target, settings=settings)
     if settings.backend not in ("auto", "reference"):
         raise PathUnavailable(f"{problem.op}: backend={settings.backend!r} cannot run: {unknown}")
     made = plan(problem, target, settings=settings)
@@ -103,62 +125,66 @@ def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[to
     With a key, a core path's launches are kept for `repeat`. A compile that fails becomes an Incident, and the call is
     planned again without that path. An error while the kernel runs passes through: it is never retried elsewhere.
     """
-    device = call.q.device
-    while True:
-        made = _planned(call.problem, device.type, device.index, settings)
-        collected = _only_plan.get()
-        if collected is not None:
-            collected.append(made)
-            return call.q, None
-        _report(made, settings)
-        if made.path == "triton":
-            from portattn import compiling
-
+    device, collected = call.q.device, _only_plan.get()
+    made = _planned(call.problem, device.type, device.index, settings)
+    launches: list[KernelCall] = []
+    if made.kernel:
+        call.dry = collected is not None
+        launches, out, lse = kernel_calls(made, call, detect_target(device.type, device.index)[0].arch.cores)
+        failure = _failure(made, launches, call, settings)
+        if failure is not None:
             target, _ = detect_target(device.type, device.index)
-            failed = compiling.ensure(made, call, target, settings)
-            if failed is not None:
-                forget_plans()
-                if settings.backend != "auto":
-                    raise PathUnavailable(
-                        f"{call.problem.op}: backend={settings.backend!r} does not compile here: {failed.reason}",
-                        [Rejection(path=made.path, reason=failed.reason, incident=failed.incident)],
-                    )
-                continue
-        result = _execute(made, call, settings, key)
-        _last.set(made)
-        return result
-
-
-def _execute(
-    made: Plan, call: Call, settings: Settings, key: Hashable | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if made.path == "reference":
-        return blockwise.run(call)
-    registry = Registry.load()
-    backend = registry.backends[made.target.partition(":")[0]]
-    if made.path == backend.core_path:
-        from portattn.launch import kernel_calls, launch_all
-
-        target, _ = detect_target(call.q.device.type, call.q.device.index)
-        launches, out, lse = kernel_calls(made, call, target.arch.cores)
+            made = plan(call.problem, target, verdicts={made.key: failure}, settings=settings)
+    _refuse(made, settings)
+    if collected is not None:
+        collected.append(made)
+        return call.q, None
+    _warn(made, settings)
+    if not made.kernel:
+        result = _run_elsewhere(made, call)
+    else:
         launch_all(launches, made, call.q)
+        result = out, lse
         if key is not None and out.numel() and not call.copied:
             fastpath.keep(key, fastpath.Kept(made, settings, launches, out, lse))
-        return out, lse
+    _last.set(made)
+    return result
+
+
+def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Settings) -> Verdict | None:
+    """Why these launches do not compile here, tried if nobody has; None when they do. Interpreted ones always do."""
+    if made.path == "interpreter":
+        return None
+    if call.dry:
+        return compiling.known_failure(made, launches, settings)
+    target, _ = detect_target(call.q.device.type, call.q.device.index)
+    return compiling.ensure(made, launches, call.q, target, settings)
+
+
+def _run_elsewhere(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run on a path that has no kernel of ours."""
+    if made.path == "reference":
+        return blockwise.run(call)
+    backend = Registry.load().backends[made.target.partition(":")[0]]
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)
 
 
-def _report(made: Plan, settings: Settings) -> None:
-    """Warn, raise or stay silent about a fall-back, as the settings say."""
-    if not made.fell_back or settings.fallback == "silent":
-        return
-    first = made.rejected[0]
-    if settings.fallback == "error":
+def _refuse(made: Plan, settings: Settings) -> None:
+    """Raise where falling back is forbidden and the plan does."""
+    if made.fell_back and settings.fallback == "error":
+        first = made.rejected[0]
         raise PathUnavailable(
             f"{made.problem.op}: the {first.path} path is not available on {made.target} and fallback='error'",
             made.rejected,
         )
+
+
+def _warn(made: Plan, settings: Settings) -> None:
+    """Warn about a fall-back, once for each cause."""
+    if not made.fell_back or settings.fallback == "silent":
+        return
+    first = made.rejected[0]
     key = (made.problem.op, made.requested, made.path, first.reason)
     if key in _warned:
         return
@@ -168,5 +194,5 @@ def _report(made: Plan, settings: Settings) -> None:
     warnings.warn(
         f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
         FallbackWarning,
-        stacklevel=5,  # _report, run, _finish, the op, its caller
+        stacklevel=5,  # _warn, run, _finish, the op, its caller
     )

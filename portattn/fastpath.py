@@ -15,6 +15,7 @@ from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels
 from portattn.launch.run import provide_descriptor_memory
 from portattn.planned import Plan
+from portattn.validate import wants_gradients
 
 MAX_KEPT = 8192  # distinct call sites kept; past that all are forgotten and kept anew
 _POINTER_ALIGNMENT = 16
@@ -33,7 +34,6 @@ def key_of(
     values: tuple[Hashable, ...],
 ) -> Hashable:
     """What decides a call's plan and its kernels' specialisation. `values` are the call's other arguments."""
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
         op,
         q.shape,
@@ -48,13 +48,14 @@ def key_of(
         q.device,
         k.device,
         v.device,
-        grad,
+        wants_gradients(q, k, v),
         # Alignment of each pointer is part of a kernel's specialisation and of what loads it may use.
         q.data_ptr() % _POINTER_ALIGNMENT,
         k.data_ptr() % _POINTER_ALIGNMENT,
         v.data_ptr() % _POINTER_ALIGNMENT,
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in optional],
         values,
+        tuple(map(type, values)),  # 1 == True == 1.0, and validation tells them apart
     )
 
 
@@ -64,7 +65,17 @@ class Kept:
     In a kernel's arguments an input goes by its own name; any other tensor is an output, or a buffer between kernels.
     """
 
-    __slots__ = ("_buffers", "_index", "_launches", "_lse_shape", "_out_shape", "_scratch", "plan", "settings")
+    __slots__ = (
+        "_buffers",
+        "_index",
+        "_launches",
+        "_lse_shape",
+        "_module",
+        "_out_shape",
+        "_scratch",
+        "plan",
+        "settings",
+    )
 
     def __init__(
         self, plan: Plan, settings: Settings, launches: list[KernelCall], out: torch.Tensor, lse: torch.Tensor | None
@@ -75,6 +86,7 @@ class Kept:
         self._out_shape = heads_first if p.layout == "bhsd" else (p.batch, p.seq_q, p.heads_q, p.head_dim_v)
         self._lse_shape = None if lse is None else heads_first[:3]
         self._index = out.device.index
+        self._module = getattr(torch, out.device.type)  # torch.cuda, torch.npu, …
         self._scratch = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
         self._buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, str]], dict[str, Any]]] = []
@@ -98,8 +110,8 @@ class Kept:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: tuple[Optional, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run with these tensors, in the caller's own layout: (out in that layout, LSE or None)."""
-        if self._index != torch.cuda.current_device():
-            with torch.cuda.device(self._index):
+        if self._index != self._module.current_device():
+            with self._module.device(self._index):
                 return self(q, k, v, optional)
         tensors: dict[str, Any] = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
         out = tensors["out"] = q.new_empty(self._out_shape)
@@ -116,24 +128,23 @@ class Kept:
         return out, lse
 
 
-_kept: dict[Hashable, Kept] = {}
+_kept: dict[tuple[Hashable, Settings], Kept] = {}
 
 
 def find(key: Hashable, settings: Settings) -> Kept | None:
-    """The kept call for a key, made under these very settings; None when there is none."""
+    """The kept call for a key under these settings; None when there is none."""
     try:
-        kept = _kept.get(key)
+        return _kept.get((key, settings))
     except TypeError:
         return None  # an unhashable argument: validation will name it
-    return kept if kept is not None and kept.settings is settings else None
 
 
 def keep(key: Hashable, kept: Kept) -> None:
     if len(_kept) >= MAX_KEPT:
         _kept.clear()
-    _kept[key] = kept
+    _kept[key, kept.settings] = kept
 
 
 def forget() -> None:
-    """Forget every kept call: verdicts, data or settings have changed."""
+    """Forget every kept call: verdicts or data have changed."""
     _kept.clear()

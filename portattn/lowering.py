@@ -47,7 +47,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 OptionValue = bool | int | str
 
-# Options that only some backends' compilers know. An option is passed on only where the backend names it.
+# Options that only some backends' compilers know. A launch passes its options on as they are: quirk and tuning files
+# that give a backend another's option are refused when they are read. A backend that is not here has none.
 BACKEND_OPTIONS: dict[str, dict[str, type]] = {
     "cuda": {"maxnreg": int},
     "rocm": {"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str},
@@ -87,9 +88,17 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 LAUNCH_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "splits")
 
 
-def check_launch_values(values: dict[str, Any]) -> None:
-    """Raise ValueError on an unknown launch name or a value of the wrong kind or outside its range."""
+def check_option(name: str, backend: str | None) -> None:
+    """Raise ValueError where `name` is a compiler option that the backend (None: every backend) does not know."""
+    owners = [known for known, options in BACKEND_OPTIONS.items() if name in options]
+    if owners and backend not in owners:
+        raise ValueError(f"launch {name} is an option of {', '.join(owners)}, and not of {backend or 'every backend'}")
+
+
+def check_launch_values(values: dict[str, Any], backend: str | None) -> None:
+    """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range."""
     for name, value in values.items():
+        check_option(name, backend)
         if name in LAUNCH_FIELDS:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"launch {name} is {value!r}, but must be an integer ≥ 1")

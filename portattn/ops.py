@@ -143,7 +143,7 @@ def _settings(op: str, backend: str | None) -> Settings:
 
 @functools.lru_cache(maxsize=64)
 def _with_backend(settings: Settings, backend: str) -> Settings:
-    """The same object for the same arguments: kept calls are told apart by their settings' identity."""
+    """Built once, not at every call."""
     return msgspec.structs.replace(settings, backend=backend)
 
 

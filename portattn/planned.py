@@ -117,4 +117,5 @@ def _describe(op: str, kernel: str, lowering: Lowering, launch: Launch, env: dic
 
 
 def _quirk_line(quirk: Applied) -> str:
-    return f"  quirk    {quirk.id}: {quirk.sentence}" + (f" [{quirk.note}]" if quirk.note else "")
+    label = "quirk   " if quirk.sets else "caution "
+    return f"  {label} {quirk.id}: {quirk.sentence}" + (f" [{quirk.note}]" if quirk.note else "")

@@ -12,7 +12,7 @@ from portattn.corepath import Refused, choose
 from portattn.errors import ArgumentError, PathUnavailable
 from portattn.planned import Applied, CoreChoice, Plan, Rejection
 from portattn.problem import Problem
-from portattn.quirk import Quirk
+from portattn.quirk import parse_overrides
 from portattn.registry import Registry
 from portattn.target import Target
 from portattn.verdict import NO_VERDICTS, Verdicts
@@ -41,6 +41,7 @@ def plan(
     """
     registry = registry or Registry.load()
     settings = settings or Settings()
+    parse_overrides(settings.quirks, registry.quirks)  # a misspelt id is an error on every path
     backend = registry.backends[target.backend]
     requested = settings.backend
     names = [p for p in (backend.core_path, *(v.name for v in backend.vendor)) if p]
@@ -55,14 +56,17 @@ def plan(
         "requested": requested,
     }
     rejected: list[Rejection] = []
-    cause: Quirk | None = None  # the quirk that speaks against the core path, if one does
+    cause = ""  # the quirk that decided against the core path, if one did
+    applied: tuple[Applied, ...] = ()  # every quirk that speaks against it
     automatic = requested == "auto" and backend.core_path != INTERPRETER
     if backend.core_path and (requested == backend.core_path or automatic):
         try:
             choice = choose(problem, target, registry, verdicts, settings)
         except Refused as no:
             rejected.append(no.rejection)
-            cause = registry.quirks.get(no.rejection.quirk)
+            cause = no.rejection.quirk
+            if cause and no.rejection.choice:
+                applied = tuple(a for a in no.rejection.choice.quirks if "path" in a.sets)
         else:
             return Plan(
                 **base,
@@ -75,12 +79,11 @@ def plan(
                 notes=choice.notes,
                 key=choice.key,
             )
-    applied = (Applied(id=cause.id, sentence=cause.sentence(), sets={"path": cause.effect.path}),) if cause else ()
     for vendor in backend.vendor:
         if requested not in ("auto", "vendor", vendor.name):
             continue
-        if cause is not None and cause.effect.path == REFERENCE:
-            rejected.append(Rejection(path=vendor.name, reason=f"{cause.id} leads to the reference", quirk=cause.id))
+        if any(a.sets["path"] == REFERENCE for a in applied):
+            rejected.append(Rejection(path=vendor.name, reason=f"{cause} leads to the reference", quirk=cause))
             continue
         no_vendor = vendor.rejects(problem, target)
         if no_vendor is None:

@@ -14,7 +14,7 @@ import msgspec
 
 from portattn import conditions, tomlfile
 from portattn.errors import DataError, SettingError
-from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, Lowering, check_launch_values
+from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, Lowering, check_launch_values, check_option
 from portattn.problem import Problem
 from portattn.target import Target
 from portattn.toolchain import COMPILERS, COMPONENTS, Toolchain, has_upper_bound, parse_range
@@ -34,11 +34,11 @@ COMPILE_ENV = frozenset(
         "DISABLE_PTXAS_OPT",
     }
 )
-# Where a quirk's `path` effect leads; every path that comes before it in the order of falling back is not taken.
+# Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
 PATH_EFFECTS = ("vendor", "reference")
 
 # The kinds of effect; every quirk has exactly one.
-EFFECTS = ("lowering", "launch", "variant", "env", "path", "note")
+EFFECTS = ("lowering", "launch", "env", "path", "note")
 ANY = "any"  # stands for the backend in the id of a quirk that concerns every backend
 
 _ID = re.compile(r"^([a-z][a-z0-9_]*)-\d{4}(-[a-z0-9]+)+$")
@@ -67,16 +67,15 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of lowering, launch, variant, env, path and note. `cost` says what the work-around costs.
+    """Exactly one of lowering, launch, env, path and note. `cost` says what the work-around costs.
 
-    lowering  choice -> value            launch   launch value or compiler option -> value
-    variant   a variant to take          env      environment of the compile
-    path      the path that comes first  note     a caution: changes nothing, and is listed in every plan it concerns
+    lowering  choice -> value            launch  launch value or compiler option -> value
+    path      the path that comes first  env     environment of the compile
+    note      a caution: changes nothing, and is listed in every plan it concerns
     """
 
     lowering: dict[str, str] | None = None
     launch: dict[str, bool | int | str] | None = None
-    variant: str | None = None
     env: dict[str, str] | None = None
     path: Literal["vendor", "reference"] | None = None
     note: str | None = None
@@ -172,6 +171,10 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 return False
         return not (self.symptom == "slow" and self.newer_than_seen(toolchain))
 
+    def assumed(self, toolchain: Toolchain) -> bool:
+        """Whether a version that the range asks about is not known, so that `in_range` answers by what is safe."""
+        return any(toolchain.within(name, text) is None for name, text in self.when.toolchain.items())
+
     def newer_than_seen(self, toolchain: Toolchain) -> bool:
         """Whether this toolchain is newer than the last one on which the quirk was seen (False when none is named)."""
         if not self.evidence.last_seen:
@@ -188,8 +191,6 @@ def describe_effect(effect: Effect) -> str:
     """The effect as a clause: what is set, taken, or only noted."""
     if effect.kind == "path":
         return f"the {effect.path} path is taken"
-    if effect.kind == "variant":
-        return f"variant {effect.variant} is taken"
     if effect.kind == "note":
         return f"nothing is changed: {effect.note}"
     return "sets " + ", ".join(f"{name} = {value}" for name, value in effect.sets.items())
@@ -253,7 +254,7 @@ def _problems(quirk: Quirk, backends: Collection[str]) -> _Problems:
     return [
         *_identity_problems(quirk, backends),
         *_when_problems(quirk.when),
-        *_effect_problems(quirk.effect),
+        *_effect_problems(quirk.effect, quirk.when.backend),
         *_evidence_problems(quirk),
         *_open_range_problems(quirk),
     ]
@@ -297,6 +298,10 @@ def _when_problems(when: When) -> _Problems:
         elif type(wanted) is not known and not (known is int and isinstance(wanted, str) and NUMBER.match(wanted)):
             compared = ', or a comparison such as ">=4"' if known is int else ""
             found.append((("when", "launch", name), f"{wanted!r} is not of type {known.__name__}{compared}"))
+        try:
+            check_option(name, when.backend)
+        except ValueError as error:
+            found.append((("when", "launch", name), str(error)))
     return found
 
 
@@ -310,7 +315,7 @@ def _choice_problems(section: str, choices: Mapping[str, str]) -> _Problems:
     return found
 
 
-def _effect_problems(effect: Effect) -> _Problems:
+def _effect_problems(effect: Effect, backend: str | None) -> _Problems:
     found: _Problems = []
     kinds = [k for k in EFFECTS if getattr(effect, k) is not None]
     if len(kinds) != 1:
@@ -318,7 +323,7 @@ def _effect_problems(effect: Effect) -> _Problems:
     found += [(("effect", k), "is empty") for k in kinds if not getattr(effect, k)]
     found += _choice_problems("effect", effect.lowering or {})
     try:
-        check_launch_values(effect.launch or {})
+        check_launch_values(effect.launch or {}, backend)
     except ValueError as error:
         found.append((("effect", "launch"), str(error)))
     for name in effect.env or {}:

@@ -45,7 +45,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         return Registry(
             backends=dict(backends),
             arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
-            tunings={name: _load_tunings(b.folder / "tuning") for name, b in backends.items()},
+            tunings={name: _load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
             quirks=load_quirks(folders, tuple(backends)),
         )
 
@@ -61,7 +61,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 toolchain = Toolchain.parse(toolchain)
             except ValueError as error:
-                raise ArgumentError("target", "toolchain", toolchain, str(error)) from None
+                raise ArgumentError("target", "toolchain", toolchain, str(error).partition(": ")[2]) from None
         found = installed() if toolchain is None else toolchain
         found = found.with_components(self.backends[backend].components(arches[arch], found))
         return Target(backend=backend, arch=arches[arch], toolchain=found)
@@ -116,8 +116,8 @@ def load_arches(path: Path) -> dict[str, Arch]:
     return arches
 
 
-def _load_tunings(folder: Path) -> dict[str, Tuning]:
-    return {path.stem: load_tuning(path) for path in sorted(folder.glob("*.toml"))}
+def _load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:
+    return {path.stem: load_tuning(path, backend) for path in sorted(folder.glob("*.toml"))}
 
 
 def load_quirks(folders: list[Path], backends: tuple[str, ...]) -> dict[str, Quirk]:

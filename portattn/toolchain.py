@@ -9,15 +9,28 @@ from __future__ import annotations
 import functools
 import importlib.metadata as metadata
 import importlib.util
+import re
 from pathlib import Path
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 # Builds of community Triton that are published under other names.
-_ALIASES = {"pytorch-triton": "triton", "pytorch-triton-rocm": "triton", "triton-rocm": "triton"}
+_ALIASES = {
+    "pytorch-triton": "triton",
+    "pytorch-triton-rocm": "triton",
+    "triton-rocm": "triton",
+    "triton-windows": "triton",
+}
+# Compilers whose version numbers say nothing about each other: one is in no range of the other's.
+_APART = ("triton", "triton-ascend", "none")
+# Chips of community Triton itself: a folder with another one's backend is a fork, whatever number it states.
+_COMMUNITY_BACKENDS = ("nvidia", "amd")
 COMPILERS = ("triton", "triton-ascend", "flagtree")
+# Versions that the kernels were compiled with (community Triton) or lowered with (triton-ascend).
+TRIED = {"triton": ">=3.2,<3.10", "triton-ascend": "==3.2.*"}
 COMPONENTS = ("ptxas", "cuda", "rocm", "cann", "driver", "torch", "torch-npu", "numpy", "python")
 
 
@@ -80,10 +93,11 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def within(self, name: str, specifier: str) -> bool | None:
         """Whether the named component's version lies in a PEP 440 range; None where its version is not known.
 
-        A compiler that this toolchain is not (asking a community Triton about `triton-ascend`) is not in any range.
+        Community Triton and triton-ascend are in no range of each other's. Of another compiler (a fork, a build that
+        nobody has heard of) it is not known which Triton's bugs it has.
         """
         if name in COMPILERS and name != self.distribution:
-            return False
+            return False if self.distribution in _APART else None
         version = self.component(name)
         return None if version is None else parse_range(specifier).contains(version, prereleases=True)
 
@@ -132,6 +146,29 @@ def owners(folder: Path) -> list[tuple[str, str]]:
     return list(dict.fromkeys((name, version) for _, name, version in sorted(found)))
 
 
+def _stated(folder: Path) -> tuple[str, str]:
+    """Name and version of a folder that no distribution owns, as a source build has: what its __version__ states.
+
+    The version is marked, so that verdicts about the release are not taken for ones about it. ("unowned", "0") where
+    nothing can be read, and for a fork: forks state the number of the Triton that they started from.
+    """
+    unknown = ("unowned", "0")
+    foreign = [p.parent.name for p in folder.glob("backends/*/compiler.py") if p.parent.name not in _COMMUNITY_BACKENDS]
+    try:
+        text = (folder / "__init__.py").read_text(encoding="utf-8")
+    except OSError:
+        return unknown
+    stated = re.search(r"""^__version__ = ['"]([^'"]+)['"]""", text, re.MULTILINE)
+    if foreign or not stated:
+        return unknown
+    try:
+        version = Version(stated.group(1))
+    except InvalidVersion:
+        return unknown
+    local = f"{version.local}.unowned" if version.local else "unowned"
+    return "triton", f"{version.public}+{local}"
+
+
 @functools.lru_cache(maxsize=1)
 def installed() -> Toolchain:
     """The toolchain of this Python, read from installed metadata; Triton itself is not imported."""
@@ -139,9 +176,7 @@ def installed() -> Toolchain:
     if folder is None:
         return Toolchain.none()
     claims = owners(folder)
-    if not claims:
-        return Toolchain(distribution="unowned", version="0", path=str(folder))
-    name, version = claims[-1]
+    name, version = claims[-1] if claims else _stated(folder)
     components = {}
     for component in ("torch", "torch-npu", "numpy"):
         try:
@@ -149,7 +184,7 @@ def installed() -> Toolchain:
         except metadata.PackageNotFoundError:
             continue
     return Toolchain(
-        distribution=_ALIASES.get(name, name),
+        distribution=_ALIASES.get(canonicalize_name(name), canonicalize_name(name)),
         version=version,
         path=str(folder),
         components=tuple(sorted(components.items())),

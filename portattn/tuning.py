@@ -51,15 +51,18 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None
 
 
-def load_tuning(path: Path) -> Tuning:
-    """Read one tuning file. Raises DataError (file, line, key) on anything outside its schema."""
+def load_tuning(path: Path, backend: str) -> Tuning:
+    """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema."""
     data, text = tomlfile.read(path)
     tuning = tomlfile.convert(data, Tuning, path, text)
     for entry in tuning.entry:
         try:
             for condition in entry.when:
-                conditions.parse(condition)
-            check_launch_values(dict(entry.launch))
+                if conditions.parse(condition).name == "programs":
+                    raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
+            if "splits" in entry.launch:
+                raise ValueError("launch splits is computed from the sizes of a problem; `resident` steers it")
+            check_launch_values(dict(entry.launch), backend)
             for name, value in entry.lowering.items():
                 if value not in CHOICES.get(name, ()):
                     raise ValueError(f"lowering {name} = {value!r} is outside {CHOICES.get(name, 'the known choices')}")

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from portattn.call import Call
 from portattn.config import Settings
+from portattn.core import next_power_of_two
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
 from portattn.problem import MAX_HEAD_DIM, Problem
@@ -79,7 +81,7 @@ def attention_call(
         _check_length_values(op, "q", seqlens_q, leftpad_q, seq_q)
         _check_length_values(op, "k", seqlens_k, leftpad_k, k.shape[2])
 
-    given, (k, v) = (k, v), (_reachable(k), _reachable(v))
+    given, (q, k, v) = (q, k, v), (_reachable(q), _reachable(k), _reachable(v))
     problem = Problem(
         op=op,  # type: ignore[arg-type]
         batch=batch,
@@ -99,7 +101,7 @@ def attention_call(
         layout=layout,  # type: ignore[arg-type]
         aligned=_aligned(q) and _aligned(k) and _aligned(v),
         large=max(spans(q), spans(k), spans(v)) >= TWO_GIB,
-        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        needs_grad=wants_gradients(q, k, v),
         dropout=dropout_p > 0.0,
         negative_scale=scale < 0.0,
     )
@@ -114,7 +116,7 @@ def attention_call(
         leftpad_q,
         leftpad_k,
         dropout_p,
-        k is not given[0] or v is not given[1],
+        any(a is not b for a, b in zip((q, k, v), given, strict=True)),
     )
 
 
@@ -174,7 +176,8 @@ def _check_length_values(
 def _aligned(tensor: torch.Tensor) -> bool:
     """Contiguous rows, and a base and outer strides that are multiples of 16 bytes."""
     size = tensor.element_size()
-    outer = [stride for length, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if length > 1]
+    # The row stride counts even for one row: a descriptor is encoded with it.
+    outer = [tensor.stride(axis) for axis in range(3) if tensor.shape[axis] > 1 or axis == 2]
     return (
         (tensor.stride(3) == 1 or tensor.shape[3] == 1)
         and (tensor.is_meta or tensor.data_ptr() % POINTER_ALIGNMENT == 0)
@@ -183,5 +186,14 @@ def _aligned(tensor: torch.Tensor) -> bool:
 
 
 def _reachable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy where a tile's rows lie further apart than 32-bit offsets reach."""
-    return tensor.contiguous() if tensor.stride(2) * WIDEST_TILE > INT32_MAX else tensor
+    """The tensor, or a contiguous copy where a tile spans more elements than 32-bit offsets reach."""
+    columns = next_power_of_two(tensor.shape[3])
+    spanned = tensor.stride(2) * WIDEST_TILE + tensor.stride(3) * columns
+    return tensor.contiguous() if spanned > INT32_MAX else tensor
+
+
+def wants_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether autograd will ask for gradients, or forward-mode differentiation is under way."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)

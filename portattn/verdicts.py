@@ -51,6 +51,10 @@ class VerdictStore:
             self.folder / "incidents" / f"{incident.id}.json", msgspec.json.format(msgspec.json.encode(incident))
         )
 
+    def remember(self, verdict: Verdict) -> None:
+        """Keep a verdict for this process only: what failed for a passing reason is tried again by the next one."""
+        self._seen[verdict.key] = verdict
+
     def _save(self, path: Path, data: bytes) -> None:
         """Write, or warn once when the folder takes no files (a read-only home): this process then remembers alone."""
         try:
@@ -70,17 +74,18 @@ class VerdictStore:
         return iter(sorted((i for i in found if i), key=lambda i: i.date))
 
     @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str, seconds: float) -> Iterator[None]:
         """A lock among processes for one key, so that a specialisation is tried by one of them at a time.
 
-        Where the folder takes no files, nothing is shared and nothing is locked.
+        Where the folder takes no files nothing is locked, and after `seconds` of waiting (the holder is stopped, or
+        stuck) the block runs unlocked too: trying twice is only slower.
         """
         folder = self.folder / "locks"
         lock = filelock.FileLock(folder / f"{key}.lock")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except OSError:
+            lock.acquire(timeout=seconds)
+        except (OSError, filelock.Timeout):
             yield
             return
         try:

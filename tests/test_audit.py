@@ -109,7 +109,6 @@ def test_number_of_a_shipped_entry_is_used_once() -> None:
         ("cuda-0901-x", 'note = "x"', 'features = ["head_dim>64", "head_dim<32"]', "can never apply"),
         ("cuda-0901-x", 'note = "x"', 'features = ["causal", "!causal"]', "can never apply"),
         ("cuda-0901-x", 'note = "x"', 'toolchain = { triton = ">=3.7,<3.5" }', "can never apply"),
-        ("cuda-0901-x", 'variant = "hopper"', "", "no backend offers a variant 'hopper'"),
         (
             "cuda-0901-x",
             'lowering = { pipeline = "plain" }',

@@ -13,8 +13,9 @@ from support import BEHAVIOURS, problem, random_call
 
 import portattn
 from portattn import Target, compiling
+from portattn.compiling import code_key
 from portattn.config import Settings
-from portattn.launch import kernel_calls, meta_call
+from portattn.launch import kernel_calls
 from portattn.planner import plan
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import Reply, Worker
@@ -30,8 +31,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of what was compiled in this process, where there is no device to compile for."""
     seen: list[str] = []
 
-    def compiles(made, call, target, verdicts):
-        seen.append(made.key)
+    def compiles(key, made, launches, q, target, verdicts):
+        seen.append(key)
 
     monkeypatch.setattr(compiling, "_in_this_process", compiles)
     return seen
@@ -40,7 +41,9 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def planned(**fields):
     p = problem(dtype="fp16", seq_q=64, seq_k=64, head_dim=64, **fields)
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
-    return plan(p, target), random_call(p), target
+    made = plan(p, target)
+    launches, out, _ = kernel_calls(made, random_call(p), 132)
+    return made, launches, out, target
 
 
 def requests_in(file: Path) -> int:
@@ -49,12 +52,12 @@ def requests_in(file: Path) -> int:
 
 def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:
     requests = compiler("ok")
-    made, call, target = planned()
-    assert compiling.ensure(made, call, target, settings) is None
-    assert compiling.ensure(made, call, target, settings) is None
+    made, launches, q, target = planned()
+    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert compiling.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
-    assert in_process == [made.key]
-    seen = VerdictStore(Path(settings.cache_dir)).get(made.key)
+    assert in_process == [code_key(made, launches)]
+    seen = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert seen.passed
     assert (seen.level, seen.kernel, seen.target, seen.toolchain) == (
         "compiles", "dense_forward", "cuda:sm_90", "triton==3.6.0",
@@ -68,18 +71,19 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process) -> N
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
     made = plan(p, target)
     assert made.launch.splits > 1
-    assert compiling.ensure(made, random_call(p), target, settings) is None
+    launches, q, _ = kernel_calls(made, random_call(p), 132)
+    assert compiling.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
     assert asked == ["decode_split", "decode_combine"]
 
 
 def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:
     requests = compiler("ok")
-    made, call, target = planned()
-    compiling.ensure(made, call, target, settings)
+    made, launches, q, target = planned()
+    compiling.ensure(made, launches, q, target, settings)
     compiling._ready.clear()
     store.__globals__["_store"].cache_clear()
-    assert compiling.ensure(made, call, target, settings) is None
+    assert compiling.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
 
 
@@ -89,10 +93,10 @@ def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> N
 def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) -> None:
     """Two processes in turn: `always` compiles in a child in each, verdict or not."""
     requests = compiler("ok")
-    made, call, target = planned()
+    made, launches, q, target = planned()
     chosen = Settings(cache_dir=str(tmp_path / "v"), isolate=isolate)
     for _ in range(2):
-        assert compiling.ensure(made, call, target, chosen) is None
+        assert compiling.ensure(made, launches, q, target, chosen) is None
         compiling._ready.clear()
     assert requests_in(requests) == children
     assert len(in_process) == 2
@@ -120,21 +124,23 @@ def test_every_planted_failure_is_tried() -> None:
 @pytest.mark.parametrize("behaviour", FAILURES)
 def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:
     compiler(behaviour)
-    made, call, target = planned()
-    failed = compiling.ensure(made, call, target, settings)
+    made, launches, q, target = planned()
+    failed = compiling.ensure(made, launches, q, target, settings)
     assert failed is not None
     assert not failed.passed
     assert in_process == [], "what fails in the child must not be compiled here"
     symptom, stage, message = FAILURES[behaviour]
     kept = VerdictStore(Path(settings.cache_dir))
-    assert kept.get(made.key) == failed
+    # An answer that is no JSON says nothing about the compiler: the next process tries again.
+    assert kept.get(code_key(made, launches)) == (None if behaviour == "no json" else failed)
+    assert compiling.known_failure(made, launches, settings) == failed
     [incident] = kept.incidents()
     assert incident.id == failed.incident
     assert (incident.symptom, incident.stage) == (symptom, stage)
     assert message in incident.message
     assert incident.message == failed.reason
     assert "\n" not in incident.message
-    assert incident.key == made.key
+    assert incident.key == code_key(made, launches)
     assert incident.kernel == "dense_forward"
     assert "*fp16" in json.dumps(incident.specialisation)
     if behaviour == "crash":
@@ -144,12 +150,12 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
 def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, in_process) -> None:
     """The plan was made before the verdict came: it must not take this process down."""
     requests = compiler("crash")
-    made, call, target = planned()
-    assert compiling.ensure(made, call, target, settings) is not None
+    made, launches, q, target = planned()
+    assert compiling.ensure(made, launches, q, target, settings) is not None
     assert requests_in(requests) == 1
     for isolate in ("auto", "never"):
         again = compiling.ensure(
-            made, call, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
+            made, launches, q, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
         )
         assert again is not None
         assert not again.passed
@@ -159,8 +165,8 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
 
 def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:
     requests = compiler("error")
-    made, call, target = planned(causal="top_left")
-    failed = compiling.ensure(made, call, target, settings)
+    made, launches, q, target = planned(causal="top_left")
+    failed = compiling.ensure(made, launches, q, target, settings)
     incident = store(settings).incident(failed.incident)
     # Not to compile it here: the command's Python is exchanged for one that prints what it is sent.
     command = incident.command.rsplit("|", 1)[0]
@@ -176,14 +182,12 @@ def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -
 def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -> None:
     """An arch that the real compiler refuses; the kept command gives the same answer in a shell."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    made, call, target = planned()
-    launches, _, _ = kernel_calls(made, meta_call(call.problem), 1)
+    made, launches, q, target = planned()
     launches[0].constexprs["BLOCK_D"] = 48  # no power of two
-    monkeypatch.setattr(compiling, "kernel_calls", lambda *arguments: (launches, None, None))
     with Worker() as worker:
         monkeypatch.setattr(compiling, "_worker", worker)
         limit = Settings(cache_dir=settings.cache_dir, compile_seconds=120.0)
-        failed = compiling.ensure(made, call, target, limit)
+        failed = compiling.ensure(made, launches, q, target, limit)
     assert "CompilationError" in failed.reason
     incident = store(settings).incident(failed.incident)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -225,4 +229,39 @@ def test_a_launch_on_the_device_was_compiled_before(tmp_path: Path) -> None:
         made = portattn.last_plan()
     assert out.isfinite().all()
     assert made.path == "triton"
-    assert VerdictStore(tmp_path).get(made.key).passed
+    assert list((tmp_path / "verdicts").glob("*.json"))
+
+
+def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_path) -> None:
+    """Out of memory while loading is nobody's verdict."""
+    made, launches, q, target = planned()
+
+    class Kernel:
+        def warmup(self, *arguments, **options):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(compiling, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
+    with pytest.raises(torch.OutOfMemoryError):
+        compiling.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
+    assert compiling.known_failure(made, launches, settings) is None
+    assert list(store(settings).incidents()) == []
+
+
+def test_the_signature_is_part_of_what_a_verdict_is_about() -> None:
+    """Two calls with one plan whose machine code differs: a base off by two bytes."""
+    made, launches, _, _ = planned(aligned=False)
+    before = code_key(made, launches)
+    q = launches[0].arguments["q"]
+    shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    launches[0].arguments["q"] = shifted
+    assert code_key(made, launches) != before
+
+
+def test_nothing_is_compiled_for_nothing(compiler, settings, in_process) -> None:
+    requests = compiler("error")
+    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    p = problem(dtype="fp16", seq_q=0, head_dim=64)
+    made = plan(p, target)
+    launches, q, _ = kernel_calls(made, random_call(p), 132)
+    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert not requests.exists() or requests_in(requests) == 0

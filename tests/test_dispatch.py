@@ -6,13 +6,20 @@ import threading
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from support import Device
 
 import portattn
 from portattn import FallbackWarning, PathUnavailable, compiling, dispatch
+from portattn.backends.base import Backend
+from portattn.backends.cuda import CudaBackend
+from portattn.backends.sdpa import SdpaPath
 from portattn.config import Settings
+from portattn.planner import plan
+from portattn.problem import Problem
+from portattn.registry import Registry
 from portattn.verdicts import store
 
 
@@ -34,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
             if launches[-1].arguments.get(name) is not None:
                 launches[-1].arguments[name].zero_()
 
-    monkeypatch.setattr("portattn.launch.launch_all", launch_all)
+    monkeypatch.setattr(dispatch, "launch_all", launch_all)
     monkeypatch.setattr(compiling, "_in_this_process", lambda *arguments: None)
     return plans
 
@@ -135,7 +142,7 @@ def test_error_also_stops_after_a_failed_compile(sm_90, compiler, launched) -> N
 def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:
     compiler("error")
     q, k, v = tensors()
-    with pytest.raises(PathUnavailable, match=r"does not compile here.*PassManager::run failed") as error:
+    with pytest.raises(PathUnavailable, match=r"(?s)cannot run this on.*PassManager::run failed") as error:
         portattn.attention(q, k, v, backend="triton")
     assert error.value.rejected[0].incident
     with pytest.raises(PathUnavailable, match="PassManager::run failed"):  # and by the kept verdict
@@ -153,7 +160,7 @@ def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, l
         tried.append(arguments)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("portattn.launch.launch_all", fails)
+    monkeypatch.setattr(dispatch, "launch_all", fails)
     for backend in ("auto", "triton"):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             portattn.attention(*tensors(), backend=backend)
@@ -190,7 +197,8 @@ def test_a_second_call_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_execute", lambda *a: pytest.fail("something ran"))
+    for name in ("_run_elsewhere", "launch_all"):
+        monkeypatch.setattr(dispatch, name, lambda *a: pytest.fail("something ran"))
     q, k, v = tensors()
     made = portattn.plan("attention", q, k, v, causal="top_left", return_lse=True)
     assert made.problem.causal == "top_left"
@@ -233,14 +241,80 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
-def test_a_device_that_no_backend_knows() -> None:
-    """meta tensors: the reference runs, with a warning that names the device types that are known."""
-    q = torch.zeros(1, 1, 3, 8, device="meta")
+def test_a_device_that_no_backend_knows(monkeypatch) -> None:
+    """The reference runs, with a warning that names the device types that are known."""
+    target, unknown = dispatch.detect_target("xpu", 0)
+    assert target.name == "cpu:generic"
+    assert "no backend knows device xpu:0" in unknown
+    assert "cuda" in unknown
+    q = torch.zeros(1, 1, 3, 8)
+    monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, unknown))
     [warning] = given(lambda: portattn.attention(q, q, q))
-    assert "no backend knows device meta:0" in str(warning.message)
-    assert "cuda" in str(warning.message)
-    with pytest.raises(PathUnavailable, match="no backend knows device meta"):
+    assert "no backend knows device xpu:0" in str(warning.message)
+    with pytest.raises(PathUnavailable, match="no backend knows device xpu"):
         portattn.attention(q, q, q, backend="triton")
+
+
+def test_meta_tensors_give_their_shape_without_a_word() -> None:
+    q, v = torch.zeros(1, 2, 3, 8, device="meta"), torch.zeros(1, 2, 5, 4, device="meta")
+    k = torch.zeros(1, 2, 5, 8, device="meta")
+    outs = []
+    assert given(lambda: outs.append(portattn.attention(q, k, v))) == []
+    assert (outs[0].shape, outs[0].device.type) == ((1, 2, 3, 4), "meta")
+
+
+class Graphics(Backend):
+    """A backend whose device is there and whose arch is not known, as far as `seen` tells."""
+
+    name, device_type, folder, vendor = "cuda", "meta", CudaBackend.folder, (SdpaPath(),)
+
+    def __init__(self, arch: str | None, seen: str) -> None:
+        self.arch, self.seen = arch, seen
+
+    def detect(self, index=None):
+        return self.arch
+
+    def describe(self, index=None):
+        return self.seen
+
+
+@pytest.mark.parametrize(
+    ("arch", "seen", "reason"),
+    [
+        (None, "compute capability 7.5", "backend cuda finds compute capability 7.5, which is none of its arches"),
+        (None, "", "backend cuda finds device meta:0, which is none of its arches"),
+        ("sm_75", "", "backend cuda finds arch sm_75, which its arches.toml does not have"),
+    ],
+)
+def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, seen, reason) -> None:
+    """The vendor's library serves it; the plan says why the core kernel does not."""
+    registry = Registry.load()
+    backends = {"cpu": registry.backends["cpu"], "cuda": Graphics(arch, seen)}
+    other = msgspec.structs.replace(registry, backends=backends)
+    monkeypatch.setattr(dispatch.Registry, "load", staticmethod(lambda: other))
+    target, unknown = dispatch.detect_target("meta", 0)
+    assert (target.name, unknown) == (f"cuda:{arch or 'unknown'}", "")
+    made = plan(Problem(batch=1, heads_q=1, heads_k=1, seq_q=8, seq_k=8, head_dim=64), target, other)
+    assert (made.path, made.fell_back) == ("sdpa", True)
+    assert [r.path for r in made.rejected] == ["triton"]
+    assert reason in made.rejected[0].reason
+    with pytest.raises(PathUnavailable, match=r"none of its arches|does not have"):
+        plan(made.problem, target, other, settings=Settings(backend="triton"))
+
+
+def test_a_backend_without_a_device_here_is_no_target(monkeypatch) -> None:
+    registry = Registry.load()
+    other = msgspec.structs.replace(registry, backends=registry.backends | {"cuda": Graphics(None, "")})
+    monkeypatch.setattr(dispatch.Registry, "load", staticmethod(lambda: other))
+    target, unknown = dispatch.detect_target("meta", None)
+    assert (target.name, bool(unknown)) == ("cpu:generic", True)
+
+
+def test_planning_raises_what_the_call_raises(sm_90, launched) -> None:
+    wide = [torch.zeros(1, 1, 3, 512).half()] * 3
+    assert portattn.plan("attention", *wide).path == "reference"
+    with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="fallback='error'"):
+        portattn.plan("attention", *wide)
 
 
 def test_the_interpreter_runs_where_it_is_named(device: Device) -> None:

@@ -116,6 +116,11 @@ BROKEN = {
                               "unknown launch value 'warps'"),
     "launch out of range": ("launch = { num_stages = 2 }", "launch = { num_warps = 3 }", "num_warps = 3",
                             "effect.launch", "power of two"),
+    "option of another backend": ("launch = { num_stages = 2 }", "launch = { maxnreg = 250 }", "launch = { maxnreg",
+                                  "effect.launch", "launch maxnreg is an option of cuda, and not of rocm"),
+    "condition on another's option": ("kpack = 2 }", "maxnreg = 250 }", "maxnreg", "when.launch.maxnreg",
+                                      "an option of cuda, and not of rocm"),
+    "variant": ("launch = { num_stages = 2 }", 'variant = "hopper"', "variant", "effect.variant", "unknown key"),
     "unknown variable": ("launch = { num_stages = 2 }", 'env = { HOME = "/" }', "HOME", "effect.env.HOME", "unknown"),
     "unknown path": ("launch = { num_stages = 2 }", 'path = "triton"', "path = ", "effect.path", "triton"),
     "bad expression": ('"boom"', '"boom("', "boom(", "evidence.signature", "not a regular expression"),
@@ -155,10 +160,23 @@ def test_broken_file(tmp_path: Path, case: str) -> None:
 
 def test_unknown_backend(tmp_path: Path) -> None:
     text = GOOD.replace("rocm-0042", "rcom-0042").replace('backend   = "rocm"', 'backend   = "rcom"')
+    text = text.replace(", kpack = 2", "")  # an option of rocm
     path = write(tmp_path, text, "rcom-0042-planted.toml")
     with pytest.raises(DataError, match=r":7: key 'when.backend': unknown backend 'rcom'; known: cuda, rocm"):
         load_quirk(path, BACKENDS)
     assert load_quirk(path).when.backend == "rcom", "an installed package's backend is known by its own name"
+
+
+def test_an_option_needs_its_backend(tmp_path: Path) -> None:
+    """An entry for every backend, or for one that an installed package brings, sets no backend's option."""
+    text = GOOD.replace("{ num_stages = 2 }", "{ waves_per_eu = 2 }").replace(", kpack = 2", "")
+    anywhere = text.replace("rocm-0042", "any-0042").replace('backend   = "rocm"\n', "")
+    with pytest.raises(DataError, match="waves_per_eu is an option of rocm, and not of every backend"):
+        load_quirk(write(tmp_path, anywhere, "any-0042-planted.toml"), BACKENDS)
+    other = text.replace("rocm-0042", "acme-0042").replace('"rocm"', '"acme"')
+    with pytest.raises(DataError, match="waves_per_eu is an option of rocm, and not of acme"):
+        load_quirk(write(tmp_path, other, "acme-0042-planted.toml"))
+    assert load_quirk(write(tmp_path, text), BACKENDS).effect.sets == {"waves_per_eu": 2}
 
 
 def test_open_range_needs_last_seen_too(tmp_path: Path) -> None:

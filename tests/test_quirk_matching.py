@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from quirk_files import DECODE, PROBLEM, active, planned, plant, registry
 
 from portattn.errors import QuirkConflict, SettingError
+from portattn.planner import Plan, plan
+from portattn.registry import Registry
+from portattn.toolchain import Toolchain
+from portattn.tuning import Entry, Provenance, Tuning
 
 STAGES = "launch = { num_stages = 1 }"
 ID = "cuda-0900-planted"
@@ -23,8 +29,6 @@ ID = "cuda-0900-planted"
         ('{ triton = ">=3.4,<3.7" }', "triton==3.3.1", False),
         ('{ triton = "==3.6.*" }', "triton==3.6.1", True),
         ('{ triton-ascend = "<3.3" }', "triton==3.2.0", False),
-        ('{ triton-ascend = "<3.3" }', "triton-ascend==3.2.0", True),
-        ('{ triton = "<3.3" }', "triton-ascend==3.2.0", False),
         ('{ triton = "<3.7", numpy = ">=2.4" }', "triton==3.6.0,numpy==2.4.1", True),
         ('{ triton = "<3.7", numpy = ">=2.4" }', "triton==3.6.0,numpy==2.3.0", False),
         ('{ triton = "<3.7", numpy = ">=2.4" }', "triton==3.9.0,numpy==2.4.1", False),
@@ -154,6 +158,104 @@ def test_agreement_is_no_conflict(tmp_path: Path) -> None:
     assert active(planned(registry(tmp_path))) == {"cuda-0901-one", "cuda-0902-two"}
 
 
+UNKNOWN = Toolchain(distribution="pytorch-triton-xpu", version="3.5.0")
+
+
+@pytest.mark.parametrize("symptom", ["wrong-result", "slow"])
+def test_an_unknown_compiler_counts_as_affected(tmp_path: Path, symptom: str) -> None:
+    plant(tmp_path, ID, STAGES, 'toolchain = { triton = "<3.3" }', symptom=symptom, evidence="")
+    known = registry(tmp_path)
+    made = plan(PROBLEM, known.target("cuda:sm_90", UNKNOWN), known)
+    assert (ID in active(made)) is (symptom != "slow")
+
+
+def test_a_conflict_that_is_only_assumed_speaks_against_the_core_path(tmp_path: Path) -> None:
+    """Entries for different releases meet where the release is not known: the call must not fail for it."""
+    plant(tmp_path, "cuda-0901-one", "launch = { num_stages = 1 }", 'toolchain = { triton = "<3.3" }', evidence="")
+    plant(tmp_path, "cuda-0902-three", "launch = { num_stages = 3 }", 'toolchain = { triton = "==3.6.*" }', evidence="")
+    known = registry(tmp_path)
+    made = plan(PROBLEM, known.target("cuda:sm_90", UNKNOWN), known)
+    assert made.path == "sdpa"
+    assert "cuda-0901-one and cuda-0902-three" in made.rejected[0].reason
+    assert "both are assumed to apply, since pytorch-triton-xpu==3.5.0" in made.rejected[0].reason
+
+
+SHORT = msgspec.structs.replace(PROBLEM, seq_q=5)
+
+
+@pytest.mark.parametrize(("problem", "block_m"), [(SHORT, 16), (PROBLEM, 64), (DECODE, 16)])
+def test_what_a_quirk_sets_is_not_fitted_away(tmp_path: Path, problem, block_m: int) -> None:
+    assert planned(registry(tmp_path), problem=problem).specialised[1].block_m == block_m
+    plant(tmp_path, ID, "launch = { block_m = 128, splits = 3 }")
+    made = planned(registry(tmp_path), problem=problem)
+    (applied,) = made.quirks
+    _, launch = made.specialised
+    assert launch.splits == (3 if problem is DECODE else 1)
+    assert {name: launch.get(name) for name in applied.sets} == applied.sets
+    assert applied.sets["block_m"] == launch.block_m == 128
+
+
+def test_splits_are_set_only_where_there_are_any(tmp_path: Path) -> None:
+    plant(tmp_path, ID, "launch = { splits = 1 }")
+    known = registry(tmp_path)
+    assert active(planned(known, problem=PROBLEM)) == set()
+    made = planned(known, problem=DECODE)
+    assert (active(made), made.specialised[1].splits) == ({ID}, 1)
+
+
+def starting_from(known: Registry, **lowering: str) -> Registry:
+    """The registry with a tuning for sm_90 that asks for these choices."""
+    made = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
+    tuning = Tuning(provenance=made, entry=(Entry(kernel="dense_forward", lowering=lowering),))
+    return msgspec.structs.replace(known, tunings={**known.tunings, "cuda": {"sm_90": tuning}})
+
+
+def crowded(known: Registry, problem=PROBLEM) -> Plan:
+    """Planned on a chip that launches up to 100 programs; the default tile makes 256 of PROBLEM."""
+    target = known.target("cuda:sm_90", "triton==3.6.0")
+    return plan(
+        problem, msgspec.structs.replace(target, arch=msgspec.structs.replace(target.arch, max_programs=100)), known
+    )
+
+
+def test_quirks_are_judged_by_the_grid_that_runs(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-persistent", STAGES, 'lowering = { grid = "persistent" }')
+    plant(tmp_path, "cuda-0902-tiles", "launch = { num_warps = 8 }", 'lowering = { grid = "tiles" }')
+    made = crowded(registry(tmp_path))
+    assert active(made) == {"cuda-0901-persistent"}
+    assert made.specialised[0].grid == "persistent"
+    assert active(planned(registry(tmp_path))) == {"cuda-0902-tiles"}
+
+
+def test_a_quirk_can_push_the_grid_over_the_limit(tmp_path: Path) -> None:
+    """512 rows a head of 16: 128 programs with the tile of 64, and half as many with one of 128."""
+    plant(tmp_path, "cuda-0901-small", "launch = { block_m = 16 }")
+    plant(tmp_path, "cuda-0902-persistent", STAGES, 'lowering = { grid = "persistent" }')
+    few = msgspec.structs.replace(PROBLEM, batch=1, heads_q=4, heads_k=4)
+    assert crowded(registry(tmp_path), few).specialised[0].grid == "persistent"
+    assert active(crowded(registry(tmp_path), few)) == {"cuda-0901-small", "cuda-0902-persistent"}
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_hard_limit_overrules_a_quirk_and_says_so(tmp_path: Path, aligned: bool) -> None:
+    plant(tmp_path, ID, 'lowering = { load = "descriptor", pipeline = "rotated" }')
+    made = planned(registry(tmp_path), problem=msgspec.structs.replace(PROBLEM, aligned=aligned))
+    (applied,) = made.quirks
+    lowering, _ = made.specialised
+    assert lowering.pipeline == "rotated"
+    assert lowering.load == ("descriptor" if aligned else "pointer")
+    assert {name: getattr(lowering, name) for name in applied.sets} == applied.sets
+    assert ("overruled: load = pointer: descriptors need" in applied.note) is not aligned
+    assert any(note.startswith("load = pointer") for note in made.notes) is not aligned
+
+
+def test_a_hard_limit_overrules_the_tuning(tmp_path: Path) -> None:
+    known = starting_from(registry(tmp_path), load="descriptor")
+    made = planned(known, problem=msgspec.structs.replace(PROBLEM, aligned=False))
+    assert made.specialised[0].load == "pointer"
+    assert planned(known).specialised[0].load == "descriptor"
+
+
 def test_note_changes_nothing_and_is_listed(tmp_path: Path) -> None:
     plain = planned(registry(tmp_path))
     plant(tmp_path, ID, 'note = "look twice"')
@@ -173,6 +275,25 @@ def test_path(tmp_path: Path, path: str, reached: bool) -> None:
     assert made.path != "triton"
     assert (made.path == "reference") is reached
     assert made.rejected[0].quirk == ID
+
+
+@pytest.mark.parametrize("paths", [("vendor", "reference"), ("reference", "vendor")])
+def test_the_most_restrictive_of_two_paths_is_taken(tmp_path: Path, paths: tuple[str, str]) -> None:
+    ids = ("cuda-0901-one", "cuda-0902-two")
+    for quirk_id, path in zip(ids, paths, strict=True):
+        plant(tmp_path, quirk_id, f'path = "{path}"')
+    made = planned(registry(tmp_path))
+    strict = ids[paths.index("reference")]
+    assert made.path == "reference"
+    assert [(a.id, a.sets) for a in made.quirks] == [(i, {"path": p}) for i, p in zip(ids, paths, strict=True)]
+    assert [(r.path, r.quirk) for r in made.rejected] == [("triton", strict), ("sdpa", strict)]
+
+
+def test_every_path_quirk_is_listed(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-one", 'path = "vendor"')
+    plant(tmp_path, "cuda-0902-two", 'path = "vendor"', symptom="slow")
+    made = planned(registry(tmp_path))
+    assert (made.path, [a.id for a in made.quirks]) == ("sdpa", ["cuda-0901-one", "cuda-0902-two"])
 
 
 def test_overrides(tmp_path: Path) -> None:

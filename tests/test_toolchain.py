@@ -112,11 +112,49 @@ def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -
     assert installed().distribution == "triton-ascend"
 
 
-def test_an_alias_is_resolved_and_a_stray_folder_is_unowned(site) -> None:
-    assert installed().distribution == "unowned"
-    site("pytorch-triton", "3.5.0", 1000.0)
+@pytest.mark.parametrize("name", ["pytorch-triton", "Triton_Windows"])
+def test_an_alias_is_resolved(site, name: str) -> None:
+    site(name, "3.5.0", 1000.0)
+    assert str(installed()) == "triton==3.5.0"
+
+
+def test_a_source_build_is_triton_of_the_version_that_it_states(site, tmp_path: Path) -> None:
+    """No distribution owns the folder: the version shows that, and ranges take it for the release."""
+    found = installed()
+    assert str(found) == "triton==3.2.0+unowned"
+    assert found.within("triton", "==3.2.0") is True
+    assert found.within("triton", ">=3.3") is False
+    assert found.within("triton-ascend", "<9") is False
+    assert Toolchain.parse(str(found)).version == found.version
+    (tmp_path / "triton" / "__init__.py").write_text("__version__ = '3.7.0+git5d3d'\n")
     installed.cache_clear()
-    assert installed().distribution == "triton"
+    assert str(installed()) == "triton==3.7.0+git5d3d.unowned"
+
+
+@pytest.mark.parametrize(
+    ("text", "chip"), [("__version__ = '3.2.0'", "ascend"), ("__version__ = 'x'", "amd"), ("", "amd"), (None, "amd")]
+)
+def test_a_stray_folder_that_tells_nothing_is_unowned(site, tmp_path: Path, text: str | None, chip: str) -> None:
+    """A fork states the number of the Triton that it started from: another chip's backend tells it."""
+    folder = tmp_path / "triton"
+    (folder / "backends" / chip).mkdir(parents=True)
+    (folder / "backends" / chip / "compiler.py").touch()
+    (folder / "__init__.py").unlink()
+    if text is not None:
+        (folder / "__init__.py").write_text(text)
+    found = installed()
+    assert str(found) == "unowned==0"
+    assert found.component("torch")
+    assert found.within("triton", "<3.3") is None
+
+
+@pytest.mark.parametrize("name", ["flagtree", "pytorch-triton-xpu", "triton-next", "unowned"])
+def test_of_an_unknown_compiler_nothing_is_known(name: str) -> None:
+    found = Toolchain(distribution=name, version="3.2.0")
+    assert found.within("triton", ">=9") is None
+    assert found.within("triton-ascend", ">=9") is None
+    assert Toolchain.none().within("triton", ">=0") is False
+    assert Toolchain.parse("triton-ascend==3.2.0").within("triton", ">=0") is False
 
 
 def test_no_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,11 @@ launch = { block_m = 32 }
 def load(folder: Path, text: str):
     path = folder / "chip.toml"
     path.write_text(text)
-    return load_tuning(path)
+    return load_tuning(path, "rocm")
 
 
 def features(**fields):
-    return problem(**fields).features() | {"programs": 0}
+    return problem(**fields).features()
 
 
 def test_the_first_entry_that_holds(tmp_path: Path) -> None:
@@ -62,6 +62,9 @@ def test_the_first_entry_that_holds(tmp_path: Path) -> None:
         (HEAD + ENTRIES.replace("block_m = 128", 'block_m = "128"'), ["block_m", "'128'", "integer"]),
         (HEAD + ENTRIES.replace("block_m = 128", "block_q = 128"), ["block_q", "unknown launch value"]),
         (HEAD + ENTRIES.replace("waves_per_eu = 2", "waves_per_eu = true"), ["waves_per_eu", "type int"]),
+        (HEAD + ENTRIES.replace("waves_per_eu", "maxnreg"), ["maxnreg", "an option of cuda, and not of rocm"]),
+        (HEAD + ENTRIES.replace("waves_per_eu", "splits"), ["splits", "computed from the sizes"]),
+        (HEAD + ENTRIES.replace("head_dim>=128", "programs<64"), ["programs<64", "follows from the entry's launch"]),
         (HEAD + ENTRIES.replace('"descriptor"', '"tma"'), ["load", "'tma'", "descriptor"]),
         (HEAD + ENTRIES.replace("load =", "loads ="), ["loads", "outside"]),
         (HEAD.replace("2026-11-01", '"soon"') + ENTRIES, ["provenance.date"]),

@@ -132,7 +132,7 @@ def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
 
 
 def _hold(folder: str, events: multiprocessing.Queue, name: str) -> None:
-    with VerdictStore(Path(folder)).lock("k"):
+    with VerdictStore(Path(folder)).lock("k", 30.0):
         events.put(("in", name))
         multiprocessing.Event().wait(0.2)
         events.put(("out", name))
@@ -160,7 +160,7 @@ def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         store.put(verdict("second"))
-        with store.lock("first"):
+        with store.lock("first", 1.0):
             pass
     assert store.get("first") == verdict("first")
     assert store.get("second") == verdict("second")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,30 @@ def test_closing_ends_the_process(tmp_path: Path) -> None:
     assert process is not None
     worker.close()
     assert process.poll() is not None
+
+
+def test_closing_from_another_thread_is_a_crash_to_the_request(tmp_path: Path) -> None:
+    script, requests = fake_python(tmp_path, "hang")
+    worker = Worker(python=str(script))
+    found: list[Reply] = []
+    asking = threading.Thread(target=lambda: found.append(worker.request("compile", SECONDS)))
+    asking.start()
+    deadline = time.monotonic() + SECONDS
+    while not requests.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    worker.close()
+    asking.join(30)
+    assert [(reply.outcome, reply.kind) for reply in found] == [("crash", "SIGKILL")]
+
+
+def test_the_toolchain_that_the_child_used_is_kept(tmp_path: Path) -> None:
+    script, _ = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).toolchain == ""
+    text = script.read_text().replace('"ok": True,', '"ok": True, "toolchain": "3.1.0+planted",')
+    script.write_text(text)
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).toolchain == "3.1.0+planted"
 
 
 @pytest.mark.parametrize(

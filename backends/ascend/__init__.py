@@ -45,6 +45,7 @@ class AscendBackend(Backend):
     name = "ascend"
     device_type = "npu"
     folder = Path(__file__).parent
+    compilers = ("triton-ascend", "flagtree")
     vendor = (NpuFusionAttention(), NpuFusedInferAttentionScore())
 
     def detect(self, index: int | None = None) -> str | None:

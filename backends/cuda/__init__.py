@@ -39,12 +39,17 @@ class CudaBackend(Backend):
     name = "cuda"
     device_type = "cuda"
     folder = Path(__file__).parent
+    compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of NVIDIA device `index`; None without one, and for a compute capability that has no arch here."""
         properties = torch_device_properties("cuda", index)
         return None if properties is None else ARCH_OF_CAPABILITY.get((properties.major, properties.minor))
+
+    def describe(self, index: int | None = None) -> str:
+        properties = torch_device_properties("cuda", index)
+        return "" if properties is None else f"compute capability {properties.major}.{properties.minor}"
 
     def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
         """`ptxas`, where it is known: for releases of community Triton that ptxas.toml lists."""

@@ -16,6 +16,7 @@ class RocmBackend(Backend):
     name = "rocm"
     device_type = "cuda"
     folder = Path(__file__).parent
+    compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
 
     def detect(self, index: int | None = None) -> str | None:
@@ -32,6 +33,10 @@ class RocmBackend(Backend):
         # Feature suffixes (`gfx942:sramecc+:xnack-`) say how memory is run, not which instructions there are.
         name = properties.gcnArchName.split(":")[0]
         return name if name in load_arches(self.folder / "arches.toml") else None
+
+    def describe(self, index: int | None = None) -> str:
+        properties = torch_device_properties("hip", index)
+        return "" if properties is None else f"processor {properties.gcnArchName.split(':')[0]}"
 
     def machine_components(self) -> dict[str, str]:
         """`rocm` (the HIP that torch was built with) and `driver` (amdgpu-dkms), where there are any."""

@@ -13,11 +13,11 @@ from portattn.bench.cases import Case
 from portattn.bench.contenders import Run, Tensors
 from portattn.call import Call
 from portattn.config import Settings
+from portattn.reference.check import budget, same_dtype
 from portattn.reference.oracle import allowed, oracle
 from portattn.validate import attention_call
 
 CHECKED_ROWS = 64  # query rows compared with the float64 oracle
-TINY = 1e-6
 HOST_CALLS = 200
 
 
@@ -91,7 +91,7 @@ def as_call(case: Case, t: Tensors) -> Call:
 
 
 class Gate:
-    """Compares contenders with the float64 oracle on a sample of query rows, under the tests' error budget."""
+    """Compares contenders with the float64 oracle on a sample of query rows, under the budget of reference/check."""
 
     def __init__(self, case: Case, t: Tensors) -> None:
         call = as_call(case, t)
@@ -100,7 +100,7 @@ class Gate:
         self.rows = rows
         self.valid = allowed(call, rows).any(-1)[:, None, :, None]
         self.expected, _ = oracle(call, rows)
-        self.budget = 2 * self.error(_same_dtype(call, rows)) + TINY
+        self.budget = budget(t.q.dtype, self.expected, same_dtype(call, rows=rows)[0])
 
     def error(self, out: torch.Tensor) -> float:
         """Largest difference on rows that attend something; NaN counts as infinite."""
@@ -110,15 +110,6 @@ class Gate:
     def check(self, run: Run) -> float:
         """The contender's error on the sampled rows."""
         return self.error(run()[:, :, self.rows])
-
-
-def _same_dtype(call: Call, rows: torch.Tensor) -> torch.Tensor:
-    """Plain torch in the inputs' own dtype: what the budget is twice of."""
-    keep = allowed(call, rows)[:, None]
-    group = call.problem.group
-    k, v = (x.repeat_interleave(group, dim=1) for x in (call.k, call.v))
-    scores = (call.q[:, :, rows] @ k.transpose(-1, -2)).float() * call.scale
-    return torch.softmax(scores.masked_fill(~keep, float("-inf")), dim=-1).nan_to_num().to(v.dtype) @ v
 
 
 def ceilings() -> dict[str, float]:

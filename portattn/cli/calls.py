@@ -28,8 +28,7 @@ def device_checks(seconds: float) -> list[Check]:
     for target in devices():
         made = plan(PROBLEM, target, verdicts=store(current()), settings=current())
         kind = Registry.load().backends[target.backend].device_type
-        with Worker(runs="interpreter") as worker:
-            worker.environment = {}  # portattn's own child, with kernels that are compiled
+        with Worker(runs="kernels") as worker:
             reply = worker.request("interpret", seconds, **request_of(made, PROBLEM, made.path, target.name, kind))
         seen = numerics(reply, str(target), PROBLEM)
         outcome = "PASS" if seen.outcome == "pass" else "FAIL"

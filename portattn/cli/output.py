@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import click
 import msgspec
+
+PIPED_WIDTH = 10_000  # columns; no row is wider
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +41,7 @@ def pairs(items: Iterable[tuple[str, str]], indent: int = 2) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as wide as the terminal; its last column takes what is left and wraps."""
+    """A table as wide as the terminal; its last column takes what is left and wraps. In a pipe a row is a line."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -51,6 +54,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         # Text, not markup: a quirk's title can hold square brackets.
         shown.add_row(*(Text(cell) for cell in row))
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=PIPED_WIDTH)
     console.print(shown)
 
 

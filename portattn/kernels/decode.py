@@ -13,6 +13,7 @@ from portattn.kernels.tiles import (
     key_scores,
     lowest,
     natural_lse,
+    normalised,
     row_source,
     sequence_bounds,
     softmax_scale,
@@ -125,8 +126,7 @@ def decode_split(
                 acc = add_values(acc, correction, p, v_rows, start, end, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
                                  BLOCK_DV, edge == 1, LOAD, DOT_PRECISION)  # fmt: skip
 
-        inverse = tl.where(row_sum > 0.0, 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0), 0.0)
-        acc = tl.where((row_sum > 0.0)[:, None], acc * inverse[:, None], 0.0)
+        acc = normalised(acc, row_sum)
         head = kv_head * group + rows // SEQ_Q  # [BLOCK_M]
         columns = tl.arange(0, BLOCK_DV)
         o_offsets = head.to(tl.int64) * o_stride_h + (rows % SEQ_Q).to(tl.int64) * o_stride_s
@@ -177,7 +177,8 @@ def decode_combine(
                 other=0.0,
             )  # [CHUNK, BLOCK_DV]
             acc += tl.sum(part * weight[:, None], 0)
-        inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+        empty = total == 0.0  # a NaN total stays NaN, as in `normalised`
+        inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
         batch = row // (heads_q * seq_q)
         head = row // seq_q % heads_q
         o_base = (
@@ -188,5 +189,5 @@ def decode_combine(
         )
         tl.store(o_base + columns, (acc * inverse).to(out.dtype.element_ty), mask=columns < HEAD_DIM_V)
         if lse is not None:
-            natural = tl.where(total > 0.0, base + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+            natural = tl.where(empty, float("-inf"), base + tl.log(tl.where(empty, 1.0, total)))
             tl.store(lse + row, natural)

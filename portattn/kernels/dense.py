@@ -12,6 +12,7 @@ from portattn.kernels.tiles import (
     load_rows,
     lowest,
     natural_lse,
+    normalised,
     row_source,
     sequence_bounds,
     softmax_scale,
@@ -146,8 +147,7 @@ def dense_forward(
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
         row_sum = tl.where((rows >= q_first) & (rows < q_end), row_sum, 0.0)
-        inverse = tl.where(row_sum > 0.0, 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0), 0.0)
-        acc = tl.where((row_sum > 0.0)[:, None], acc * inverse[:, None], 0.0)
+        acc = normalised(acc, row_sum)
         columns = tl.arange(0, BLOCK_DV)
         o_pointers = (
             out + batch.to(tl.int64) * o_stride_b + head.to(tl.int64) * o_stride_h + row_0.to(tl.int64) * o_stride_s

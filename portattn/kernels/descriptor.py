@@ -13,7 +13,10 @@ if hasattr(tl, "make_tensor_descriptor"):
     def describe_rows(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
         """Descriptor of a (rows, COLS) matrix with contiguous rows. Tiles past its edge read as 0."""
         return tl.make_tensor_descriptor(
-            base, shape=[rows, COLS], strides=[stride_row, 1], block_shape=[BLOCK_ROWS, BLOCK_COLS]
+            base,
+            shape=[tl.maximum(rows, 1), COLS],  # none is defined for 0 rows; no tile of such a matrix is read
+            strides=[stride_row, 1],
+            block_shape=[BLOCK_ROWS, BLOCK_COLS],
         )
 
 else:

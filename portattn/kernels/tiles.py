@@ -43,7 +43,16 @@ def natural_lse(row_max, row_sum, EXP: tl.constexpr):
         largest = row_max * LN_2
     else:
         largest = row_max
-    return tl.where(row_sum > 0.0, largest + tl.log(tl.where(row_sum > 0.0, row_sum, 1.0)), float("-inf"))
+    empty = row_sum == 0.0  # and not "is no positive number": a NaN that was attended must stay one
+    return tl.where(empty, float("-inf"), largest + tl.log(tl.where(empty, 1.0, row_sum)))
+
+
+@triton.jit
+def normalised(acc, row_sum):
+    """acc [BLOCK_M, BLOCK_DV] over its rows' sums; 0 for a row with nothing to attend. NaN sums stay NaN."""
+    empty = row_sum == 0.0
+    inverse = 1.0 / tl.where(empty, 1.0, row_sum)
+    return tl.where(empty[:, None], 0.0, acc * inverse[:, None])
 
 
 @triton.jit
@@ -183,5 +192,6 @@ def sequence_bounds(length, leftpad, batch, capacity):
         first = tl.minimum(tl.maximum(tl.load(leftpad + batch), 0), capacity)
     end = capacity
     if length is not None:
-        end = tl.minimum(first + tl.maximum(tl.load(length + batch), 0), capacity)
+        # Clamped before it is added: a wild length must not wrap around.
+        end = first + tl.minimum(tl.maximum(tl.load(length + batch), 0), capacity - first)
     return first, end

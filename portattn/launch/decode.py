@@ -31,8 +31,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     target, target_lse = out, lse
     if split:
         shape = (launch.splits, problem.batch, problem.heads_q, problem.seq_q)
-        target = call.q.new_empty(*shape, problem.head_dim_v, dtype=torch.float32)
-        target_lse = call.q.new_empty(*shape, dtype=torch.float32)
+        target = call.empty(*shape, problem.head_dim_v, dtype=torch.float32)
+        target_lse = call.empty(*shape, dtype=torch.float32)
     tiles = kernel.tiles(problem, launch)
     arguments = {
         "q": call.q, "k": call.k, "v": call.v, "out": target, "lse": target_lse,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -26,7 +28,12 @@ _TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.flo
 
 
 def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
-    """The launches that a core plan means for this call, and the outputs they fill. Nothing is launched."""
+    """The launches that a core plan means for this call, and the outputs they fill. Nothing is launched.
+
+    Raises ValueError on a call whose scale has not the sign that its problem says.
+    """
+    if (call.scale < 0.0) != plan.problem.negative_scale:
+        raise ValueError(f"scale is {call.scale}, but the problem has negative_scale = {plan.problem.negative_scale}")
     return _CALLS[plan.problem.op](plan, call, cores)
 
 
@@ -64,9 +71,8 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     Triton decides which of the two a `@triton.jit` function is when Triton itself is imported, once for the whole
     process. Raises PortattnError when the process has already decided for the other one.
     """
-    if interpreted and "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
-    loaded = importlib.import_module(module)
+    with _deciding_to_interpret() if interpreted and "triton" not in sys.modules else contextlib.nullcontext():
+        loaded = importlib.import_module(module)
     from triton.runtime.interpreter import InterpretedFunction
 
     kernels = [getattr(loaded, name) for name in vars(loaded) if name.startswith(("dense_", "decode_"))]
@@ -85,29 +91,59 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     return loaded
 
 
+_environment_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def compile_environment(env: dict[str, str]) -> Iterator[None]:
-    """Set the variables that a quirk asks the compiler to see, for the time of a compile."""
-    before = {name: os.environ.get(name) for name in env}
-    os.environ.update(env)
-    try:
+    """Set the variables that a quirk asks the compiler to see, for the time of a compile; one compile at a time."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in env}
+        os.environ.update(env)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _deciding_to_interpret() -> Iterator[None]:
+    """TRITON_INTERPRET=1 while Triton and the kernels are imported; child processes must not inherit it."""
+    with compile_environment({"TRITON_INTERPRET": "1"}):
+        import triton.language  # noqa: F401 - its own jit functions decide now
+
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
-def provide_descriptor_memory(device: torch.device) -> None:
-    """Descriptors that a kernel builds for itself live in global memory, which its launcher must provide."""
-    import triton
-
+@functools.lru_cache(maxsize=64)
+def _allocator(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
     def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
 
-    triton.set_allocator(allocate)
+    return allocate
+
+
+_ours: list[Callable[..., Any]] = []
+
+
+def provide_descriptor_memory(device: torch.device) -> None:
+    """Descriptors that a kernel builds for itself live in global memory, which its launcher must provide.
+
+    An allocator that the user has given Triton is left in place.
+    """
+    import triton
+    from triton.runtime import _allocation
+
+    current = _allocation._allocator
+    current = current.get() if hasattr(current, "get") else current
+    if isinstance(current, _allocation.NullAllocator) or current in _ours:
+        mine = _allocator(device)
+        _ours[:] = [*_ours, mine] if mine not in _ours else _ours
+        triton.set_allocator(mine)
 
 
 def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -118,16 +154,24 @@ def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Te
 
 
 def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
-    """Launch in order on q's device; a problem without rows launches nothing."""
-    if plan.problem.batch == 0 or plan.problem.seq_q == 0:
+    """Launch in order on q's device; a problem without rows launches nothing.
+
+    Kernels are compiled beforehand (compiling.ensure): the compile environment plays no part here.
+    """
+    if not has_rows(plan):
         return
     interpreted = plan.path == "interpreter"
-    with device_guard(q), compile_environment(plan.env):
+    with device_guard(q):
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             if launch.constexprs.get("LOAD") == "descriptor" and not interpreted:
                 provide_descriptor_memory(q.device)
             kernel[launch.grid](**launch.arguments, **launch.constexprs, **({} if interpreted else launch.options()))
+
+
+def has_rows(plan: Plan) -> bool:
+    """Whether there is anything to launch."""
+    return plan.problem.batch > 0 and plan.problem.seq_q > 0
 
 
 def device_guard(tensor: torch.Tensor) -> Any:

@@ -17,10 +17,10 @@ SCHEMA = 1  # of results.jsonl; raised when a reader of the version before would
 
 # PASS     everything that was looked at is as it should be (how far that goes is the level's business)
 # NOTE     looked at, nothing wrong, and yet no evidence for a level: the reason says what was seen
-# FAIL     wrong numbers, or machine code that does not suit the chip
+# FAIL     wrong numbers, a run of the kernels that raised, or machine code that does not suit the chip
 # ERROR    the compiler refused, or no plan could be made
-# TIMEOUT  the compiler did not answer in the time it had
-# CRASH    the compiler's process died
+# TIMEOUT  the compiler, or a run of the kernels, did not answer in the time it had
+# CRASH    the process of the compiler, or of a run of the kernels, died
 # NOT_RUN  what is needed to look is not here; the reason says what
 Status = Literal["PASS", "NOTE", "FAIL", "ERROR", "TIMEOUT", "CRASH", "NOT_RUN"]
 RED: frozenset[str] = frozenset({"FAIL", "ERROR", "TIMEOUT", "CRASH"})
@@ -80,12 +80,13 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run on a small problem, compared with the float64 oracle.
 
-    outcome  pass; fail (over the budget, or NaN); not_run with its reason
+    outcome  pass; fail (over the budget, or NaN); error, crash and hang: the run raised, died or did not end in its
+             time; not_run: there is nothing here to run it with. The reason says more of any but pass
     error, budget          largest absolute error of out, and what it may be
     lse_error, lse_budget  the same for the log-sum-exp, where one was computed
     """
 
-    outcome: Literal["pass", "fail", "not_run"]
+    outcome: Literal["pass", "fail", "error", "crash", "hang", "not_run"]
     where: str
     problem: Problem | None = None
     error: float | None = None

@@ -67,14 +67,15 @@ def matrix_count(facts: Facts, arch: Arch) -> int:
 
 def _explained(gate: Gate, plan: Plan, target: Target, registry: Registry) -> Gate:
     """The gate with the quirk that explains it, if one does: it applies here, and its signature matches."""
-    kernel = CORES[plan.problem.op].name
+    kernel = CORES[plan.problem.op]
     lowering, launch = plan.specialised
+    programs = kernel.tiles(plan.problem, launch)
     applied = {quirk.id for quirk in plan.quirks}
     for quirk in registry.quirks.values():
         signature = quirk.evidence.signature
         if not signature or quirk.symptom not in ("slow", "resource-limit") or not re.search(signature, str(gate)):
             continue
-        if quirk.id in applied or quirk.applies(kernel, plan.problem, target, lowering, launch, 0):
+        if quirk.id in applied or quirk.applies(kernel.name, plan.problem, target, lowering, launch, programs):
             return Gate(
                 name=gate.name, function=gate.function, value=gate.value, limit=gate.limit, passed=False,
                 explained_by=quirk.id,

@@ -112,6 +112,7 @@ class Interpreter:
         fields = request_of(plan, problem, "interpreter", "cpu:generic", "cpu")
         # What only a compiler reads does not change what the interpreter computes.
         fields["launch"] |= {"num_warps": 1, "num_stages": 1, "options": []}
+        fields["lowering"] |= {"dot_precision": "ieee"}  # as exact as numpy whatever it is; hf32 it does not know
         fields["env"] = {}
         key = msgspec.json.encode(fields, order="deterministic")
         with self._lock:
@@ -131,7 +132,7 @@ def numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
     if reply.outcome != "ok":
         cause = next((line.strip() for line in reply.message.splitlines() if line.strip()), "no message")
         return Numerics(
-            outcome="not_run", where=where, problem=problem, reason=f"{reply.outcome}: {reply.kind}: {cause}"[:500]
+            outcome=reply.outcome, where=where, problem=problem, reason=f"{reply.outcome}: {reply.kind}: {cause}"[:500]
         )
     facts = {name: float(value) for name, value in reply.facts.items()}
     reasons = []
@@ -156,6 +157,8 @@ def figure(numerics: Numerics) -> str:
     """An outcome with its errors and budgets, in one line."""
     if numerics.outcome == "not_run":
         return f"not run: {numerics.reason}"
+    if numerics.error is None or numerics.budget is None:
+        return f"FAIL: {numerics.reason}"
     parts = [f"max error {numerics.error:.2e} of {numerics.budget:.2e} allowed"]
     if numerics.lse_error is not None:
         parts.append(f"LSE {numerics.lse_error:.2e} of {numerics.lse_budget:.2e}")

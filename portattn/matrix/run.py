@@ -27,6 +27,7 @@ from portattn.toolchain import installed
 from portattn.worker.client import Reply, Worker
 
 STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
+STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
 TAIL = 4000  # characters of a failed compile's output that a cell keeps
 NO_ASCEND = "not run here: needs a triton-ascend environment (--ascend-python)"
 LOWERED = "lowers to linalg; not run here"
@@ -190,8 +191,9 @@ def _core(
     if fields["status"] in RED:
         return fields
     fields["interpreter"] = interpreter.check(core, workers.get("interpreter"))
-    if fields["interpreter"].outcome == "fail":
-        fields |= {"status": "FAIL", "reason": f"interpreted numerics: {fields['interpreter'].reason}"}
+    if fields["interpreter"].outcome in STATUS_OF_NUMERICS:
+        seen: Numerics = fields["interpreter"]
+        fields |= {"status": STATUS_OF_NUMERICS[seen.outcome], "reason": f"interpreted numerics: {seen.reason}"}
     return fields
 
 

@@ -94,7 +94,7 @@ def _rows(call: Call, row: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         acc = acc * correction + probabilities @ v
         row_max = new_max
 
-    some = row_sum > 0
+    some = row_sum != 0  # NaN included: what was attended and is not a number must stay visible
     out = torch.where(some, acc / row_sum.masked_fill(~some, 1.0), 0.0)
     lse = torch.where(some, row_max + torch.log(row_sum.masked_fill(~some, 1.0)), float("-inf"))
     shape = (p.batch, p.heads_q, count)

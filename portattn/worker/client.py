@@ -26,9 +26,10 @@ LOG_TAIL = 16_000
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """How a request ended.
 
-    outcome  ok; error: the compiler raised; crash: the process died; hang: the time limit passed
-    stage    the compiler stage it was in
-    kind     exception type, or the signal's name
+    outcome    ok; error: the compiler raised; crash: the process died; hang: the time limit passed
+    stage      the compiler stage it was in
+    kind       exception type, or the signal's name
+    toolchain  version of the Triton that the child really used; empty where it does not say
     """
 
     outcome: Outcome
@@ -37,6 +38,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     message: str = ""
     log: str = ""
+    toolchain: str = ""
 
 
 class Worker:
@@ -60,7 +62,8 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._log: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for a whole request
+        self._state = threading.Lock()  # held while the process or the log is looked at: close() does not wait
 
     def __enter__(self) -> Worker:
         return self
@@ -74,8 +77,8 @@ class Worker:
         """Send one request and wait for its answer, at most `seconds`. Never raises for what the child does."""
         with self._lock:
             # Before the start: a child that dies at once has written its reason by the time it is spoken to.
-            begun = self._log.seek(0, os.SEEK_END) if self._log is not None else 0
-            process = self._start()
+            begun = self._written()
+            process, lines = self._start()
             assert process.stdin is not None
             deadline = time.monotonic() + seconds
             stage = "start"
@@ -84,7 +87,7 @@ class Worker:
                 process.stdin.flush()
             while True:
                 try:
-                    line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.001))
+                    line = lines.get(timeout=max(deadline - time.monotonic(), 0.001))
                 except queue.Empty:
                     self._kill()
                     return Reply(
@@ -109,6 +112,8 @@ class Worker:
                     return Reply(outcome="crash", stage=stage, kind=name, message=_cause(log) or name, log=log)
                 try:
                     message = json.loads(line)
+                    if not isinstance(message, dict):
+                        raise ValueError("no object")
                 except ValueError:
                     self._kill()
                     return Reply(
@@ -118,7 +123,8 @@ class Worker:
                 if "ok" not in message:
                     stage = message["stage"]
                 elif message["ok"]:
-                    return Reply(outcome="ok", facts=message["facts"], stage=stage)
+                    toolchain = message.get("toolchain", "")
+                    return Reply(outcome="ok", facts=message["facts"], stage=stage, toolchain=toolchain)
                 else:
                     log = self._tail(begun)
                     return Reply(
@@ -127,15 +133,21 @@ class Worker:
                     )  # fmt: skip
 
     def close(self) -> None:
-        if self._process is not None:
+        """End the child. A request under way in another thread is answered as a crash."""
+        with self._state:
             self._kill()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+            if self._log is not None:
+                self._log.close()
+                self._log = None
 
-    def _start(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _start(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
+        """The running child and the lines that it answers."""
+        with self._state:
+            if self._process is None or self._process.poll() is not None:
+                self._process, self._lines = self._begin()
+            return self._process, self._lines
+
+    def _begin(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
         if self._log is None:
             self._log = tempfile.NamedTemporaryFile(prefix="portattn-worker-")  # noqa: SIM115 - closed by close()
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | self.environment
@@ -154,8 +166,7 @@ class Worker:
             )
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-        self._process, self._lines = process, lines
-        return process
+        return process, lines
 
     def _kill(self) -> None:
         process, self._process = self._process, None
@@ -165,11 +176,19 @@ class Worker:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def _written(self) -> int:
+        """Bytes of log so far."""
+        with self._state:
+            return int(self._log.seek(0, os.SEEK_END)) if self._log is not None else 0
+
     def _tail(self, begun: int) -> str:
-        assert self._log is not None
-        end = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(begun, end - LOG_TAIL))
-        return self._log.read().decode(errors="replace")
+        """The end of the log from there on; nothing once the worker is closed."""
+        with self._state:
+            if self._log is None:
+                return ""
+            end = self._log.seek(0, os.SEEK_END)
+            self._log.seek(max(begun, end - LOG_TAIL))
+            return str(self._log.read().decode(errors="replace"))
 
 
 def _pump(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:

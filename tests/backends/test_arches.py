@@ -236,7 +236,9 @@ def torch_npu_package(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) 
     (folder / "torch_npu").mkdir()
     (folder / "torch_npu" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    # Set before it is deleted: monkeypatch then takes out what the test imports, too.
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.delitem(sys.modules, "torch_npu")
 
 
 NPU = """

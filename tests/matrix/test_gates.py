@@ -86,3 +86,18 @@ def test_a_quirk_whose_signature_matches_explains_a_gate():
     elsewhere = replace(spill, when=type(quirk.when)(backend="rocm"))
     planted = replace(registry, quirks={spill.id: elsewhere})
     assert check(registry=planted, spills=8) == {"bytes spilled": ""}
+
+
+def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
+    registry = Registry.load()
+    quirk = next(q for q in registry.quirks.values() if q.id == "cuda-0012-serialised-wgmma")
+    spill = replace(quirk, id="cuda-9999-spill", evidence=replace(quirk.evidence, signature="8 bytes spilled"))
+    asked = []
+    monkeypatch.setattr(type(quirk), "applies", lambda self, *given: asked.append(given) or True)
+    where = Target.parse("cuda:sm_90", "triton==3.6.0")
+    made = plan(dense(dtype="fp16", head_dim=64).problem, where, replace(registry, quirks={}))
+    kernels = (KernelFacts(function=made.kernel, facts=FITS | {"spills": 8}),)
+    planted = replace(with_tunings(registry, False), quirks={spill.id: spill})
+    assert [g.explained_by for g in gates.check(made, where, kernels, planted) if not g.passed] == [spill.id]
+    p = made.problem
+    assert asked[0][-1] == p.batch * p.heads_q * -(-p.seq_q // made.launch.block_m) > 0

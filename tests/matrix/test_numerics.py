@@ -15,6 +15,7 @@ from portattn.matrix import numerics
 from portattn.matrix.numerics import Interpreter, on_device, request_of, scaled
 from portattn.matrix.problems import PADDED, dense, full
 from portattn.planner import plan
+from portattn.reference import check
 from portattn.target import Target
 from portattn.worker import interpret
 from portattn.worker.client import Reply
@@ -58,10 +59,11 @@ def test_a_verdict_needs_every_figure_in_its_budget(facts, outcome, reason):
 
 
 @pytest.mark.parametrize("outcome", ["error", "crash", "hang"])
-def test_an_interpreter_that_cannot_is_not_wrong_numbers(outcome):
+def test_a_run_that_does_not_end_well_is_kept_as_such(outcome):
     reply = Reply(outcome=outcome, kind="NotImplementedError", message="\nno such thing\nmore")
     seen = numerics.numerics(reply, "here", dense(dtype="fp16", head_dim=64).problem)
-    assert seen.outcome == "not_run"
+    assert seen.outcome == outcome
+    assert numerics.figure(seen) == f"FAIL: {seen.reason}"
     assert seen.reason == f"{outcome}: NotImplementedError: no such thing"
 
 
@@ -112,7 +114,7 @@ def test_the_kernels_are_right(changes):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("damage", ["off", "unwritten", "lse"])
+@pytest.mark.parametrize("damage", ["off", "unwritten", "lse", "lse is inf", "out is inf"])
 def test_damage_is_seen(monkeypatch, damage):
     def damaged(plan, call, cores):
         out, lse = run_core(plan, call, cores)
@@ -120,8 +122,10 @@ def test_damage_is_seen(monkeypatch, damage):
             out[0, 0, 3] += 0.1
         elif damage == "unwritten":
             out = torch.where(torch.arange(out.shape[2])[:, None] == 3, call.new_out(), out)
+        elif damage == "out is inf":
+            out[0, 0, 3] = float("inf")
         else:
-            lse = torch.zeros_like(lse)
+            lse = torch.zeros_like(lse) if damage == "lse" else torch.full_like(lse, float("inf"))
         return out, lse
 
     monkeypatch.setattr(interpret, "run_core", damaged)
@@ -140,12 +144,41 @@ def test_the_reference_path_is_compared_too():
 
 def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
     call = support.random_call(support.problem(), seed=3)
-    out, lse = interpret.same_dtype(call)
-    budgets = [interpret.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
+    out, lse = check.same_dtype(call)
+    budgets = [check.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
     assert budgets[0] <= budgets[1] < 10 * budgets[0] < budgets[2] / 10
-    assert interpret.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
+    assert check.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
         1,
         1,
         1 + 2**-9,
         -2,
     ]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", ["out", "lse"])
+def test_what_is_not_finite_is_wrong_here_and_in_the_tests(where, value):
+    call = support.random_call(support.problem(), seed=3)
+    out, lse = check.same_dtype(call)
+    support.assert_right(call, out, lse)
+    {"out": out, "lse": lse}[where][0, 0, 3] = value
+    facts = check.judge(call, out, lse)
+    assert facts["wrong"] == (16 if where == "out" else 1)
+    with pytest.raises(AssertionError, match="NaN or infinite"):
+        support.assert_right(call, out, lse)
+
+
+def test_a_row_with_nothing_to_attend_must_be_zero_and_minus_infinity():
+    call = support.random_call(support.problem(seq_q=24, seq_k=5, causal="bottom_right"))
+    out, lse = check.same_dtype(call)
+    assert check.judge(call, out, lse)["wrong"] == 0
+    out[0, 0, 0, 0] = 1e-30
+    lse[0, 0, 1] = float("inf")
+    assert check.judge(call, out, lse)["wrong"] == 2
+
+
+def test_a_missing_interpreter_alone_is_not_run(monkeypatch):
+    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "no NumPy")
+    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_90, "triton==3.6.0"))
+    seen = Interpreter(1.0).check(made, CountingWorker())
+    assert (seen.outcome, seen.reason) == ("not_run", "no NumPy")

@@ -7,11 +7,12 @@ import time
 import pytest
 
 from portattn.machine import devices
-from portattn.matrix import select
+from portattn.matrix import numerics, run, select
 from portattn.matrix.cells import Cell
 from portattn.matrix.problems import dense
 from portattn.matrix.run import Options, execute
 from portattn.toolchain import Toolchain
+from portattn.worker.client import Reply
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton, also where the compiler is planted
 
@@ -132,7 +133,6 @@ def test_a_device_that_is_here_runs(small):
 
 def test_a_registry_that_contradicts_itself_is_a_cell(monkeypatch, small):
     from portattn.errors import QuirkConflict
-    from portattn.matrix import run
 
     def conflict(*_):
         raise QuirkConflict("launch num_warps", ("cuda-0001-a", 4), ("cuda-0002-b", 8))
@@ -141,3 +141,21 @@ def test_a_registry_that_contradicts_itself_is_a_cell(monkeypatch, small):
     (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None))).values()
     assert (cell.status, cell.stage) == ("ERROR", "plan")
     assert "cuda-0001-a and cuda-0002-b" in cell.reason
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("error", "FAIL"), ("crash", "CRASH"), ("hang", "TIMEOUT")])
+def test_kernels_that_raise_crash_or_hang_under_the_interpreter_are_red(monkeypatch, planted, small, outcome, status):
+    class Broken:
+        def request(self, task, seconds, **fields):
+            return Reply(outcome=outcome, kind="IndexError", message="planted")
+
+        def close(self):
+            pass
+
+    get = run.Workers.get
+    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
+    monkeypatch.setattr(run.Workers, "get", lambda self, kind: Broken() if kind == "interpreter" else get(self, kind))
+    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None)), python=planted).values()
+    assert (cell.status, cell.red) == (status, True)
+    assert cell.reason == f"interpreted numerics: {outcome}: IndexError: planted"
+    assert cell.interpreter.outcome == outcome
