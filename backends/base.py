@@ -81,5 +81,5 @@ class Backend:
         raise NotImplementedError
 
     def quirk_folder(self) -> Path | None:
-        """Folder with this backend's quirk files; None for the ones that come with portattn."""
+        """Folder that holds this backend's quirk files, <id>.toml, itself; None for those that come with portattn."""
         return None

@@ -124,6 +124,8 @@ def load_quirks(folders: list[Path], backends: tuple[str, ...]) -> dict[str, Qui
     """Read every quirk file of the folders. Raises DataError on a broken file, an unknown backend, an id used twice."""
     quirks: dict[str, Quirk] = {}
     for folder in folders:
+        for nested in folder.glob("*/*.toml"):
+            raise DataError(nested, None, f"quirk files lie in {folder} itself: this one would never be read")
         for path in sorted(folder.glob("*.toml")):
             quirk = load_quirk(path, backends)
             if quirk.id in quirks:
