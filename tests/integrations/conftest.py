@@ -1,0 +1,40 @@
+"""Fixtures of the transformers tests: models built once, portattn registered for one test, one thread.
+
+transformers is imported inside: without the package the test files skip themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from portattn.integrations.transformers import Registration
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are an order of magnitude slower when threads share them out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    from tiny_models import FAMILIES, build
+
+    return {family: build(family) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def registration() -> Iterator[Registration]:
+    from portattn.integrations.transformers import register
+
+    handle = register()
+    yield handle
+    handle.remove()
