@@ -236,7 +236,7 @@ def kernel_source_digest() -> str:
 def specialisation_key(
     kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch, env: dict[str, str]
 ) -> str:
-    """Digest of everything that decides the machine code: what a verdict is about."""
+    """Digest of what decides the machine code, as far as a Problem says it; compiling.code_key adds the launches'."""
     parts = {
         "portattn": __version__,
         "source": kernel_source_digest(),

@@ -13,12 +13,12 @@ import torch
 
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels
+from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.launch.run import provide_descriptor_memory
 from portattn.planned import Plan
 from portattn.validate import wants_gradients
 
 MAX_KEPT = 8192  # distinct call sites kept; past that all are forgotten and kept anew
-_POINTER_ALIGNMENT = 16
 
 Optional = torch.Tensor | None
 # Inputs, by the names that they have in every kernel's arguments.
@@ -50,10 +50,13 @@ def key_of(
         v.device,
         wants_gradients(q, k, v),
         # Alignment of each pointer is part of a kernel's specialisation and of what loads it may use.
-        q.data_ptr() % _POINTER_ALIGNMENT,
-        k.data_ptr() % _POINTER_ALIGNMENT,
-        v.data_ptr() % _POINTER_ALIGNMENT,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in optional],
+        q.data_ptr() % POINTER_ALIGNMENT,
+        k.data_ptr() % POINTER_ALIGNMENT,
+        v.data_ptr() % POINTER_ALIGNMENT,
+        *[
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % POINTER_ALIGNMENT)
+            for t in optional
+        ],
         values,
         tuple(map(type, values)),  # 1 == True == 1.0, and validation tells them apart
     )

@@ -59,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kernel, lowering, launch, env   of a core path; None and empty elsewhere
     quirks     those that changed the plan, in the order in which they were applied
     rejected   every path that comes before `path`, with its reason
-    key        identifies the specialisation, target and toolchain for verdicts; empty without a kernel
+    key        identifies the specialisation, target and toolchain; empty without a kernel
     """
 
     problem: Problem

@@ -15,7 +15,6 @@ Layout = Literal["bhsd", "bshd"]
 
 OPS: tuple[str, ...] = get_args(Op)
 DTYPES: tuple[str, ...] = get_args(Dtype)
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
 MAX_SIZE = 2**31 - 1  # kernels count rows, keys, batches and heads in int32

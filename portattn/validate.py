@@ -12,10 +12,10 @@ from portattn.call import Call
 from portattn.config import Settings
 from portattn.core import next_power_of_two
 from portattn.errors import ArgumentError
-from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
+from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 from portattn.problem import MAX_HEAD_DIM, Problem
 
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
 FLOAT32_MAX = torch.finfo(torch.float32).max
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride

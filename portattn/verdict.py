@@ -13,7 +13,7 @@ from portattn.quirk import Level, Symptom
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was seen for (kernel specialisation, target, toolchain).
 
-    key       digest of the specialisation, target and toolchain (see corepath.specialisation_key)
+    key       digest of the specialisation, target and toolchain (see compiling.code_key)
     level     highest evidence level reached
     passed    False: the specialisation must not be used on this toolchain
     error     largest error against the reference, where numbers were compared

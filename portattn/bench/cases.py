@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import torch
 
+from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.problem import Causal, Dtype, Problem
-
-TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

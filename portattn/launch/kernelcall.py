@@ -10,13 +10,8 @@ import torch
 
 from portattn.lowering import Launch
 
-TRITON_DTYPE = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {torch.int32: "i32", torch.int64: "i64"}
 POINTER_ALIGNMENT = 16  # bytes: what Triton's specialisation asks of pointers and divisible integers
 INT32_MAX = 2**31 - 1
 TWO_GIB = 2**31

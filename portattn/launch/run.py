@@ -18,13 +18,12 @@ from portattn.call import Call
 from portattn.errors import PortattnError
 from portattn.interpreter import mend_bf16
 from portattn.launch import decode, dense
-from portattn.launch.kernelcall import KernelCall
+from portattn.launch.kernelcall import TORCH_DTYPE, KernelCall
 from portattn.planner import Plan
 from portattn.problem import Problem
 
 Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
 _CALLS: dict[str, Callable[[Plan, Call, int], Launches]] = {"attention": dense.calls, "decode_attention": decode.calls}
-_TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
@@ -42,7 +41,7 @@ def meta_call(problem: Problem) -> Call:
 
     An unaligned problem gets rows one element longer than they are wide.
     """
-    dtype, pad = _TORCH_DTYPE[problem.dtype], 0 if problem.aligned else 1
+    dtype, pad = TORCH_DTYPE[problem.dtype], 0 if problem.aligned else 1
 
     def tensor(heads: int, seq: int, dim: int) -> torch.Tensor:
         shape = (problem.batch, seq, heads) if problem.layout == "bshd" else (problem.batch, heads, seq)

@@ -6,7 +6,6 @@ Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0. Runs in a child proc
 from __future__ import annotations
 
 import importlib
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +116,3 @@ def _link_without_rocm() -> None:
 
         compiler.make_hsaco = staticmethod(lambda src, metadata, options: amd.assemble_amdgcn(src, options.arch, ""))
         compiler.hash = lambda self: f"unlinked-{self.target}"
-
-
-def run_tool(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
