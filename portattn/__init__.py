@@ -17,9 +17,17 @@ if not os.path.isdir(os.path.join(_here, "backends")) and os.path.isdir(os.path.
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {
     "attention": "portattn.ops",
+    "varlen_attention": "portattn.ops",
     "decode_attention": "portattn.ops",
+    "paged_attention": "portattn.ops",
+    "sparse_attention": "portattn.ops",
+    "mla_attention": "portattn.ops",
+    "merge_states": "portattn.merge",
+    "PageTable": "portattn.pagetable",
     "plan": "portattn.ops",
     "explain": "portattn.ops",
+    "prepare": "portattn.ops",
+    "Prepared": "portattn.prepared",
     "last_plan": "portattn.dispatch",
     "settings": "portattn.config",
     "Problem": "portattn.problem",
@@ -55,11 +63,19 @@ if TYPE_CHECKING:
     from portattn.errors import SettingError as SettingError
     from portattn.lowering import Launch as Launch
     from portattn.lowering import Lowering as Lowering
+    from portattn.merge import merge_states as merge_states
     from portattn.ops import attention as attention
     from portattn.ops import decode_attention as decode_attention
     from portattn.ops import explain as explain
+    from portattn.ops import mla_attention as mla_attention
+    from portattn.ops import paged_attention as paged_attention
     from portattn.ops import plan as plan
+    from portattn.ops import prepare as prepare
+    from portattn.ops import sparse_attention as sparse_attention
+    from portattn.ops import varlen_attention as varlen_attention
+    from portattn.pagetable import PageTable as PageTable
     from portattn.planner import Plan as Plan
+    from portattn.prepared import Prepared as Prepared
     from portattn.problem import Problem as Problem
     from portattn.quirk import Quirk as Quirk
     from portattn.registry import Registry as Registry

@@ -14,15 +14,22 @@ from typing import Any
 import msgspec
 
 FLAGS = frozenset(
-    {"causal", "gqa", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "return_lse", "aligned", "large"}
-)
+    {
+        "causal", "gqa", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "paged", "packed", "window", "softcap",
+        "alibi_slopes", "sinks", "bias", "mask", "log_weights", "magicpig", "return_lse", "aligned", "large",
+    }
+)  # fmt: skip
 NUMBERS = frozenset(
-    {"batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "rows", "programs"}
-)
+    {
+        "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "page_size", "tokens",
+        "rows", "programs",
+    }
+)  # fmt: skip
 WORDS = {
     "dtype": frozenset({"fp16", "bf16", "fp32"}),
     "causal_align": frozenset({"none", "bottom_right", "top_left"}),
     "layout": frozenset({"bhsd", "bshd"}),
+    "page_layout": frozenset({"phd", "hpd"}),
 }
 
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {

@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 
 from portattn.lowering import Launch, Lowering
-from portattn.problem import Problem
+from portattn.problem import MAX_SPLITS, UNLIMITED, Problem
 from portattn.target import Arch
 
+WIDEST_TILE = 512  # columns of one tile of Q, K or V
+SEARCH = 256  # beginnings of packed sequences that are compared at a time
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -23,29 +25,33 @@ def ceil_div(a: int, b: int) -> int:
 
 
 class CoreKernel:
-    """One kernel of portattn/kernels/, as the planner sees it.
+    """One kernel of portattn/kernels/ as one op uses it, as the planner sees it.
 
     name         kernel name in quirks, tuning and verdicts
+    function     the function in its source; ops that share one differ by its optional arguments
     op           the op that it serves
     choices      the Lowering fields that it reads
-    max_head_dim widest head that its tiles take
+    max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
     """
 
     name: str
+    function: str
     op: str
     choices: tuple[str, ...]
-    max_head_dim = 256
+    max_head_dim = 576
+    max_head_dim_v = 512
     splits_keys = False
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""
-        widest = max(problem.head_dim, problem.head_dim_v)
-        if widest > self.max_head_dim:
-            return (
-                f"head_dim is {widest}, and the kernel's tiles take up to {self.max_head_dim}",
-                "backend='reference' takes up to 576",
-            )
+        for field, most in (("head_dim", self.max_head_dim), ("head_dim_v", self.max_head_dim_v)):
+            width = getattr(problem, field)
+            if width > most:
+                return (
+                    f"{field} is {width}, and the kernel's tiles take up to {most}",
+                    "backend='reference' takes 576",
+                )
         if problem.needs_grad:
             return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
         if problem.dropout:
@@ -58,17 +64,35 @@ class CoreKernel:
 
     def rows(self, problem: Problem) -> int:
         """Query rows that one tile could hold at most."""
-        return problem.seq_q
+        return problem.seq_q if problem.total_q is None else _average(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        """Choices that the problem leaves no freedom in, which no quirk overrules: (choice, value, why)."""
+        if lowering.load != "descriptor":
+            return ()
+        if not problem.aligned:
+            # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
+            return (("load", "pointer", "descriptors need contiguous rows and 16-byte aligned bases and strides"),)
+        if head_columns(problem)[1]:
+            return (("load", "pointer", f"a head of {problem.head_dim} columns is read in two parts"),)
+        return ()
 
     def fit(
-        self, problem: Problem, launch: Launch, arch: Arch, resident: int, pinned: Container[str] = frozenset()
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        resident: int,
+        pinned: Container[str] = frozenset(),
     ) -> Launch:
         """The launch with what follows from the problem's sizes filled in (splits, smaller tiles).
 
         Values whose names are pinned are kept as they are.
         """
         # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
-        if "block_m" not in pinned:
+        # Where the caller asks for results that do not depend on the batch, packed lengths must not choose the tile.
+        if "block_m" not in pinned and not (problem.num_splits and problem.packed):
             rows = max(next_power_of_two(self.rows(problem)), MIN_DOT)
             launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
         return launch if self.splits_keys and "splits" in pinned else msgspec.structs.replace(launch, splits=1)
@@ -76,20 +100,41 @@ class CoreKernel:
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         """The kernel's tl.constexpr arguments."""
         choices = {name.upper(): getattr(lowering, name) for name in self.choices}
+        main, tail = head_columns(problem)
         return choices | {
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_D": max(next_power_of_two(problem.head_dim), MIN_DOT),
+            "MAIN": main,
+            "BLOCK_D": max(next_power_of_two(main), MIN_DOT),
+            "BLOCK_TAIL": max(next_power_of_two(tail), MIN_DOT) if tail else 0,
             "BLOCK_DV": max(next_power_of_two(problem.head_dim_v), MIN_DOT),
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
-            "CAUSAL": problem.causal,
+            "CAUSAL": "bottom_right" if problem.window_right != UNLIMITED else problem.causal,
+            "WINDOW": problem.window_left != UNLIMITED,
+            "SOFTCAP": problem.softcap,
             "NEGATED": problem.negative_scale,
+            "SEARCH": SEARCH,
         }
+
+
+def head_columns(problem: Problem) -> tuple[int, int]:
+    """(columns of the first product of Q·Kᵀ, columns of the second): a wide head is read in two parts.
+
+    The second is 0 for heads up to 512. A latent row is cut where V ends.
+    """
+    main = min(problem.head_dim, WIDEST_TILE) if problem.op != "mla_attention" else problem.head_dim_v
+    return main, problem.head_dim - main
+
+
+def _average(problem: Problem) -> int:
+    """Rows of a packed sequence on average: their lengths are on the device, their number is not."""
+    return ceil_div(problem.total_q or 0, max(problem.batch, 1))
 
 
 class DenseForward(CoreKernel):
     name = "dense_forward"
+    function = "dense_forward"
     op = "attention"
     choices = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
@@ -100,57 +145,94 @@ class DenseForward(CoreKernel):
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
 
 
+class VarlenForward(DenseForward):
+    """Packed sequences, by dense_forward: a program finds its sequence by its number."""
+
+    name = "varlen_forward"
+    op = "varlen_attention"
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_q * packed_tiles(problem, launch, 1)
+
+
+def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:
+    """Tiles that hold all packed rows whatever the sequences' lengths (kernels/tiles.py, packed_tile)."""
+    return (problem.total_q or 0) * per_row // launch.block_m + problem.batch + 1
+
+
 class DecodeSplit(CoreKernel):
     """Decode: the rows of one key/value head's group are packed into a tile, and keys are split over programs."""
 
     name = "decode_split"
+    function = "decode_split"
     op = "decode_attention"
     splits_keys = True
-    choices = ("load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand")
+    choices = (
+        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
+    )  # fmt: skip
 
     # A split is worth its second pass only over this many key tiles, and while the cores are not full anyway.
     # Source: measured on an H200, docs/performance.md.
     FULL_CORES = 0.8
     FEW_KEY_TILES = 4
     WAVE_EFFICIENCY = 0.85
-    MAX_SPLITS = 128
-    # The number of queries is part of the specialisation: a prefill sent here would compile once for each length.
-    MAX_QUERIES = 64
-
-    def cannot(self, problem: Problem) -> tuple[str, str] | None:
-        if problem.seq_q > self.MAX_QUERIES:
-            return (
-                f"seq_q is {problem.seq_q}, and decode takes up to {self.MAX_QUERIES}",
-                "call attention for a prefill",
-            )
-        return super().cannot(problem)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return super().constexprs(problem, lowering, launch) | {"SEQ_Q": problem.seq_q, "SPLIT": launch.splits > 1}
+        return super().constexprs(problem, lowering, launch) | {
+            "GROUP": problem.group,
+            "SPLIT": launch.splits > 1,
+            "LATENT": problem.op == "mla_attention",
+            "PAGE_SIZE": problem.page_size,
+            "PAGE_LOOP": lowering.page_loop,
+        }
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
-        row_tiles = ceil_div(self.rows(problem), launch.block_m)
-        return problem.batch * problem.heads_k * row_tiles * launch.splits
+        return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Row tiles of one sequence and key/value head; of packed queries, of all sequences."""
+        if problem.packed:
+            return packed_tiles(problem, launch, problem.group)
+        return ceil_div(problem.seq_q * problem.group, launch.block_m)
+
+    def slots(self, problem: Problem) -> int:
+        return problem.query_rows[0]
 
     def rows(self, problem: Problem) -> int:
-        return problem.seq_q * problem.group
+        return super().rows(problem) * problem.group
 
     def fit(
-        self, problem: Problem, launch: Launch, arch: Arch, resident: int, pinned: Container[str] = frozenset()
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        resident: int,
+        pinned: Container[str] = frozenset(),
     ) -> Launch:
-        launch = super().fit(problem, launch, arch, resident, pinned)
+        launch = super().fit(problem, lowering, launch, arch, resident, pinned)
         if "splits" in pinned:
             return launch
+        if problem.num_splits:
+            return msgspec.structs.replace(launch, splits=problem.num_splits)
         programs = self.tiles(problem, launch)
-        key_tiles = ceil_div(problem.seq_k, launch.block_n)
+        key_tiles = ceil_div(self.keys(problem), launch.block_n)
         return msgspec.structs.replace(launch, splits=self.splits(programs, key_tiles, arch.cores, resident))
+
+    def keys(self, problem: Problem) -> int:
+        """Most keys that one row can attend."""
+        if problem.window_left == UNLIMITED:
+            return problem.seq_k
+        right = 0 if problem.causal != "none" else problem.window_right
+        seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
+        return min(problem.seq_k, seen)
 
     def splits(self, programs: int, key_tiles: int, cores: int, resident: int) -> int:
         """Fewest splits whose last wave of programs is nearly as full as the best number of splits makes it."""
         if programs >= self.FULL_CORES * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
             return 1
         slots = cores * resident
-        most = min(self.MAX_SPLITS, key_tiles, max(slots // programs, 1) * 2)
+        most = min(MAX_SPLITS, key_tiles, max(slots // programs, 1) * 2)
         efficiency = {}
         for count in range(1, most + 1):
             waves = programs * count / slots
@@ -161,5 +243,87 @@ class DecodeSplit(CoreKernel):
         return min(count for count, value in efficiency.items() if value >= self.WAVE_EFFICIENCY * best)
 
 
-CORES: dict[str, CoreKernel] = {k.op: k for k in (DenseForward(), DecodeSplit())}
+class PagedSplit(DecodeSplit):
+    """Decode and chunked prefill over pages, by decode_split."""
+
+    name = "paged_split"
+    op = "paged_attention"
+    choices = (*DecodeSplit.choices, "page_loop")
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.load == "descriptor":
+            found = (("load", "pointer", "a descriptor reads one matrix, and pages are many"),)
+        if lowering.page_loop == "per_page" and problem.page_size % launch.block_n:
+            why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
+            found = (*found, ("page_loop", "flat_masked", why))
+        return found
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        resident: int,
+        pinned: Container[str] = frozenset(),
+    ) -> Launch:
+        # One page id a tile: the tile is as large as a page allows. Pages below a product's least go row by row.
+        whole = problem.page_size & -problem.page_size  # its largest power of two
+        if lowering.page_loop == "per_page" and "block_n" not in pinned and whole >= MIN_DOT:
+            launch = msgspec.structs.replace(launch, block_n=min(launch.block_n, whole))
+        return super().fit(problem, lowering, launch, arch, resident, pinned)
+
+
+class MlaSplit(PagedSplit):
+    """Decode and short prefill over a latent cache, by decode_split: each row is read once, as key and as value."""
+
+    name = "mla_split"
+    op = "mla_attention"
+
+
+class SparseSplit(DecodeSplit):
+    """Token-sparse decode: chosen rows are gathered, and each head has its own."""
+
+    name = "sparse_split"
+    function = "sparse_split"
+    op = "sparse_attention"
+    choices = ("exp", "mask_value", "grid")
+    max_head_dim_v = 576  # no accumulator of a product holds its columns
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.seq_q != 1:
+            return f"seq_q is {problem.seq_q}, and a chosen token is one query's", "pass one query a sequence"
+        return super().cannot(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.group
+
+    def rows(self, problem: Problem) -> int:
+        return 1
+
+    def keys(self, problem: Problem) -> int:
+        return problem.tokens
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return {
+            **{name.upper(): getattr(lowering, name) for name in self.choices},
+            "SPLIT": launch.splits > 1,
+            "PAGE_SIZE": problem.page_size,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_D": next_power_of_two(problem.head_dim),
+            "BLOCK_DV": next_power_of_two(problem.head_dim_v),
+            "BLOCK_N": launch.block_n,
+            "SOFTCAP": problem.softcap,
+            "NEGATED": problem.negative_scale,
+        }
+
+
+CORES: dict[str, CoreKernel] = {
+    k.op: k for k in (DenseForward(), VarlenForward(), DecodeSplit(), PagedSplit(), SparseSplit(), MlaSplit())
+}
 KERNEL_NAMES = tuple(k.name for k in CORES.values())

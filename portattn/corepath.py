@@ -157,14 +157,12 @@ class _Quirked:
         """Fit the launch to the problem's sizes (what a quirk set stays), and apply the hard limits."""
         arch = self.target.arch
         pinned = {name for kind, name in self._set_by if kind == "launch"}
-        self.fitted = self.kernel.fit(self.problem, self.launch, arch, self.resident, pinned)
+        self.fitted = self.kernel.fit(self.problem, self.lowering, self.launch, arch, self.resident, pinned)
         tiles = self.kernel.tiles(self.problem, self.fitted)
         if tiles > arch.max_programs:
             self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
-        if self.lowering.load == "descriptor" and not self.problem.aligned:
-            # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
-            why = "descriptors need contiguous rows and 16-byte aligned bases and strides"
-            self._limit("load", "pointer", why)
+        for choice, value, why in self.kernel.limits(self.problem, self.lowering, self.fitted):
+            self._limit(choice, value, why)
 
     def _limit(self, choice: str, value: str, why: str) -> None:
         """Set a choice that the chip or the data leaves no freedom in, and say so where a quirk set it otherwise."""
@@ -222,6 +220,13 @@ def _hint(quirk: Quirk) -> str:
     return "; ".join(part for part in (better, f"concerns {ranges}" if ranges else "") if part)
 
 
+# Fields of a problem that say which optional arguments a kernel gets.
+_OPTIONAL = (
+    "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "return_lse", "alibi_slopes", "sinks", "bias", "mask",
+    "log_weights", "magicpig",
+)  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1)
 def kernel_source_digest() -> str:
     """Digest of the kernels' source, so that a verdict about other code is never taken for one about this."""
@@ -243,10 +248,11 @@ def specialisation_key(
         "kernel": kernel.name,
         "constexprs": kernel.constexprs(problem, lowering, launch),
         "dtype": problem.dtype,
-        "optional": [problem.seqlens_q, problem.seqlens_k, problem.leftpad_q, problem.leftpad_k, problem.return_lse],
+        # What is None is compiled away.
+        "optional": {name: getattr(problem, name) for name in _OPTIONAL} | {"packed": problem.packed},
         "aligned": problem.aligned,
         "large": problem.large,
-        # decode_combine is specialised by the splits rounded up.
+        # combine is specialised by the splits rounded up.
         "launch": [launch.num_warps, launch.num_stages, next_power_of_two(launch.splits), launch.options],
         "env": env,
         "target": target.name,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Mapping
 from contextvars import ContextVar
-from typing import Any
 
 import msgspec
 import torch
@@ -18,6 +16,7 @@ from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
 from portattn.launch import KernelCall, kernel_calls, launch_all
+from portattn.launch.run import Launches
 from portattn.planner import Plan, Rejection, plan
 from portattn.problem import Problem
 from portattn.reference import blockwise
@@ -27,7 +26,6 @@ from portattn.toolchain import Toolchain, installed
 from portattn.verdict import Verdict
 
 _last: ContextVar[Plan | None] = ContextVar("portattn_last_plan", default=None)
-_only_plan: ContextVar[list[Plan] | None] = ContextVar("portattn_only_plan", default=None)
 _warned: set[tuple[str, str, str, str]] = set()
 PLAN_CACHE = 4096  # plans kept, by problem, device and settings
 
@@ -37,15 +35,9 @@ def last_plan() -> Plan | None:
     return _last.get()
 
 
-@contextlib.contextmanager
-def planning_only() -> Iterator[list[Plan]]:
-    """Inside the block, calls are planned and not run; yields the list that plans are added to."""
-    plans: list[Plan] = []
-    token = _only_plan.set(plans)
-    try:
-        yield plans
-    finally:
-        _only_plan.reset(token)
+def note(made: Plan) -> None:
+    """Remember a plan that ran by other means than `run` as the last one."""
+    _last.set(made)
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,16 +99,24 @@ def forget_plans() -> None:
 
 
 def repeat(
-    key: Hashable, settings: Settings, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: tuple[Any, ...]
+    key: Hashable, settings: Settings, tensors: Mapping[str, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Run again what an earlier call with this key kept: (out in the caller's layout, LSE); None when nothing is."""
-    if _only_plan.get() is not None or settings.validate == "always":
+    if settings.validate == "always":
         return None
     kept = fastpath.find(key, settings)
     if kept is None:
         return None
     _last.set(kept.plan)
-    return kept(q, k, v, optional)
+    return kept(tensors)
+
+
+def plan_call(call: Call, settings: Settings) -> Plan:
+    """How a call would run here, with what failed to compile before taken into account. Nothing is launched."""
+    call.dry = True
+    made, _ = _compilable(call, settings)
+    _refuse(made, settings)
+    return made
 
 
 def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -125,30 +125,33 @@ def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[to
     With a key, a core path's launches are kept for `repeat`. A compile that fails becomes an Incident, and the call is
     planned again without that path. An error while the kernel runs passes through: it is never retried elsewhere.
     """
-    device, collected = call.q.device, _only_plan.get()
-    made = _planned(call.problem, device.type, device.index, settings)
-    launches: list[KernelCall] = []
-    if made.kernel:
-        call.dry = collected is not None
-        launches, out, lse = kernel_calls(made, call, detect_target(device.type, device.index)[0].arch.cores)
-        failure = _failure(made, launches, call, settings)
-        if failure is not None:
-            target, _ = detect_target(device.type, device.index)
-            made = plan(call.problem, target, verdicts={made.key: failure}, settings=settings)
+    made, launches = _compilable(call, settings)
     _refuse(made, settings)
-    if collected is not None:
-        collected.append(made)
-        return call.q, None
     _warn(made, settings)
-    if not made.kernel:
+    if launches is None:
         result = _run_elsewhere(made, call)
     else:
-        launch_all(launches, made, call.q)
+        calls, out, lse = launches
+        launch_all(calls, made, call.q)
         result = out, lse
         if key is not None and out.numel() and not call.copied:
-            fastpath.keep(key, fastpath.Kept(made, settings, launches, out, lse))
+            fastpath.keep(key, fastpath.Kept(made, settings, calls, out, lse))
     _last.set(made)
     return result
+
+
+def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None]:
+    """The plan of a call, and a core plan's launches, which compile here as far as is known; else None."""
+    device = call.q.device
+    made = _planned(call.problem, device.type, device.index, settings)
+    if not made.kernel:
+        return made, None
+    target, _ = detect_target(device.type, device.index)
+    launches = kernel_calls(made, call, target.arch.cores)
+    failure = _failure(made, launches[0], call, settings)
+    if failure is None:
+        return made, launches
+    return plan(call.problem, target, verdicts={made.key: failure}, settings=settings), None
 
 
 def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Settings) -> Verdict | None:
@@ -194,5 +197,5 @@ def _warn(made: Plan, settings: Settings) -> None:
     warnings.warn(
         f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
         FallbackWarning,
-        stacklevel=5,  # _warn, run, _finish, the op, its caller
+        stacklevel=5,  # _warn, run, ops.perform, the op, its caller
     )

@@ -6,57 +6,34 @@ get their tensors. Only core paths on accelerators are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 
+from portattn.call import TENSORS
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.launch.run import provide_descriptor_memory
 from portattn.planned import Plan
+from portattn.problem import Problem
 from portattn.validate import wants_gradients
 
 MAX_KEPT = 8192  # distinct call sites kept; past that all are forgotten and kept anew
 
-Optional = torch.Tensor | None
-# Inputs, by the names that they have in every kernel's arguments.
-INPUTS = ("q", "k", "v", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")
 
-
-def key_of(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    optional: tuple[Optional, ...],
-    values: tuple[Hashable, ...],
-) -> Hashable:
+def key_of(op: str, tensors: Mapping[str, torch.Tensor | None], values: tuple[Hashable, ...]) -> Hashable:
     """What decides a call's plan and its kernels' specialisation. `values` are the call's other arguments."""
+    given = tensors.values()
     return (
         op,
-        q.shape,
-        q.stride(),
-        k.shape,
-        k.stride(),
-        v.shape,
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        wants_gradients(q, k, v),
-        # Alignment of each pointer is part of a kernel's specialisation and of what loads it may use.
-        q.data_ptr() % POINTER_ALIGNMENT,
-        k.data_ptr() % POINTER_ALIGNMENT,
-        v.data_ptr() % POINTER_ALIGNMENT,
         *[
+            # Alignment of each pointer is part of a kernel's specialisation and of what loads it may use.
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % POINTER_ALIGNMENT)
-            for t in optional
+            for t in given
         ],
+        wants_gradients(*given),
         values,
         tuple(map(type, values)),  # 1 == True == 1.0, and validation tells them apart
     )
@@ -66,6 +43,7 @@ class Kept:
     """One kept call: its plan, and its launches with places for this call's tensors.
 
     In a kernel's arguments an input goes by its own name; any other tensor is an output, or a buffer between kernels.
+    The caller's own tensors take the places of the views that validation made of them: a kernel gets their address.
     """
 
     __slots__ = (
@@ -84,10 +62,8 @@ class Kept:
         self, plan: Plan, settings: Settings, launches: list[KernelCall], out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         self.plan, self.settings = plan, settings
-        p = plan.problem
-        heads_first = (p.batch, p.heads_q, p.seq_q, p.head_dim_v)
-        self._out_shape = heads_first if p.layout == "bhsd" else (p.batch, p.seq_q, p.heads_q, p.head_dim_v)
-        self._lse_shape = None if lse is None else heads_first[:3]
+        self._out_shape, lse_shape = results(plan.problem)
+        self._lse_shape = None if lse is None else lse_shape
         self._index = out.device.index
         self._module = getattr(torch, out.device.type)  # torch.cuda, torch.npu, …
         self._scratch = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
@@ -102,25 +78,43 @@ class Kept:
             for index, (argument, value) in enumerate(zip(kernel.arg_names, template, strict=True)):
                 if not isinstance(value, torch.Tensor):
                     continue
-                name = argument if argument in INPUTS else names.setdefault(id(value), f"buffer {len(names)}")
+                name = argument if argument in TENSORS else names.setdefault(id(value), f"buffer {len(names)}")
                 if name.startswith("buffer"):
                     self._buffers[name] = (tuple(value.shape), value.dtype)
                 places.append((index, name))
                 template[index] = None
             self._launches.append((kernel[launch.grid], template, places, launch.options()))
 
+    def buffers(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Fresh tensors for what passes between the kernels."""
+        return {name: like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in self._buffers.items()}
+
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: tuple[Optional, ...]
+        self,
+        inputs: Mapping[str, torch.Tensor | None],
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run with these tensors, in the caller's own layout: (out in that layout, LSE or None)."""
+        """Run with these tensors, in the caller's own layout: (out in that layout, LSE or None).
+
+        out, lse, buffers  where results and partial results go; allocated where they are None
+        """
+        q = inputs["q"]
+        assert q is not None
         if self._index != self._module.current_device():
             with self._module.device(self._index):
-                return self(q, k, v, optional)
-        tensors: dict[str, Any] = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
-        out = tensors["out"] = q.new_empty(self._out_shape)
-        lse = tensors["lse"] = None if self._lse_shape is None else q.new_empty(self._lse_shape, dtype=torch.float32)
-        for name, (shape, dtype) in self._buffers.items():
-            tensors[name] = q.new_empty(shape, dtype=dtype)
+                return self(inputs, out, lse, buffers)
+        if out is None:
+            out = q.new_empty(self._out_shape)
+        if lse is None and self._lse_shape is not None:
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        tensors: dict[str, Any] = {
+            **inputs,
+            **(self.buffers(q) if buffers is None else buffers),
+            "out": out,
+            "lse": lse,
+        }
         if self._scratch:
             provide_descriptor_memory(q.device)
         for run, template, places, options in self._launches:
@@ -129,6 +123,15 @@ class Kept:
                 arguments[index] = tensors[name]
             run(*arguments, **options)
         return out, lse
+
+
+def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out, in the caller's layout, and of the LSE."""
+    p = problem
+    if p.total_q is not None:
+        return (p.total_q, p.heads_q, p.head_dim_v), (p.heads_q, p.total_q)
+    lse = (p.batch, p.heads_q, p.seq_q)
+    return (*lse, p.head_dim_v) if p.layout == "bhsd" else (p.batch, p.seq_q, p.heads_q, p.head_dim_v), lse
 
 
 _kept: dict[tuple[Hashable, Settings], Kept] = {}

@@ -26,6 +26,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product
     select         `branch` skips a tile of padding rows by a run-time `if`; `where` lets it take no step of its loops,
                    for compilers that a run-time `if` leads astray
+    page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
+                   up its own page, for pages smaller than a tile and compilers that cannot loop over pages
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
     """
 
@@ -38,6 +40,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     grid: Literal["tiles", "persistent"] = "tiles"
     pipeline: Literal["plain", "rotated"] = "plain"
     select: Literal["where", "branch"] = "where"
+    page_loop: Literal["per_page", "flat_masked"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"
 
 

@@ -2,6 +2,9 @@
 
 tiles.py     named primitives that take the choices
 blockptr.py, descriptor.py   constructs that not every toolchain has
-dense.py     dense_forward
-decode.py    decode_split, decode_combine
+attend.py    the loop over key tiles that the kernels with matrix products share
+dense.py     dense_forward: dense and packed tensors
+decode.py    decode_split: contiguous, paged and latent caches
+sparse.py    sparse_split: chosen tokens
+combine.py   combine: merges what was split
 """

@@ -1,160 +1,155 @@
-"""dense_forward: attention of (B, Hq, Sq, D) queries over (B, Hk, Sk, D) keys, one pass, online softmax.
+"""dense_forward: many query rows of one head a program, one pass over the keys, online softmax.
 
-Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base that EXP names.
+Serves (B, Hq, Sq, D) queries over (B, Hk, Sk, D) keys, and packed ones: (Tq, Hq, D) over (Tk, Hk, D), where a
+sequence is a range of rows.
 """
 
 import triton
 import triton.language as tl
 
+from portattn.kernels.attend import attend, key_steps
 from portattn.kernels.tiles import (
-    add_values,
-    key_scores,
-    load_rows,
-    lowest,
+    first_state,
     natural_lse,
     normalised,
+    packed_bounds,
+    packed_tile,
     row_source,
     sequence_bounds,
-    softmax_scale,
-    softmax_step,
 )
 
 
-@triton.jit
-def load_query_rows(base, start, rows, stride_row, stride_col,
-                    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-                    NEGATED: tl.constexpr):  # fmt: skip
-    """Query tile [BLOCK_M, BLOCK_D]; rows past the end are 0. NEGATED carries the sign of a negative scale."""
-    tile = load_rows(base, start, rows, stride_row, stride_col, HEAD_DIM, BLOCK_M, BLOCK_D, True, "pointer")
-    if NEGATED:
-        tile = -tile
-    return tile
-
-
-@triton.jit(do_not_specialize=["heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles"])
+@triton.jit(do_not_specialize=["heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles", "batches", "left", "right"])
 def dense_forward(
     q, k, v, out, lse,
-    seqlens_q, seqlens_k, leftpad_q, leftpad_k,
-    scale,
+    seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
+    alibi_slopes, sinks, bias, mask,
+    scale, softcap,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
     o_stride_b, o_stride_h, o_stride_s,
-    heads_q, group, seq_q, seq_k, row_tiles, tiles,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, NEGATED: tl.constexpr,
+    alibi_stride_b,
+    bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
+    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    heads_q, group, seq_q, seq_k, row_tiles, tiles, batches, left, right,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
     Q_OPERAND: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M query rows of one head, or several such tiles in turn on a persistent grid.
 
-    Optional arguments are None: lse, and the four (B,) int32 tensors of lengths and left padding.
+    Optional arguments are None: lse, the (B,) int32 lengths and left paddings, the (B + 1,) int32 beginnings of packed
+    sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
+    of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
-    factor = softmax_scale(scale, EXP)
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         row_tile = tile % row_tiles
         if CAUSAL != "none":
             row_tile = row_tiles - 1 - row_tile  # longest rows first: they bound the launch's length
-        batch = tile // row_tiles // heads_q
         head = tile // row_tiles % heads_q
-        row_0 = row_tile * BLOCK_M
+        if cu_seqlens_q is not None:
+            batch, row_tile = packed_tile(cu_seqlens_q, row_tile, batches, seq_q, 1, BLOCK_M, SEARCH)
+            slot = batch - batch  # packed tensors are one slot, which all sequences share
+            q_first, q_end = packed_bounds(cu_seqlens_q, batch, batches, seq_q)
+            k_first, k_end = packed_bounds(cu_seqlens_k, batch, batches, seq_k)
+            k_end = tl.where(batch == batches, k_first, k_end)  # rows after the last sequence have no keys
+            row_0 = q_first + row_tile * BLOCK_M
+            stored_end = q_end
+        else:
+            batch = tile // row_tiles // heads_q
+            slot = batch
+            q_first, q_end = sequence_bounds(seqlens_q, leftpad_q, batch, seq_q)
+            k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)
+            row_0 = row_tile * BLOCK_M
+            stored_end = seq_q
         rows = row_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
 
-        q_first, q_end = sequence_bounds(seqlens_q, leftpad_q, batch, seq_q)
-        k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)
-        # Row i attends the keys before row_end[i]. Of the tile's valid rows the first has the nearest end, the last
-        # the furthest.
+        # Of the tile's valid rows the first sees least far, the last furthest.
         first = tl.maximum(row_0, q_first)
         last = tl.minimum(row_0 + BLOCK_M, q_end) - 1
-        if CAUSAL == "bottom_right":
-            shift = k_end - q_end
-            row_end = tl.minimum(rows + shift + 1, k_end)  # [BLOCK_M]
-            near, far = tl.minimum(first + shift + 1, k_end), tl.minimum(last + shift + 1, k_end)
-        elif CAUSAL == "top_left":
+        if CAUSAL == "top_left":
             shift = k_first - q_first
-            row_end = tl.minimum(rows + shift + 1, k_end)
-            near, far = tl.minimum(first + shift + 1, k_end), tl.minimum(last + shift + 1, k_end)
+        else:
+            shift = k_end - q_end
+        positions = rows + shift  # [BLOCK_M]
+        if CAUSAL != "none":
+            row_end = tl.minimum(positions + right + 1, k_end)  # [BLOCK_M]
+            near, far = tl.minimum(first + shift + right + 1, k_end), tl.minimum(last + shift + right + 1, k_end)
         else:
             row_end = tl.full([BLOCK_M], 0, tl.int32) + k_end
             near, far = k_end, k_end
         far = tl.where(last >= first, far, k_first)  # a tile of padding rows attends nothing
-        full_steps = tl.maximum(tl.minimum(near, far) - k_first, 0) // BLOCK_N
-        steps = tl.maximum(far - k_first + BLOCK_N - 1, 0) // BLOCK_N
+        row_start = tl.maximum(positions - left, k_first)
+        low_near, low_far = first + shift - left, last + shift - left
+        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
 
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-        row_max = tl.full([BLOCK_M], lowest(MASK_VALUE), tl.float32)
-        row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
+        row_max, row_sum = first_state(sinks, head, True, BLOCK_M, EXP, MASK_VALUE)
         if SELECT == "branch":
-            attends = steps > 0
+            attends = last_step > first_step
         else:
             attends: tl.constexpr = True
         if attends:
-            q_base = q + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             kv_head = (head // group).to(tl.int64)
-            k_base = k + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h
+            k_base = k + slot.to(tl.int64) * k_stride_b + kv_head * k_stride_h
+            v_base = v + slot.to(tl.int64) * v_stride_b + kv_head * v_stride_h
             k_rows = row_source(k_base, k_end, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
-            v_base = v + batch.to(tl.int64) * v_stride_b + kv_head * v_stride_h
             v_rows = row_source(v_base, k_end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
-            q_tile = load_query_rows(q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, NEGATED)
-
-            # Two passes: key tiles that every row attends whole, then the tiles at the edge, masked.
-            for edge in tl.static_range(2):
-                if edge == 0:
-                    begin, count = k_first, full_steps
-                else:
-                    begin, count = k_first + full_steps * BLOCK_N, steps - full_steps
-                if PIPELINE == "rotated" and edge == 0:
-                    if count > 0:
-                        scores = key_scores(q_tile, k_rows, begin, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
-                                            BLOCK_D, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION)  # fmt: skip
-                        for i in range(count - 1):
-                            start = begin + i * BLOCK_N
-                            p, correction, row_max, row_sum = softmax_step(
-                                scores, start, row_end, row_max, row_sum, factor, BLOCK_N, False, EXP, MASK_VALUE
-                            )
-                            # Before P·V, so that the next softmax need not wait for it.
-                            scores = key_scores(q_tile, k_rows, start + BLOCK_N, k_end, k_stride_s, k_stride_d,
-                                                HEAD_DIM, BLOCK_N, BLOCK_D, False, LOAD, K_TILE, BLOCK_ORDER,
-                                                DOT_PRECISION)  # fmt: skip
-                            acc = add_values(acc, correction, p, v_rows, start, k_end, v_stride_s, v_stride_d,
-                                             HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, LOAD, DOT_PRECISION)  # fmt: skip
-                        start = begin + (count - 1) * BLOCK_N
-                        p, correction, row_max, row_sum = softmax_step(
-                            scores, start, row_end, row_max, row_sum, factor, BLOCK_N, False, EXP, MASK_VALUE
-                        )
-                        acc = add_values(acc, correction, p, v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V,
-                                         BLOCK_N, BLOCK_DV, False, LOAD, DOT_PRECISION)  # fmt: skip
-                else:
-                    for i in range(count):
-                        start = begin + i * BLOCK_N
-                        if Q_OPERAND == "reload":
-                            q_tile = load_query_rows(
-                                q_base, row_0, seq_q, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_M, BLOCK_D, NEGATED
-                            )
-                        scores = key_scores(q_tile, k_rows, start, k_end, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
-                                            BLOCK_D, edge == 1, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION)  # fmt: skip
-                        p, correction, row_max, row_sum = softmax_step(
-                            scores, start, row_end, row_max, row_sum, factor, BLOCK_N, edge == 1, EXP, MASK_VALUE
-                        )
-                        acc = add_values(acc, correction, p, v_rows, start, k_end, v_stride_s, v_stride_d, HEAD_DIM_V,
-                                         BLOCK_N, BLOCK_DV, edge == 1, LOAD, DOT_PRECISION)  # fmt: skip
+            q_pointers = (
+                q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h + row_0.to(tl.int64) * q_stride_s
+                + tl.arange(0, BLOCK_M) * q_stride_s
+            )  # fmt: skip
+            row_valid = rows < stored_end
+            slopes, bias_rows, mask_rows = None, None, None
+            if alibi_slopes is not None:
+                slope = tl.load(
+                    alibi_slopes + batch.to(tl.int64) * alibi_stride_b + head, mask=batch < batches, other=0
+                )
+                slopes = tl.full([BLOCK_M], 0.0, tl.float32) + slope
+            if bias is not None:
+                bias_rows = (
+                    bias + batch.to(tl.int64) * bias_stride_b + head.to(tl.int64) * bias_stride_h
+                    + rows.to(tl.int64) * bias_stride_q
+                )  # fmt: skip
+            if mask is not None:
+                mask_rows = (
+                    mask + batch.to(tl.int64) * mask_stride_b + head.to(tl.int64) * mask_stride_h
+                    + rows.to(tl.int64) * mask_stride_q
+                )  # fmt: skip
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum,
+                q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
+                k_rows, v_rows, None, 0,
+                0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d,
+                k_first, first_step, full_begin, full_end, last_step, k_end,
+                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale,
+                softcap,
+                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, False, 0,
+                LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, "per_page", Q_OPERAND, PIPELINE,
+            )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
-        row_sum = tl.where((rows >= q_first) & (rows < q_end), row_sum, 0.0)
+        inside = (rows >= q_first) & (rows < q_end)
+        if cu_seqlens_q is not None:
+            inside = inside & (batch < batches)
+        row_sum = tl.where(inside, row_sum, 0.0)
         acc = normalised(acc, row_sum)
         columns = tl.arange(0, BLOCK_DV)
         o_pointers = (
-            out + batch.to(tl.int64) * o_stride_b + head.to(tl.int64) * o_stride_h + row_0.to(tl.int64) * o_stride_s
+            out + slot.to(tl.int64) * o_stride_b + head.to(tl.int64) * o_stride_h + row_0.to(tl.int64) * o_stride_s
             + tl.arange(0, BLOCK_M)[:, None] * o_stride_s + columns[None, :]
         )  # fmt: skip
-        inside = (rows < seq_q)[:, None] & (columns < HEAD_DIM_V)[None, :]
-        tl.store(o_pointers, acc.to(out.dtype.element_ty), mask=inside)
+        stored = rows < stored_end
+        tl.store(o_pointers, acc.to(out.dtype.element_ty), mask=stored[:, None] & (columns < HEAD_DIM_V)[None, :])
         if lse is not None:
-            lse_rows = lse + (batch * heads_q + head).to(tl.int64) * seq_q + rows
-            tl.store(lse_rows, natural_lse(row_max, row_sum, EXP), mask=rows < seq_q)
+            lse_rows = lse + (slot * heads_q + head).to(tl.int64) * seq_q + rows
+            tl.store(lse_rows, natural_lse(row_max, row_sum, EXP), mask=stored)

@@ -67,23 +67,53 @@ def row_source(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.conste
 
 
 @triton.jit
-def load_rows(source, start, rows, stride_row, stride_col,
+def tile_place(source, table, start, end, pages, stride_page, stride_row,
+               BLOCK_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
+    """Where the tile's rows lie: a base pointer, and the rows' offsets [BLOCK_ROWS] from it.
+
+    PAGE_SIZE 0: `source` is one sequence's matrix. Otherwise it is a cache of pages, and `table` the sequence's page
+    ids. A tile that lies in one page (`per_page`) needs one id; else (`flat_masked`) each row looks up its own. Ids are
+    clamped: those that were never validated still read inside the cache.
+    """
+    r = tl.arange(0, BLOCK_ROWS)
+    if PAGE_SIZE == 0:
+        # The distance to the tile can pass 2^31 elements, the distances inside it do not: one 64-bit scalar.
+        base = source + start.to(tl.int64) * stride_row
+        offsets = r * stride_row
+    elif PAGE_LOOP == "per_page":
+        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE_SIZE), 0), pages - 1)
+        base = source + page.to(tl.int64) * stride_page + (start % PAGE_SIZE).to(tl.int64) * stride_row
+        offsets = r * stride_row
+    else:
+        at = start + r
+        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+        page = tl.minimum(tl.maximum(page, 0), pages - 1)
+        base = source
+        offsets = page.to(tl.int64) * stride_page + (at % PAGE_SIZE).to(tl.int64) * stride_row
+    return base, offsets
+
+
+@triton.jit
+def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_col,
               COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
-              LOAD: tl.constexpr):  # fmt: skip
-    """Tile [BLOCK_ROWS, BLOCK_COLS] from row `start`. Rows from `rows` on read as 0 when BOUNDED; columns always do."""
+              LOAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
+    """Tile [BLOCK_ROWS, BLOCK_COLS] from row `start`. Rows from `end` on read as 0 when BOUNDED; columns always do."""
     if LOAD == "descriptor":
         tile = source.load([start, 0])
-    elif LOAD == "block_ptr":
-        tile = load_block_rows(source, start, rows, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED)
+    elif LOAD == "block_ptr" and (PAGE_SIZE == 0 or PAGE_LOOP == "per_page"):
+        base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
+                                   PAGE_LOOP)  # fmt: skip
+        tile = load_block_rows(base, end - start, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED)
     else:
+        base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
+                                   PAGE_LOOP)  # fmt: skip
         r = tl.arange(0, BLOCK_ROWS)
         c = tl.arange(0, BLOCK_COLS)
-        # The distance to the tile can pass 2^31 elements, the distances inside it do not: one 64-bit scalar.
-        pointers = source + start.to(tl.int64) * stride_row + r[:, None] * stride_row + c[None, :] * stride_col
+        pointers = base + offsets[:, None] + c[None, :] * stride_col
         if BOUNDED and COLS != BLOCK_COLS:
-            tile = tl.load(pointers, mask=(start + r < rows)[:, None] & (c < COLS)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=(start + r < end)[:, None] & (c < COLS)[None, :], other=0.0)
         elif BOUNDED:
-            tile = tl.load(pointers, mask=(start + r < rows)[:, None], other=0.0)
+            tile = tl.load(pointers, mask=(start + r < end)[:, None], other=0.0)
         elif COLS != BLOCK_COLS:
             tile = tl.load(pointers, mask=(c < COLS)[None, :], other=0.0)
         else:
@@ -92,30 +122,48 @@ def load_rows(source, start, rows, stride_row, stride_col,
 
 
 @triton.jit
-def load_columns(source, start, rows, stride_row, stride_col,
+def load_columns(source, table, start, end, pages, stride_page, stride_row, stride_col,
                  COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
-                 LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr):  # fmt: skip
+                 LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                 PAGE_LOOP: tl.constexpr):  # fmt: skip
     """The tile of load_rows as its transpose [BLOCK_COLS, BLOCK_ROWS]: what Q·Kᵀ takes on the right."""
     if K_TILE == "row" or LOAD == "descriptor":
-        tile = tl.trans(
-            load_rows(source, start, rows, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD)
-        )
-    elif LOAD == "block_ptr":
+        tile = tl.trans(load_rows(source, table, start, end, pages, stride_page, stride_row, stride_col, COLS,
+                                  BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP))  # fmt: skip
+    elif LOAD == "block_ptr" and (PAGE_SIZE == 0 or PAGE_LOOP == "per_page"):
+        base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
+                                   PAGE_LOOP)  # fmt: skip
         tile = load_block_columns(
-            source, start, rows, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, BLOCK_ORDER
+            base, end - start, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, BLOCK_ORDER
         )
     else:
+        base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
+                                   PAGE_LOOP)  # fmt: skip
         r = tl.arange(0, BLOCK_ROWS)
         c = tl.arange(0, BLOCK_COLS)
-        pointers = source + start.to(tl.int64) * stride_row + c[:, None] * stride_col + r[None, :] * stride_row
+        pointers = base + c[:, None] * stride_col + offsets[None, :]
         if BOUNDED and COLS != BLOCK_COLS:
-            tile = tl.load(pointers, mask=(c < COLS)[:, None] & (start + r < rows)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=(c < COLS)[:, None] & (start + r < end)[None, :], other=0.0)
         elif BOUNDED:
-            tile = tl.load(pointers, mask=(start + r < rows)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=(start + r < end)[None, :], other=0.0)
         elif COLS != BLOCK_COLS:
             tile = tl.load(pointers, mask=(c < COLS)[:, None], other=0.0)
         else:
             tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_query_rows(pointers, valid, stride_col,
+                    COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, NEGATED: tl.constexpr):  # fmt: skip
+    """Query tile [BLOCK_M, BLOCK_COLS] whose row i starts at pointers[i]; invalid rows are 0.
+
+    NEGATED carries the sign of a negative scale.
+    """
+    c = tl.arange(0, BLOCK_COLS)
+    tile = tl.load(pointers[:, None] + c[None, :] * stride_col, mask=valid[:, None] & (c < COLS)[None, :], other=0.0)
+    if NEGATED:
+        tile = -tile
     return tile
 
 
@@ -130,17 +178,86 @@ def lowest(MASK_VALUE: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, start, row_end, row_max, row_sum, scale,
-                 BLOCK_N: tl.constexpr, MASKED: tl.constexpr, EXP: tl.constexpr, MASK_VALUE: tl.constexpr):  # fmt: skip
+def first_state(sinks, heads, counted, BLOCK_M: tl.constexpr, EXP: tl.constexpr, MASK_VALUE: tl.constexpr):
+    """Row maxima and sums before any key. A sink is a score without a value: it is there from the start, once.
+
+    sinks    (Hq,) or None        heads   head of each row [BLOCK_M], or one for all
+    counted  whether this program counts the sink: of the programs that share a row's keys, one does
+    """
+    row_max = tl.full([BLOCK_M], lowest(MASK_VALUE), tl.float32)
+    row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
+    if sinks is not None:
+        sink = softmax_scale(tl.load(sinks + heads).to(tl.float32), EXP)
+        row_max = tl.where(counted, sink, row_max)
+        row_sum += tl.where(counted, 1.0, 0.0)
+    return row_max, row_sum
+
+
+@triton.jit
+def capped(x, softcap):
+    """softcap·tanh(x / softcap), by what every backend has. Below 1/4 a series to x⁹ (relative error 1e-8)."""
+    t = x / softcap
+    size = tl.abs(t)
+    decay = tl.exp(-2.0 * size)
+    far = (1.0 - decay) / (1.0 + decay)
+    # tanh x = x − x³/3 + 2x⁵/15 − 17x⁷/315 + 62x⁹/2835: near 0 the quotient above loses what cancels in 1 − decay.
+    s = t * t
+    near = size * (1.0 + s * (-1.0 / 3.0 + s * (2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0)))))
+    magnitude = tl.where(size < 0.25, near, far)
+    return softcap * tl.where(t < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
+                 EXP: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """Raw products [BLOCK_M, BLOCK_N] as scores in the base of `exponential`, with every additive feature.
+
+    In the order of the field: scaled, capped, minus slope·|distance|, plus bias. What is not asked for is None.
+    """
+    if SOFTCAP or (slopes is not None or bias_rows is not None):
+        x = scores * scale
+        if SOFTCAP:
+            x = capped(x, softcap)
+        if slopes is not None:
+            distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
+            x = x - slopes[:, None] * distance
+        if bias_rows is not None:
+            there = row_valid[:, None] & (keys < end)[None, :]
+            bias = tl.load(bias_rows[:, None] + keys[None, :] * bias_stride, mask=there, other=0.0).to(tl.float32)
+            # -inf masks, whatever the key holds.
+            x = tl.where(bias == float("-inf"), float("-inf"), x + bias)
+        x = softmax_scale(x, EXP)
+    else:
+        x = scores * softmax_scale(scale, EXP)
+    return x
+
+
+@triton.jit
+def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
+                 bias_rows, bias_stride, mask_rows, mask_stride, row_valid,
+                 BLOCK_N: tl.constexpr, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                 EXP: tl.constexpr, MASK_VALUE: tl.constexpr):  # fmt: skip
     """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
-    When MASKED, row i attends the keys before row_end[i]. Returns the probabilities against the new maximum, the
-    factor for everything summed before, the new maximum, and the new sum.
+    When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on. Returns the
+    probabilities against the new maximum, the factor for everything summed before, the new maximum, and the new sum.
     """
-    if MASKED:
-        keep = (start + tl.arange(0, BLOCK_N))[None, :] < row_end[:, None]
+    keys = start + tl.arange(0, BLOCK_N)
+    if LIMITED or (mask_rows is not None or bias_rows is not None):
         # Scaled before it is masked: a finite mask value must stay what it is, for row_max - base to be exactly 0.
-        scaled = tl.where(keep, scores * scale, lowest(MASK_VALUE))
+        scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
+                              EXP, SOFTCAP)  # fmt: skip
+        if LIMITED:
+            keep = keys[None, :] < row_end[:, None]
+        else:
+            keep = keys[None, :] < end
+        if LIMITED and WINDOW:
+            keep = keep & (keys[None, :] >= row_start[:, None])
+        if mask_rows is not None:
+            there = row_valid[:, None] & (keys < end)[None, :]
+            attend = tl.load(mask_rows[:, None] + keys[None, :] * mask_stride, mask=there, other=0)
+            keep = keep & (attend.to(tl.int32) != 0)
+        scaled = tl.where(keep, scaled, lowest(MASK_VALUE))
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
         if MASK_VALUE == "finite":
             base = new_max
@@ -149,35 +266,21 @@ def softmax_step(scores, start, row_end, row_max, row_sum, scale,
             # A row that has seen no key yet: -inf minus -inf would be NaN.
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = exponential(scaled - base[:, None], EXP)
+    elif SOFTCAP or slopes is not None:
+        scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
+                              EXP, SOFTCAP)  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(scaled, 1))
+        base = new_max
+        p = exponential(scaled - base[:, None], EXP)
     else:
         # No score is masked, so the scale can go after the maximum and into the exponential's subtraction. The
         # launcher makes it non-negative.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        factor = softmax_scale(scale, EXP)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         base = new_max
-        p = exponential(scores * scale - base[:, None], EXP)
+        p = exponential(scores * factor - base[:, None], EXP)
     correction = exponential(row_max - base, EXP)
     return p, correction, new_max, row_sum * correction + tl.sum(p, 1)
-
-
-@triton.jit
-def key_scores(q_tile, k_rows, start, end, stride_row, stride_col,
-               HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
-               LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr,
-               DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on."""
-    k_tile = load_columns(
-        k_rows, start, end, stride_row, stride_col, HEAD_DIM, BLOCK_N, BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER
-    )
-    return tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
-
-
-@triton.jit
-def add_values(acc, correction, p, v_rows, start, end, stride_row, stride_col,
-               HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
-               LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on."""
-    v_tile = load_rows(v_rows, start, end, stride_row, stride_col, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BOUNDED, LOAD)
-    return tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
 
 
 @triton.jit
@@ -195,3 +298,35 @@ def sequence_bounds(length, leftpad, batch, capacity):
         # Clamped before it is added: a wild length must not wrap around.
         end = first + tl.minimum(tl.maximum(tl.load(length + batch), 0), capacity - first)
     return first, end
+
+
+@triton.jit
+def packed_bounds(cu_seqlens, batch, batches, total):
+    """First row and end row of one sequence of packed rows, clamped. Sequence `batches` is what follows the last."""
+    first = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch), 0), total)
+    end = tl.load(cu_seqlens + tl.minimum(batch + 1, batches))
+    end = tl.minimum(tl.maximum(tl.where(batch == batches, total, end), first), total)
+    return first, end
+
+
+@triton.jit
+def packed_tile(cu_seqlens, tile, batches, total, per_row,
+                BLOCK_M: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+    """Which sequence a tile of packed rows belongs to, and its number among that sequence's tiles.
+
+    Sequence b's tiles begin at tile cu_seqlens[b]·per_row // BLOCK_M + b, which leaves room for a ragged last tile of
+    each before it; so the number of launched tiles needs no lengths. The sequence is found by counting beginnings.
+    Rows after the last sequence are sequence number `batches`, so that they are written too.
+
+    per_row  tile rows that one packed row takes (the query heads that share a key/value head)
+    """
+    sequence = batches - batches - 1
+    for chunk in range(tl.cdiv(batches + 1, SEARCH)):
+        b = chunk * SEARCH + tl.arange(0, SEARCH)
+        first = tl.load(cu_seqlens + b, mask=b <= batches, other=0)
+        first = tl.minimum(tl.maximum(first, 0), total)
+        begins = first.to(tl.int64) * per_row // BLOCK_M + b <= tile
+        sequence += tl.sum((begins & (b <= batches)).to(tl.int32), 0)
+    sequence = tl.maximum(sequence, 0)
+    first = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), total)
+    return sequence, tile - ((first.to(tl.int64) * per_row // BLOCK_M).to(tl.int32) + sequence)

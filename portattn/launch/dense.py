@@ -1,38 +1,40 @@
-"""The launch of dense_forward."""
+"""The launch of dense_forward, for dense and for packed tensors."""
 
 from __future__ import annotations
 
 import torch
 
 from portattn.call import Call
-from portattn.core import CORES, ceil_div
+from portattn.core import CORES, ceil_div, packed_tiles
+from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planner import Plan
 
 MODULE = "portattn.kernels.dense"
-UNSPECIALISED = frozenset({"heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles"})
+UNSPECIALISED = frozenset({"heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles", "batches", "left", "right"})
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
-    """Launches of one dense forward, with its outputs (B,Hq,Sq,Dv) and LSE (B,Hq,Sq). Nothing else is allocated."""
+    """Launches of one forward, with its outputs (B,Hq,Sq,Dv) and LSE (B,Hq,Sq). Nothing else is allocated."""
     problem, kernel = plan.problem, CORES[plan.problem.op]
     lowering, launch = plan.specialised
     out = call.new_out()
     lse = call.new_lse() if problem.return_lse else None
     tiles = kernel.tiles(problem, launch)
+    row_tiles = packed_tiles(problem, launch, 1) if problem.packed else ceil_div(problem.seq_q, launch.block_m)
     arguments = {
         "q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse,
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
-        "scale": abs(float(call.scale)),
-    }  # fmt: skip
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
-        arguments |= {f"{name}_stride_{axis}": s for axis, s in zip("bhsd", tensor.stride(), strict=True)}
-    arguments |= {f"o_stride_{axis}": s for axis, s in zip("bhs", out.stride(), strict=False)}
-    arguments |= {
-        "heads_q": problem.heads_q, "group": problem.group, "seq_q": problem.seq_q, "seq_k": problem.seq_k,
-        "row_tiles": ceil_div(problem.seq_q, launch.block_m), "tiles": tiles,
+        "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
+        **per_head(call), **per_score(call), **numbers(call),
+        **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
+        **{f"o_stride_{axis}": s for axis, s in zip("bhs", out.stride(), strict=False)},
+        **alibi_stride(call), **strides("bias", call.bias, "bhqk"), **strides("mask", call.mask, "bhqk"),
+        "heads_q": problem.heads_q, "group": problem.group,
+        "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
+        "row_tiles": row_tiles, "tiles": tiles, "batches": problem.batch, **window(problem),
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    return [KernelCall(MODULE, "dense_forward", grid, arguments, constexprs, launch, UNSPECIALISED)], out, lse
+    return [KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launch, UNSPECIALISED)], out, lse

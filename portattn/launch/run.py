@@ -17,13 +17,21 @@ import torch
 from portattn.call import Call
 from portattn.errors import PortattnError
 from portattn.interpreter import mend_bf16
-from portattn.launch import decode, dense
-from portattn.launch.kernelcall import TORCH_DTYPE, KernelCall
+from portattn.launch import decode, dense, sparse
+from portattn.launch.kernelcall import KernelCall
 from portattn.planner import Plan
-from portattn.problem import Problem
 
+# Functions of portattn/kernels/ that are launched.
+KERNELS = ("dense_forward", "decode_split", "sparse_split", "combine")
 Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
-_CALLS: dict[str, Callable[[Plan, Call, int], Launches]] = {"attention": dense.calls, "decode_attention": decode.calls}
+_CALLS: dict[str, Callable[[Plan, Call, int], Launches]] = {
+    "attention": dense.calls,
+    "varlen_attention": dense.calls,
+    "decode_attention": decode.calls,
+    "paged_attention": decode.calls,
+    "mla_attention": decode.calls,
+    "sparse_attention": sparse.calls,
+}
 
 
 def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
@@ -36,34 +44,6 @@ def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
     return _CALLS[plan.problem.op](plan, call, cores)
 
 
-def meta_call(problem: Problem) -> Call:
-    """A call of this problem with tensors that have shape and strides but no data: for planning a compile.
-
-    An unaligned problem gets rows one element longer than they are wide.
-    """
-    dtype, pad = TORCH_DTYPE[problem.dtype], 0 if problem.aligned else 1
-
-    def tensor(heads: int, seq: int, dim: int) -> torch.Tensor:
-        shape = (problem.batch, seq, heads) if problem.layout == "bshd" else (problem.batch, heads, seq)
-        full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
-        return full.transpose(1, 2) if problem.layout == "bshd" else full
-
-    def lengths(given: bool) -> torch.Tensor | None:
-        return torch.empty(problem.batch, dtype=torch.int32, device="meta") if given else None
-
-    return Call(
-        problem=problem,
-        q=tensor(problem.heads_q, problem.seq_q, problem.head_dim),
-        k=tensor(problem.heads_k, problem.seq_k, problem.head_dim),
-        v=tensor(problem.heads_k, problem.seq_k, problem.head_dim_v),
-        scale=-(problem.head_dim**-0.5) if problem.negative_scale else problem.head_dim**-0.5,
-        seqlens_q=lengths(problem.seqlens_q),
-        seqlens_k=lengths(problem.seqlens_k),
-        leftpad_q=lengths(problem.leftpad_q),
-        leftpad_k=lengths(problem.leftpad_k),
-    )
-
-
 def load_kernels(module: str, interpreted: bool) -> ModuleType:
     """Import a kernel module for the device or for the interpreter.
 
@@ -74,8 +54,8 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
         loaded = importlib.import_module(module)
     from triton.runtime.interpreter import InterpretedFunction
 
-    kernels = [getattr(loaded, name) for name in vars(loaded) if name.startswith(("dense_", "decode_"))]
-    is_interpreted = isinstance(kernels[0], InterpretedFunction)
+    kernel = next(getattr(loaded, name) for name in KERNELS if hasattr(loaded, name))
+    is_interpreted = isinstance(kernel, InterpretedFunction)
     if is_interpreted and not interpreted:
         raise PortattnError(
             "TRITON_INTERPRET=1 is set, so kernels cannot run on a device: unset it, and restart Python"
@@ -169,8 +149,9 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
 
 
 def has_rows(plan: Plan) -> bool:
-    """Whether there is anything to launch."""
-    return plan.problem.batch > 0 and plan.problem.seq_q > 0
+    """Whether there is anything to launch. Packed rows are written even where no sequence has them."""
+    batch, rows = plan.problem.query_rows
+    return batch > 0 and rows > 0
 
 
 def device_guard(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,177 @@
+"""attend: the loop over key tiles that every core kernel with matrix products shares.
+
+Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base that EXP names.
+"""
+
+import triton
+import triton.language as tl
+
+from portattn.kernels.tiles import load_columns, load_query_rows, load_rows, softmax_step
+
+
+@triton.jit
+def key_scores(q_tile, q_tail, k_rows, table, start, end, pages, stride_page, stride_row, stride_col,
+               HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+               BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
+               K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr,
+               PAGE_LOOP: tl.constexpr):  # fmt: skip
+    """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on; and when LATENT the key tile, which holds the values.
+
+    The first MAIN columns are one product; with BLOCK_TAIL the columns from MAIN on are another.
+    """
+    if LATENT:
+        rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
+                         BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+        scores = tl.dot(q_tile, tl.trans(rows), input_precision=DOT_PRECISION)
+    else:
+        k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
+                              BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+        scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
+        rows = scores  # never used: a tuple that holds None fails to compile
+    if BLOCK_TAIL != 0:
+        k_tail = load_columns(k_rows + MAIN * stride_col, table, start, end, pages, stride_page, stride_row,
+                              stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
+                              PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+        scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+    return scores, rows
+
+
+@triton.jit
+def add_values(acc, correction, p, v_rows, k_tile, table, start, end, pages, stride_page, stride_row, stride_col,
+               HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
+               LATENT: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
+               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
+    """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
+
+    UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN.
+    """
+    if LATENT:
+        v_tile = k_tile
+    else:
+        v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V, BLOCK_N,
+                           BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+    if UNUSED_ZERO:
+        v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
+    return tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def attend(
+    acc, row_max, row_sum,
+    q_pointers, q_tail_pointers, row_valid, q_stride_d, q_tail_stride_d,
+    k_rows, v_rows, table, pages,
+    k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
+    origin, first_step, full_begin, full_end, last_step, end,
+    row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
+    MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
+    PIPELINE: tl.constexpr,
+):  # fmt: skip
+    """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
+
+    Tiles [full_begin, full_end) are attended whole by every row; the others are masked: row i attends the keys
+    before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end` is read. Features that are not
+    asked for are None. Returns acc, row_max and row_sum.
+    """
+    MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
+    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
+    if BLOCK_TAIL != 0:
+        q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED)
+    else:
+        q_tail = None
+    # Two passes: key tiles that every row attends whole, then those at the edges.
+    for edge in tl.static_range(2):
+        if edge == 0:
+            count = full_end - full_begin
+        else:
+            count = full_begin - first_step + last_step - full_end
+        if PIPELINE == "rotated" and edge == 0:
+            if count > 0:
+                start = origin + full_begin * BLOCK_N
+                scores, k_tile = key_scores(
+                    q_tile, q_tail, k_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d, HEAD_DIM,
+                    MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
+                    PAGE_SIZE, PAGE_LOOP,
+                )  # fmt: skip
+                for i in range(count - 1):
+                    start = origin + (full_begin + i) * BLOCK_N
+                    p, correction, row_max, row_sum = softmax_step(
+                        scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
+                        bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
+                        EXP, MASK_VALUE,
+                    )  # fmt: skip
+                    # Before P·V, so that the next softmax need not wait for it.
+                    scores, k_tile = key_scores(
+                        q_tile, q_tail, k_rows, table, start + BLOCK_N, end, pages, k_stride_p, k_stride_s, k_stride_d,
+                        HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER,
+                        DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                    )  # fmt: skip
+                    acc = add_values(
+                        acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s,
+                        v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, False, MASKS, LOAD, DOT_PRECISION,
+                        PAGE_SIZE, PAGE_LOOP,
+                    )  # fmt: skip
+                start = origin + (full_end - 1) * BLOCK_N
+                p, correction, row_max, row_sum = softmax_step(
+                    scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
+                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP, EXP,
+                    MASK_VALUE,
+                )  # fmt: skip
+                acc = add_values(
+                    acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
+                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, False, MASKS, LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                )  # fmt: skip
+        else:
+            for i in range(count):
+                if edge == 0:
+                    start = origin + (full_begin + i) * BLOCK_N
+                elif WINDOW:
+                    # The edge before the full tiles, then the one after them.
+                    skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                    start = origin + (first_step + i + skipped) * BLOCK_N
+                else:
+                    start = origin + (full_end + i) * BLOCK_N
+                if Q_OPERAND == "reload":
+                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
+                    if BLOCK_TAIL != 0:
+                        q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN,
+                                                 BLOCK_TAIL, NEGATED)  # fmt: skip
+                scores, k_tile = key_scores(
+                    q_tile, q_tail, k_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d, HEAD_DIM,
+                    MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
+                    PAGE_SIZE, PAGE_LOOP,
+                )  # fmt: skip
+                p, correction, row_max, row_sum = softmax_step(
+                    scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
+                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
+                    EXP, MASK_VALUE,
+                )  # fmt: skip
+                acc = add_values(
+                    acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
+                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (WINDOW and edge == 1), LOAD,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def key_steps(near, far, low_near, low_far, origin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Which key tiles some row attends, [first, last), and which every row attends whole, [full_begin, full_end).
+
+    near, far          end of the keys of the row that sees least far, and of the one that sees furthest
+    low_near, low_far  with WINDOW: first key of the row whose window begins first, and of the one whose begins last
+    """
+    last = tl.maximum(far - origin + BLOCK_N - 1, 0) // BLOCK_N
+    full_end = tl.maximum(tl.minimum(near, far) - origin, 0) // BLOCK_N
+    if WINDOW:
+        first = tl.minimum(tl.maximum(low_near - origin, 0) // BLOCK_N, last)
+        full_begin = tl.minimum(tl.maximum(low_far - origin + BLOCK_N - 1, 0) // BLOCK_N, last)
+        full_begin = tl.maximum(full_begin, first)
+        full_end = tl.minimum(tl.maximum(full_end, full_begin), last)
+    else:
+        first = last - last
+        full_begin = last - last
+    return first, full_begin, full_end, last

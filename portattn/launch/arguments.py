@@ -1,0 +1,41 @@
+"""Arguments that several kernels take under the same names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.call import Call
+from portattn.problem import UNLIMITED, Problem
+
+
+def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
+    """`name_stride_axis` of each axis; 0 for a tensor that is absent, where nothing is read."""
+    given = (0,) * len(axes) if tensor is None else tensor.stride()
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
+
+
+def window(problem: Problem) -> dict[str, int]:
+    """Keys that a row sees before (`left`) and after (`right`) its own position, as far as they are limited."""
+    return {
+        "left": 0 if problem.window_left == UNLIMITED else problem.window_left,
+        "right": 0 if problem.window_right == UNLIMITED else problem.window_right,
+    }
+
+
+def numbers(call: Call) -> dict[str, float]:
+    """The factor on the scores without its sign, which NEGATED carries, and the cap."""
+    return {"scale": abs(float(call.scale)), "softcap": float(call.softcap)}
+
+
+def per_head(call: Call) -> dict[str, Any]:
+    return {"alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
+
+
+def per_score(call: Call) -> dict[str, Any]:
+    return {"bias": call.bias, "mask": call.mask}
+
+
+def alibi_stride(call: Call) -> dict[str, int]:
+    return {"alibi_stride_b": 0 if call.alibi_slopes is None else call.alibi_slopes.stride(0)}

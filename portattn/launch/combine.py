@@ -1,0 +1,77 @@
+"""Outputs of a kernel that splits keys over programs, and the launch that merges their partial results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from portattn.call import Call
+from portattn.core import MIN_DOT, next_power_of_two
+from portattn.launch.kernelcall import KernelCall
+from portattn.lowering import Launch
+from portattn.planner import Plan
+
+MODULE = "portattn.kernels.combine"
+UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})
+CHUNK = 16  # partial rows that the merging kernel holds at a time: 16 × 256 fp32 is 32 registers a thread
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Where a splitting kernel writes.
+
+    out, lse                 the call's results, (B,Hq,Sq,Dv) and (B,Hq,Sq) or None
+    partial, partial_lse     what the kernel fills: float32 (splits,B,Hq,Sq,Dv) and (splits,B,Hq,Sq), or the results
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    partial: torch.Tensor
+    partial_lse: torch.Tensor | None
+
+    @classmethod
+    def of(cls, plan: Plan, call: Call) -> Outputs:
+        """Uninitialised outputs; beyond the results a split allocates splits·B·Hq·Sq·(Dv + 1) float32."""
+        problem = plan.problem
+        splits = plan.specialised[1].splits
+        out = call.new_out()
+        lse = call.new_lse() if problem.return_lse else None
+        if splits == 1:
+            return cls(out, lse, out, lse)
+        batch, rows = problem.query_rows
+        shape = (splits, batch, problem.heads_q, rows)
+        partial = call.empty(*shape, problem.head_dim_v, dtype=torch.float32)
+        return cls(out, lse, partial, call.empty(*shape, dtype=torch.float32))
+
+    def strides(self, axes: str) -> dict[str, int]:
+        """`o_stride_*` of what the kernel fills; `p` is the distance between two splits."""
+        given = self.partial.stride() if self.partial is not self.out else (0, *self.out.stride())
+        return {f"o_stride_{axis}": stride for axis, stride in zip("pbhs", given, strict=False) if axis in axes}
+
+
+def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
+    """The merging launch; none where keys are not split."""
+    problem = plan.problem
+    lowering, launch = plan.specialised
+    if launch.splits == 1:
+        return []
+    batch, seq = problem.query_rows
+    rows = batch * problem.heads_q * seq
+    arguments = {
+        "partial": outputs.partial, "partial_lse": outputs.partial_lse, "out": outputs.out, "lse": outputs.lse,
+        **{f"o_stride_{axis}": s for axis, s in zip("bhs", outputs.out.stride(), strict=False)},
+        "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
+    }  # fmt: skip
+    constexprs = {
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_DV": max(next_power_of_two(problem.head_dim_v), MIN_DOT),
+        "BLOCK_SPLITS": next_power_of_two(launch.splits),
+        "CHUNK": min(CHUNK, next_power_of_two(launch.splits)),
+        "GRID": lowering.grid,
+    }
+    grid = (min(rows, cores) if lowering.grid == "persistent" else rows,)
+    # A row of partials is a few KiB: four warps read it, nothing is pipelined.
+    few = msgspec.structs.replace(Launch(), num_warps=4, num_stages=1)
+    return [KernelCall(MODULE, "combine", grid, arguments, constexprs, few, UNSPECIALISED)]

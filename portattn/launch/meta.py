@@ -1,0 +1,66 @@
+"""meta_call: a call that has shapes and strides but no data, for planning a compile."""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.call import Call
+from portattn.launch.kernelcall import TORCH_DTYPE
+from portattn.problem import Problem
+
+PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
+CAP = 50.0
+
+
+def meta_call(problem: Problem) -> Call:
+    """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide."""
+    p = problem
+    dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
+    batch_q, rows_q = p.query_rows
+    queries_first = p.layout == "bshd" or p.packed
+
+    def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool) -> torch.Tensor:
+        shape = (batch, seq, heads) if heads_last else (batch, heads, seq)
+        full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
+        return full.transpose(1, 2) if heads_last else full
+
+    def keys(dim: int) -> torch.Tensor:
+        if p.page_size:
+            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd")
+        if p.total_k is not None:
+            return view(1, p.heads_k, p.total_k, dim, True)
+        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd")
+
+    def integers(given: bool, *shape: int) -> torch.Tensor | None:
+        return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
+
+    def floats(given: bool, *shape: int) -> torch.Tensor | None:
+        return torch.empty(shape, dtype=torch.float32, device="meta") if given else None
+
+    k, latent = keys(p.head_dim), p.op == "mla_attention"
+    scores = (p.batch, p.heads_q, p.seq_q, p.seq_k)
+    return Call(
+        problem=p,
+        q=view(batch_q, p.heads_q, rows_q, p.head_dim_v if latent else p.head_dim, queries_first),
+        q_rope=view(batch_q, p.heads_q, rows_q, p.head_dim - p.head_dim_v, queries_first) if latent else None,
+        k=k,
+        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v),
+        scale=-(p.head_dim**-0.5) if p.negative_scale else p.head_dim**-0.5,
+        softcap=CAP if p.softcap else 0.0,
+        seqlens_q=integers(p.seqlens_q, p.batch),
+        seqlens_k=integers(p.seqlens_k, p.batch),
+        leftpad_q=integers(p.leftpad_q, p.batch),
+        leftpad_k=integers(p.leftpad_k, p.batch),
+        cu_seqlens_q=integers(p.packed, p.batch + 1),
+        cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
+        page_table=integers(p.page_size > 0, p.batch, p.seq_k // p.page_size if p.page_size else 0),
+        indices=integers(p.op == "sparse_attention", p.batch, p.heads_q, p.tokens),
+        counts=integers(p.op == "sparse_attention", p.batch, p.heads_q),
+        log_weights=floats(p.log_weights, p.batch, p.heads_q, p.tokens),
+        magicpig_bits=integers(p.magicpig, p.heads_q),
+        magicpig_tables=integers(p.magicpig, p.heads_q),
+        alibi_slopes=floats(p.alibi_slopes, p.batch, p.heads_q),
+        sinks=floats(p.sinks, p.heads_q),
+        bias=torch.empty(scores, dtype=dtype, device="meta") if p.bias else None,
+        mask=torch.empty(scores, dtype=torch.bool, device="meta") if p.mask else None,
+    )

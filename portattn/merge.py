@@ -1,0 +1,63 @@
+"""merge_states: partial results of one set of queries, merged as if all keys had been attended at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from portattn.errors import ArgumentError
+
+OP = "merge_states"
+
+
+def merge_states(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over parts of the keys into attention over all of them: exact, in any order.
+
+    outs  N partial results, each (..., Sq, Dv) (B, Hq, Sq, Dv), or one tensor with N as its first axis
+    lses  their log-sum-exps, natural logarithm, float32: each outs' shape without the last axis
+
+    Returns (out in outs' dtype, lse float32). Parts are added one after the other in float32, so memory beyond the
+    results is one part's. Weights are exp(lseᵢ − max lse); a part that attended nothing (−inf) has none, whatever its
+    out holds, and a row that no part attended gives 0 and −inf. With sinks, let one part alone have them. Runs as
+    torch operations on any device, and is differentiable.
+
+    For packed results, out (Tq, Hq, Dv) and LSE (Hq, Tq), pass out.transpose(0, 1). Raises ArgumentError.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ArgumentError(OP, "outs and lses", (len(outs), len(lses)), "must be as many, and at least one")
+    first = outs[0]
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        for name, tensor in (("outs", out), ("lses", lse)):
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(OP, f"{name}[{index}]", type(tensor).__name__, "must be a torch.Tensor")
+        if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
+            given = (tuple(out.shape), out.dtype, str(out.device))
+            limit = f"must be as outs[0], {(tuple(first.shape), first.dtype, str(first.device))}"
+            raise ArgumentError(OP, f"outs[{index}]", given, limit)
+        if not out.is_floating_point():
+            raise ArgumentError(OP, f"outs[{index}].dtype", out.dtype, "must be floating-point")
+        if lse.dtype != torch.float32 or lse.shape != first.shape[:-1] or lse.device != first.device:
+            given = (tuple(lse.shape), lse.dtype, str(lse.device))
+            raise ArgumentError(
+                OP, f"lses[{index}]", given, f"must be float32 {tuple(first.shape[:-1])} beside its out"
+            )
+    largest = lses[0]
+    for lse in lses[1:]:
+        largest = torch.maximum(largest, lse)
+    # Any base gives the same result; a constant one keeps gradients simple. −inf minus −inf would be NaN.
+    base = torch.where(torch.isneginf(largest), 0.0, largest).detach()
+    total = torch.zeros_like(base)
+    acc = torch.zeros(first.shape, dtype=torch.float32, device=first.device)
+    for out, lse in zip(outs, lses, strict=True):
+        weight = torch.exp(lse - base)
+        nothing = torch.isneginf(lse)[..., None]
+        acc = acc + out.float().masked_fill(nothing, 0.0) * weight[..., None]
+        total = total + weight
+    empty = total == 0.0
+    merged = acc / torch.where(empty, 1.0, total)[..., None]
+    lse = torch.where(empty, float("-inf"), base + torch.log(torch.where(empty, 1.0, total)))
+    return merged.masked_fill(empty[..., None], 0.0).to(first.dtype), lse

@@ -1,0 +1,112 @@
+"""Request: one call of a public operation before validation, and how it is carried out, planned or prepared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from portattn import dispatch, fastpath
+from portattn.call import Call
+from portattn.config import Settings, current
+from portattn.errors import ArgumentError
+from portattn.planned import Plan
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Request:
+    """What the caller gave.
+
+    tensors  by the names that they have in kernels' arguments; None for those that are not given
+    values   everything else that decides the plan
+    build    validates and makes the Call
+    """
+
+    op: str
+    settings: Settings
+    tensors: dict[str, Any]
+    values: tuple[Any, ...]
+    build: Callable[[], Call]
+    return_lse: bool
+
+    def key(self) -> Hashable | None:
+        """The key under which the call is kept; None for what is never kept, or not even made of tensors."""
+        q = self.tensors["q"]
+        if not isinstance(q, torch.Tensor) or q.device.type == "cpu":
+            return None
+        if not all(t is None or isinstance(t, torch.Tensor) for t in self.tensors.values()):
+            return None
+        return fastpath.key_of(self.op, self.tensors, self.values)
+
+
+_collected: ContextVar[list[Request] | None] = ContextVar("portattn_collected", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[list[Request]]:
+    """Inside the block, public operations are not performed; yields the list that their requests are added to."""
+    requests: list[Request] = []
+    token = _collected.set(requests)
+    try:
+        yield requests
+    finally:
+        _collected.reset(token)
+
+
+def perform(request: Request) -> Result:
+    """Carry a request out: out in the caller's layout, with the LSE where it is asked for."""
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(request)
+        return None  # type: ignore[return-value]  # the collector never looks at it
+    key = request.key()
+    if key is not None:
+        kept = dispatch.repeat(key, request.settings, request.tensors)
+        if kept is not None:
+            return kept if request.return_lse else kept[0]  # type: ignore[return-value]
+    call = request.build()
+    out, lse = dispatch.run(call, request.settings, key)
+    return finished(call, out, lse)
+
+
+def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
+    """Results as (B, Hq, Sq, Dv) and (B, Hq, Sq) in the layout that the caller uses."""
+    problem = call.problem
+    if problem.packed:
+        out = out[0].transpose(0, 1)
+        lse = None if lse is None else lse[0]
+    elif problem.layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if lse is not None and problem.return_lse else out
+
+
+def plan_request(request: Request) -> Plan:
+    """How a request would run, without running it."""
+    return dispatch.plan_call(request.build(), request.settings)
+
+
+def settings_for(op: str, backend: Any, validate: Any) -> Settings:
+    """The settings in force, with a call's own path and its own word on reading values back."""
+    settings = current()
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(op, "backend", backend, "must be the name of a path, or None")
+    if validate is not None and not isinstance(validate, bool):
+        raise ArgumentError(op, "validate", validate, "must be True, False, or None for the setting")
+    if validate is None and (backend is None or backend == settings.backend):
+        return settings
+    return _changed(settings, settings.backend if backend is None else backend, validate)
+
+
+@functools.lru_cache(maxsize=64)
+def _changed(settings: Settings, backend: str, validate: bool | None) -> Settings:
+    """Built once, not at every call."""
+    reading = settings.validate if validate is None else "always" if validate else "never"
+    return msgspec.structs.replace(settings, backend=backend, validate=reading)

@@ -1,0 +1,136 @@
+"""What one tensor or one number must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from portattn.core import next_power_of_two
+from portattn.errors import ArgumentError
+from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
+from portattn.problem import MAX_HEAD_DIM, MAX_SPLITS
+
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
+FLOAT32_MAX = torch.finfo(torch.float32).max
+WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
+
+
+def check_tensor(op: str, name: str, tensor: Any, axes: tuple[str, ...]) -> None:
+    """A floating-point tensor with these axes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+    if tensor.ndim != len(axes):
+        raise ArgumentError(op, f"{name}.ndim", tensor.ndim, f"must be {len(axes)}: ({', '.join(axes)})")
+    if tensor.dtype not in DTYPES:
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(op, f"{name}.layout", tensor.layout, "must be torch.strided")
+
+
+def check_like(op: str, name: str, tensor: torch.Tensor, whose: str, like: torch.Tensor) -> None:
+    """Dtype and device of another tensor."""
+    if tensor.dtype != like.dtype:
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be {whose}'s, {like.dtype}")
+    if tensor.device != like.device:
+        raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be {whose}'s, {like.device}")
+
+
+def check_equal(op: str, what: str, value: int, whose: str, limit: int) -> None:
+    if value != limit:
+        raise ArgumentError(op, what, value, f"must be {whose}, {limit}")
+
+
+def check_width(op: str, name: str, width: int) -> None:
+    if not 1 <= width <= MAX_HEAD_DIM:
+        raise ArgumentError(op, f"{name}'s head_dim", width, f"must be in 1..{MAX_HEAD_DIM}")
+
+
+def check_number(op: str, name: str, value: Any) -> float:
+    # Kernels take it as a float32. The comparison is false for NaN too, and defined for an integer of any size.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= FLOAT32_MAX:
+        raise ArgumentError(op, name, value, f"must be a finite number, in float32's range of ±{FLOAT32_MAX:.4g}")
+    return float(value)
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(op, name, value, "must be True or False")
+
+
+def check_causal(op: str, causal: Any) -> str:
+    """Alignment of a causal mask: none, bottom_right or top_left."""
+    if not isinstance(causal, (bool, int, str)) or causal not in (True, False, "top_left", "bottom_right"):
+        raise ArgumentError(op, "causal", causal, "must be True (bottom_right), False, 'bottom_right' or 'top_left'")
+    return causal if isinstance(causal, str) else "bottom_right" if causal else "none"
+
+
+def check_splits(op: str, num_splits: Any) -> int:
+    """Programs that share a row's keys; 0 where the caller leaves it to planning."""
+    if num_splits is None:
+        return 0
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MAX_SPLITS:
+        raise ArgumentError(op, "num_splits", num_splits, f"must be None or an integer in 1..{MAX_SPLITS}")
+    return num_splits
+
+
+def check_size(op: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= INT32_MAX:
+        raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}")
+    return value
+
+
+def check_int32(
+    op: str, name: str, tensor: Any, shape: tuple[int, ...], axes: str, device: torch.device, contiguous: bool = True
+) -> None:
+    """An int32 tensor of this shape on q's device; `axes` is the shape in words."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(op, name, type(tensor).__name__, f"must be an int32 torch.Tensor of shape {axes}")
+    if tensor.dtype != torch.int32:
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, "must be torch.int32")
+    if tuple(tensor.shape) != shape:
+        raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {axes}, {shape}")
+    check_place(op, name, tensor, device, contiguous)
+
+
+def check_place(op: str, name: str, tensor: torch.Tensor, device: torch.device, contiguous: bool) -> None:
+    """q's device; contiguous, or at least along the last axis."""
+    if tensor.device != device:
+        raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be q's, {device}")
+    if contiguous and not tensor.is_contiguous():
+        raise ArgumentError(op, f"{name}.stride()", tensor.stride(), "must be contiguous")
+    if not contiguous and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ArgumentError(op, f"{name}.stride(-1)", tensor.stride(-1), "must be 1: its last axis is contiguous")
+
+
+def aligned(tensor: torch.Tensor) -> bool:
+    """Contiguous rows, and a base and outer strides that are multiples of 16 bytes."""
+    size = tensor.element_size()
+    # The row stride counts even for one row: a descriptor is encoded with it.
+    outer = [tensor.stride(axis) for axis in range(3) if tensor.shape[axis] > 1 or axis == 2]
+    return (
+        (tensor.stride(3) == 1 or tensor.shape[3] == 1)
+        and (tensor.is_meta or tensor.data_ptr() % POINTER_ALIGNMENT == 0)
+        and all(stride * size % POINTER_ALIGNMENT == 0 for stride in outer)
+    )
+
+
+def reachable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy where a tile spans more elements than 32-bit offsets reach."""
+    columns = next_power_of_two(tensor.shape[3])
+    spanned = tensor.stride(2) * WIDEST_TILE + tensor.stride(3) * columns
+    return tensor.contiguous() if spanned > INT32_MAX else tensor
+
+
+def is_large(*tensors: torch.Tensor) -> bool:
+    """Whether 32-bit byte offsets do not reach all of one of them."""
+    return max(map(spans, tensors)) >= TWO_GIB
+
+
+def wants_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd will ask for gradients, or forward-mode differentiation is under way."""
+    some = [t for t in tensors if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in some):
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in some)

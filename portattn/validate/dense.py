@@ -1,0 +1,142 @@
+"""Calls over contiguous keys: attention and decode_attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.errors import ArgumentError
+from portattn.problem import Problem
+from portattn.validate import values
+from portattn.validate.checks import (
+    DTYPES,
+    aligned,
+    check_causal,
+    check_equal,
+    check_flag,
+    check_int32,
+    check_like,
+    check_number,
+    check_splits,
+    check_tensor,
+    check_width,
+    is_large,
+    reachable,
+    wants_gradients,
+)
+from portattn.validate.features import Features
+
+AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
+
+
+def check_layout(op: str, layout: Any) -> None:
+    if not isinstance(layout, str) or layout not in AXES:
+        raise ArgumentError(op, "layout", layout, f"must be one of {', '.join(AXES)}")
+
+
+def attention_call(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    names: tuple[str, str, str],
+    settings: Settings,
+    scale: float | None = None,
+    causal: bool | str = False,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    seqlens_q: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    leftpad_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    dropout_p: float = 0.0,
+) -> Call:
+    """Check everything and build the Call; q, k and v become (B, H, S, D) views. Raises ArgumentError."""
+    check_layout(op, layout)
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        check_tensor(op, name, tensor, AXES[layout])
+    q_name, k_name, v_name = names
+    check_like(op, k_name, k, q_name, q)
+    check_like(op, v_name, v, q_name, q)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    batch, heads_q, seq_q, head_dim = q.shape
+    seq_k = k.shape[2]
+    check_equal(op, f"{k_name}'s batch", k.shape[0], f"{q_name}'s", batch)
+    check_equal(op, f"{v_name}'s batch", v.shape[0], f"{q_name}'s", batch)
+    check_equal(op, f"{k_name}'s head_dim", k.shape[3], f"{q_name}'s", head_dim)
+    check_width(op, q_name, head_dim)
+    check_width(op, v_name, v.shape[3])
+    check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
+    check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
+
+    alignment = check_causal(op, causal)
+    scale = check_number(op, "scale", head_dim**-0.5 if scale is None else scale)
+    dropout_p = check_number(op, "dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1)")
+    check_flag(op, "return_lse", return_lse)
+    splits = check_splits(op, num_splits)
+
+    lengths = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
+    for name, length in lengths.items():
+        if length is not None:
+            check_int32(op, name, length, (batch,), "(batch,)", q.device)
+    if values.reads(settings, q.device):
+        values.lengths(op, "q", seqlens_q, leftpad_q, seq_q)
+        values.lengths(op, "k", seqlens_k, leftpad_k, seq_k)
+    features = Features(op, q.device, q.dtype)
+    features.window(window, alignment, seq_q + seq_k)
+    features.softcap(softcap)
+    features.alibi_slopes(alibi_slopes, batch, heads_q)
+    features.sinks(sinks, heads_q)
+    features.bias(bias, (batch, heads_q, seq_q, seq_k))
+    features.mask(mask, (batch, heads_q, seq_q, seq_k))
+
+    given, (q, k, v) = (q, k, v), (reachable(q), reachable(k), reachable(v))
+    problem = Problem(
+        op=op,  # type: ignore[arg-type]
+        batch=batch,
+        heads_q=heads_q,
+        heads_k=k.shape[1],
+        seq_q=seq_q,
+        seq_k=seq_k,
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
+        seqlens_q=seqlens_q is not None,
+        seqlens_k=seqlens_k is not None,
+        leftpad_q=leftpad_q is not None,
+        leftpad_k=leftpad_k is not None,
+        num_splits=splits,
+        return_lse=return_lse,
+        layout=layout,  # type: ignore[arg-type]
+        aligned=aligned(q) and aligned(k) and aligned(v),
+        large=is_large(q, k, v),
+        needs_grad=wants_gradients(q, k, v, sinks, bias, alibi_slopes),
+        dropout=dropout_p > 0.0,
+        negative_scale=scale < 0.0,
+        **features.problem,
+    )
+    return Call(
+        problem=problem,
+        q=q,
+        k=k,
+        v=v,
+        scale=scale,
+        **lengths,
+        dropout_p=dropout_p,
+        copied=features.copied or any(a is not b for a, b in zip((q, k, v), given, strict=True)),
+        **features.call,
+    )

@@ -1,0 +1,114 @@
+"""The features that most ops take: windows, caps, slopes, sinks, biases and masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.errors import ArgumentError
+from portattn.launch.kernelcall import INT32_MAX
+from portattn.problem import UNLIMITED
+from portattn.validate.checks import check_number, check_place
+
+
+class Features:
+    """What a call asks for beyond its shapes, checked. `problem` and `call` are what goes into either.
+
+    copied  one of the tensors is a copy of the caller's
+    """
+
+    def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.op, self.device, self.dtype = op, device, dtype
+        self.problem: dict[str, Any] = {}
+        self.call: dict[str, Any] = {}
+        self.copied = False
+
+    def window(self, window: Any, causal: str, reach: int) -> None:
+        """window (left, right) and the causal mask, in one form: what hides nothing is unlimited, and a right side of 0
+        is causal. `reach` is more than any distance between a query and a key."""
+        left = right = UNLIMITED
+        if window is not None:
+            if not isinstance(window, (tuple, list)) or len(window) != 2:
+                raise ArgumentError(
+                    self.op, "window", window, "must be (left, right), keys before and after the query's own"
+                )
+            left, right = (self._side(name, side) for name, side in zip(("left", "right"), window, strict=True))
+        left, right = (UNLIMITED if side >= reach else side for side in (left, right))
+        if causal == "none" and right == 0:
+            causal = "bottom_right"
+        if causal != "none":
+            right = UNLIMITED
+        self.problem |= {"causal": causal, "window_left": left, "window_right": right}
+
+    def _side(self, name: str, side: Any) -> int:
+        if side is None:
+            return UNLIMITED
+        if isinstance(side, bool) or not isinstance(side, int) or side < UNLIMITED:
+            raise ArgumentError(self.op, f"window's {name}", side, "must be an integer ≥ 0, or None or -1 for no limit")
+        return side
+
+    def softcap(self, softcap: Any) -> None:
+        if softcap is None:
+            return
+        value = check_number(self.op, "softcap", softcap)
+        if value < 0.0:
+            raise ArgumentError(self.op, "softcap", softcap, "must be above 0, or None or 0 for none")
+        self.problem["softcap"], self.call["softcap"] = value > 0.0, value
+
+    def alibi_slopes(self, slopes: Any, batch: int, heads_q: int) -> None:
+        if slopes is None:
+            return
+        self._tensor("alibi_slopes", slopes, (torch.float32,))
+        if tuple(slopes.shape) not in ((heads_q,), (batch, heads_q)):
+            limit = f"must be (heads_q,) or (batch, heads_q), ({heads_q},) or ({batch}, {heads_q})"
+            raise ArgumentError(self.op, "alibi_slopes.shape", tuple(slopes.shape), limit)
+        check_place(self.op, "alibi_slopes", slopes, self.device, contiguous=False)
+        self._add("alibi_slopes", slopes.expand(batch, heads_q))
+
+    def sinks(self, sinks: Any, heads_q: int) -> None:
+        if sinks is None:
+            return
+        self._tensor("sinks", sinks, (torch.float32, self.dtype))
+        if tuple(sinks.shape) != (heads_q,):
+            raise ArgumentError(self.op, "sinks.shape", tuple(sinks.shape), f"must be (heads_q,), ({heads_q},)")
+        check_place(self.op, "sinks", sinks, self.device, contiguous=True)
+        self._add("sinks", sinks)
+
+    def bias(self, bias: Any, shape: tuple[int, int, int, int]) -> None:
+        if bias is not None:
+            self._tensor("bias", bias, (torch.float32, self.dtype))
+            self._add("bias", self._broadcast("bias", bias, shape))
+
+    def mask(self, mask: Any, shape: tuple[int, int, int, int]) -> None:
+        if mask is not None:
+            self._tensor("mask", mask, (torch.bool,))
+            self._add("mask", self._broadcast("mask", mask, shape))
+
+    def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(self.op, name, type(tensor).__name__, "must be a torch.Tensor")
+        if tensor.dtype not in dtypes:
+            limit = f"must be {' or '.join(str(dtype) for dtype in dict.fromkeys(dtypes))}"
+            raise ArgumentError(self.op, f"{name}.dtype", tensor.dtype, limit)
+        if tensor.device != self.device:
+            raise ArgumentError(self.op, f"{name}.device", str(tensor.device), f"must be q's, {self.device}")
+
+    def _broadcast(self, name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+        """The tensor as a (B, Hq, Sq, Sk) view, with strides of 0 where it is broadcast."""
+        given = tuple(tensor.shape)
+        fits = len(given) <= 4 and all(
+            size in (1, limit) for size, limit in zip(reversed(given), reversed(shape), strict=False)
+        )
+        if not fits:
+            raise ArgumentError(
+                self.op, f"{name}.shape", given, f"must broadcast to (batch, heads_q, seq_q, seq_k), {shape}"
+            )
+        view = tensor.expand(shape)
+        if view.stride(3) * shape[3] > INT32_MAX:  # kernels reach keys by 32-bit multiples of their stride
+            self.copied = True
+            return tensor.contiguous().expand(shape)
+        return view
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self.problem[name], self.call[name] = True, tensor

@@ -1,0 +1,115 @@
+"""Calls over a latent cache: mla_attention."""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.errors import ArgumentError
+from portattn.problem import Problem
+from portattn.validate import values
+from portattn.validate.checks import (
+    DTYPES,
+    aligned,
+    check_causal,
+    check_flag,
+    check_like,
+    check_number,
+    check_splits,
+    check_tensor,
+    check_width,
+    is_large,
+    reachable,
+    wants_gradients,
+)
+from portattn.validate.features import Features
+from portattn.validate.paged import Queries, check_table
+
+OP = "mla_attention"
+
+
+def mla_call(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *,
+    settings: Settings,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+) -> Call:
+    """Check everything and build the Call. Raises ArgumentError."""
+    queries = Queries(OP, {"q_nope": q_nope, "q_rope": q_rope}, layout, cu_seqlens_q, max_seqlen_q, settings)
+    check_tensor(OP, "kv_pages", kv_pages, ("pages", "page_size", "rank + rope"))
+    check_like(OP, "kv_pages", kv_pages, "q_nope", q_nope)
+    rank, rope = q_nope.shape[-1], q_rope.shape[-1]
+    if kv_pages.shape[2] != rank + rope:
+        limit = f"must be q_nope's and q_rope's head_dim together, {rank} + {rope}"
+        raise ArgumentError(OP, "kv_pages's head_dim", kv_pages.shape[2], limit)
+    check_width(OP, "kv_pages", rank + rope)
+    for name, width in (("q_nope", rank), ("q_rope", rope)):
+        if width < 1:
+            raise ArgumentError(OP, f"{name}'s head_dim", width, "must be at least 1")
+    page_size = kv_pages.shape[1]
+    if page_size < 1:
+        raise ArgumentError(OP, "kv_pages's page_size", page_size, "must be at least 1")
+    check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device)
+    if seqlens_k is None:
+        raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
+    capacity = page_table.shape[1] * page_size if kv_pages.shape[0] else 0
+    if values.reads(settings, q_nope.device):
+        values.lengths(OP, "k", seqlens_k, None, capacity)
+        values.page_table(OP, page_table, seqlens_k, page_size, kv_pages.shape[0])
+    alignment = check_causal(OP, causal)
+    scale = check_number(OP, "scale", scale)
+    check_flag(OP, "return_lse", return_lse)
+    splits = check_splits(OP, num_splits)
+    features = Features(OP, q_nope.device, q_nope.dtype)
+    queries.features(features, alignment, capacity, window, softcap, alibi_slopes, sinks, bias, mask)
+    given = (*queries.tensors, kv_pages[:, None])
+    views = [reachable(t) for t in given]
+    k = views[2]
+    problem = Problem(
+        op=OP,
+        heads_k=1,
+        seq_k=capacity,
+        head_dim=rank + rope,
+        head_dim_v=rank,
+        dtype=DTYPES[q_nope.dtype],  # type: ignore[arg-type]
+        seqlens_k=True,
+        page_size=page_size,
+        num_splits=splits,
+        return_lse=return_lse,
+        aligned=all(aligned(t) for t in views),
+        large=is_large(*views),
+        needs_grad=wants_gradients(q_nope, q_rope, kv_pages, sinks, bias, alibi_slopes),
+        negative_scale=scale < 0.0,
+        **queries.problem,
+        **features.problem,
+    )
+    return Call(
+        problem=problem,
+        q=views[0],
+        q_rope=views[1],
+        k=k,
+        v=k[..., :rank],
+        scale=scale,
+        seqlens_k=seqlens_k,
+        page_table=page_table,
+        copied=features.copied or any(a is not b for a, b in zip(views, given, strict=True)),
+        **queries.call,
+        **features.call,
+    )

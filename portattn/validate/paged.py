@@ -1,0 +1,220 @@
+"""Calls over a paged cache: paged_attention, and what the other ops that read pages share with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.errors import ArgumentError
+from portattn.problem import Problem
+from portattn.validate import values
+from portattn.validate.checks import (
+    DTYPES,
+    aligned,
+    check_causal,
+    check_equal,
+    check_flag,
+    check_int32,
+    check_like,
+    check_number,
+    check_size,
+    check_splits,
+    check_tensor,
+    check_width,
+    is_large,
+    reachable,
+    wants_gradients,
+)
+from portattn.validate.dense import AXES, check_layout
+from portattn.validate.features import Features
+from portattn.validate.varlen import AXES as PACKED_AXES
+from portattn.validate.varlen import beginnings, packed
+
+OP = "paged_attention"
+PAGE_AXES = {"phd": ("pages", "page_size", "heads", "head_dim"), "hpd": ("pages", "heads", "page_size", "head_dim")}
+
+
+def check_pages(op: str, names: tuple[str, str], k: Any, v: Any, page_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two caches of pages as (P, Hk, page, D) views."""
+    if not isinstance(page_layout, str) or page_layout not in PAGE_AXES:
+        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}")
+    for name, pages in zip(names, (k, v), strict=True):
+        check_tensor(op, name, pages, PAGE_AXES[page_layout])
+    if page_layout == "phd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    for axis, word in enumerate(("pages", "heads", "page_size")):
+        check_equal(op, f"{names[1]}'s {word}", v.shape[axis], f"{names[0]}'s", k.shape[axis])
+    if k.shape[2] < 1:
+        raise ArgumentError(op, f"{names[0]}'s page_size", k.shape[2], "must be at least 1")
+    return k, v
+
+
+def check_table(op: str, table: Any, seqlens_k: Any, batch: int, device: torch.device) -> None:
+    """page_table (B, pages a sequence) and seqlens_k (B,)."""
+    if not isinstance(table, torch.Tensor) or table.ndim != 2:
+        shape = tuple(table.shape) if isinstance(table, torch.Tensor) else type(table).__name__
+        limit = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
+        raise ArgumentError(op, "page_table", shape, limit)
+    check_int32(op, "page_table", table, (batch, table.shape[1]), "(batch, pages a sequence)", device, contiguous=False)
+    if seqlens_k is not None:
+        check_int32(op, "seqlens_k", seqlens_k, (batch,), "(batch,)", device)
+
+
+class Queries:
+    """Queries over a cache, (B, H, S, D) or packed (T, H, D), and the Problem's and the Call's part of them.
+
+    rows     Sq; of packed queries the longest sequence's
+    tensors  (1 or B, H, rows, D) views, one of each given tensor
+    """
+
+    def __init__(
+        self,
+        op: str,
+        named: dict[str, Any],
+        layout: Any,
+        cu_seqlens_q: torch.Tensor | None,
+        max_seqlen_q: int | None,
+        settings: Settings,
+    ) -> None:
+        check_layout(op, layout)
+        axes = AXES[layout] if cu_seqlens_q is None else PACKED_AXES
+        for name, tensor in named.items():
+            check_tensor(op, name, tensor, axes)
+        first_name, first = next(iter(named.items()))
+        for name, tensor in named.items():
+            check_like(op, name, tensor, first_name, first)
+            for axis, word in enumerate(axes[:-1]):
+                check_equal(op, f"{name}'s {word}", tensor.shape[axis], f"{first_name}'s", first.shape[axis])
+        self.problem: dict[str, Any] = {"layout": layout}
+        self.call: dict[str, Any] = {}
+        if cu_seqlens_q is None:
+            if max_seqlen_q is not None:
+                raise ArgumentError(op, "max_seqlen_q", max_seqlen_q, "goes with cu_seqlens_q, which is not given")
+            swapped = layout == "bshd"
+            self.tensors = [t.transpose(1, 2) if swapped else t for t in named.values()]
+            self.batch, self.rows = self.tensors[0].shape[0], self.tensors[0].shape[2]
+        else:
+            self.batch = beginnings(op, "cu_seqlens_q", cu_seqlens_q, first.device)
+            total = first.shape[0]
+            self.rows = total if max_seqlen_q is None else min(check_size(op, "max_seqlen_q", max_seqlen_q), total)
+            if values.reads(settings, first.device):
+                values.cu_seqlens(op, "q", cu_seqlens_q, total, self.rows)
+            self.tensors = [packed(t) for t in named.values()]
+            self.problem["total_q"], self.call["cu_seqlens_q"] = total, cu_seqlens_q
+        self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
+        self.is_packed = cu_seqlens_q is not None
+
+    def features(
+        self,
+        features: Features,
+        causal: str,
+        capacity: int,
+        window: Any,
+        softcap: Any,
+        alibi_slopes: Any,
+        sinks: Any,
+        bias: Any,
+        mask: Any,
+    ) -> None:
+        """Check the features against these queries and a cache of this capacity."""
+        heads = self.tensors[0].shape[1]
+        features.window(window, causal, self.rows + capacity)
+        features.softcap(softcap)
+        features.alibi_slopes(alibi_slopes, self.batch, heads)
+        features.sinks(sinks, heads)
+        if self.is_packed:
+            for name, tensor in (("bias", bias), ("mask", mask)):
+                if tensor is not None:
+                    raise ArgumentError(
+                        features.op,
+                        name,
+                        tuple(tensor.shape),
+                        "has no shape that packed queries broadcast to: pad them",
+                    )
+        shape = (self.batch, heads, self.rows, capacity)
+        features.bias(bias, shape)
+        features.mask(mask, shape)
+
+
+def paged_call(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *,
+    settings: Settings,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    page_layout: str = "phd",
+) -> Call:
+    """Check everything and build the Call. Raises ArgumentError."""
+    queries = Queries(OP, {"q": q}, layout, cu_seqlens_q, max_seqlen_q, settings)
+    k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout)
+    check_like(OP, "k_pages", k, "q", q)
+    check_like(OP, "v_pages", v, "q", q)
+    head_dim, page_size = q.shape[-1], k.shape[2]
+    check_equal(OP, "k_pages's head_dim", k.shape[3], "q's", head_dim)
+    check_width(OP, "q", head_dim)
+    check_width(OP, "v_pages", v.shape[3])
+    check_table(OP, page_table, seqlens_k, queries.batch, q.device)
+    if seqlens_k is None:
+        raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
+    # Without a page there is nothing to read, whatever the table says.
+    capacity = page_table.shape[1] * page_size if k.shape[0] else 0
+    if values.reads(settings, q.device):
+        values.lengths(OP, "k", seqlens_k, None, capacity)
+        values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
+    alignment = check_causal(OP, causal)
+    scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    check_flag(OP, "return_lse", return_lse)
+    splits = check_splits(OP, num_splits)
+    features = Features(OP, q.device, q.dtype)
+    queries.features(features, alignment, capacity, window, softcap, alibi_slopes, sinks, bias, mask)
+    given = (queries.tensors[0], k, v)
+    views = [reachable(t) for t in given]
+    problem = Problem(
+        op=OP,
+        heads_k=k.shape[1],
+        seq_k=capacity,
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
+        seqlens_k=True,
+        page_size=page_size,
+        page_layout=page_layout,  # type: ignore[arg-type]
+        num_splits=splits,
+        return_lse=return_lse,
+        aligned=all(aligned(t) for t in views),
+        large=is_large(*views),
+        needs_grad=wants_gradients(q, k, v, sinks, bias, alibi_slopes),
+        negative_scale=scale < 0.0,
+        **queries.problem,
+        **features.problem,
+    )
+    return Call(
+        problem=problem,
+        q=views[0],
+        k=views[1],
+        v=views[2],
+        scale=scale,
+        seqlens_k=seqlens_k,
+        page_table=page_table,
+        copied=features.copied or any(a is not b for a, b in zip(views, given, strict=True)),
+        **queries.call,
+        **features.call,
+    )

@@ -1,0 +1,171 @@
+"""Calls over chosen tokens of a cache: sparse_attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.errors import ArgumentError
+from portattn.problem import Problem
+from portattn.validate import values
+from portattn.validate.checks import (
+    DTYPES,
+    aligned,
+    check_equal,
+    check_flag,
+    check_int32,
+    check_like,
+    check_number,
+    check_place,
+    check_splits,
+    check_tensor,
+    check_width,
+    is_large,
+    reachable,
+    wants_gradients,
+)
+from portattn.validate.dense import AXES, check_layout
+from portattn.validate.features import Features
+from portattn.validate.paged import check_pages, check_table
+
+OP = "sparse_attention"
+LEAST_TABLES = 2  # MagicPIG samples what is found in two tables or more
+
+
+def sparse_call(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    settings: Settings,
+    page_table: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    log_weights: torch.Tensor | None = None,
+    magicpig: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    page_layout: str = "phd",
+) -> Call:
+    """Check everything and build the Call; magicpig's numbers are (Hq,) tensors by now. Raises ArgumentError."""
+    check_layout(OP, layout)
+    check_tensor(OP, "q", q, AXES[layout])
+    if page_table is None:
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_tensor(OP, name, cache, AXES[layout])
+        k, v = (t.transpose(1, 2) if layout == "bshd" else t for t in (k_cache, v_cache))
+        for axis, word in enumerate(("batch", "heads", "seq")):
+            check_equal(OP, f"v_cache's {word}", v.shape[axis], "k_cache's", k.shape[axis])
+    else:
+        k, v = check_pages(OP, ("k_cache", "v_cache"), k_cache, v_cache, page_layout)
+    check_like(OP, "k_cache", k, "q", q)
+    check_like(OP, "v_cache", v, "q", q)
+    q = q.transpose(1, 2) if layout == "bshd" else q
+    batch, heads_q, seq_q, head_dim = q.shape
+    if seq_q != 1:
+        raise ArgumentError(OP, "q's seq", seq_q, "must be 1: tokens are chosen for one query a sequence")
+    check_equal(OP, "k_cache's head_dim", k.shape[3], "q's", head_dim)
+    check_width(OP, "q", head_dim)
+    check_width(OP, "v_cache", v.shape[3])
+    if page_table is None:
+        check_equal(OP, "k_cache's batch", k.shape[0], "q's", batch)
+        page_size, capacity = 0, k.shape[2]
+        if seqlens_k is not None:
+            check_int32(OP, "seqlens_k", seqlens_k, (batch,), "(batch,)", q.device)
+    else:
+        check_table(OP, page_table, seqlens_k, batch, q.device)
+        page_size, capacity = k.shape[2], page_table.shape[1] * k.shape[2] if k.shape[0] else 0
+    places = indices.shape[2] if isinstance(indices, torch.Tensor) and indices.ndim == 3 else 0
+    shape = (batch, heads_q, places)
+    check_int32(OP, "indices", indices, shape, "(batch, heads_q, places)", q.device, contiguous=False)
+    check_int32(OP, "counts", counts, shape[:2], "(batch, heads_q)", q.device, contiguous=False)
+    if values.reads(settings, q.device):
+        values.lengths(OP, "k", seqlens_k, None, capacity)
+        if page_table is not None:
+            values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
+        lengths = [capacity] * batch if seqlens_k is None else seqlens_k.tolist()
+        values.tokens(OP, indices, counts, lengths)
+    scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    check_flag(OP, "return_lse", return_lse)
+    splits = check_splits(OP, num_splits)
+    extra = _weights(log_weights, magicpig, shape, q.device, settings)
+    features = Features(OP, q.device, q.dtype)
+    features.softcap(softcap)
+    features.alibi_slopes(alibi_slopes, batch, heads_q)
+    features.sinks(sinks, heads_q)
+    given = (q, k, v)
+    views = [reachable(t) for t in given]
+    problem = Problem(
+        op=OP,
+        batch=batch,
+        heads_q=heads_q,
+        heads_k=k.shape[1],
+        seq_q=1,
+        seq_k=capacity,
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
+        seqlens_k=seqlens_k is not None,
+        page_size=page_size,
+        page_layout=page_layout if page_size else "phd",  # type: ignore[arg-type]
+        tokens=places,
+        log_weights=log_weights is not None,
+        magicpig=magicpig is not None,
+        num_splits=splits,
+        return_lse=return_lse,
+        layout=layout,  # type: ignore[arg-type]
+        aligned=all(aligned(t) for t in views),
+        large=is_large(*views),
+        needs_grad=wants_gradients(q, k, v, log_weights, sinks, alibi_slopes),
+        negative_scale=scale < 0.0,
+        **features.problem,
+    )
+    return Call(
+        problem=problem,
+        q=views[0],
+        k=views[1],
+        v=views[2],
+        scale=scale,
+        seqlens_k=seqlens_k,
+        page_table=page_table,
+        indices=indices,
+        counts=counts,
+        copied=any(a is not b for a, b in zip(views, given, strict=True)),
+        **extra,
+        **features.call,
+    )
+
+
+def _weights(
+    log_weights: Any, magicpig: Any, shape: tuple[int, ...], device: torch.device, settings: Settings
+) -> dict[str, torch.Tensor]:
+    """The Call's fields of log_weights (B, Hq, Lmax) and of MagicPIG's two (Hq,) tensors."""
+    found = {}
+    if log_weights is not None:
+        if not isinstance(log_weights, torch.Tensor) or log_weights.dtype != torch.float32:
+            kind = getattr(log_weights, "dtype", type(log_weights).__name__)
+            raise ArgumentError(OP, "log_weights", kind, "must be a torch.Tensor of torch.float32")
+        if tuple(log_weights.shape) != shape:
+            raise ArgumentError(OP, "log_weights.shape", tuple(log_weights.shape), f"must be indices', {shape}")
+        check_place(OP, "log_weights", log_weights, device, contiguous=False)
+        found["log_weights"] = log_weights
+    if magicpig is not None:
+        names = ("magicpig's K", "magicpig's L")
+        for name, tensor in zip(names, magicpig, strict=True):
+            check_int32(OP, name, tensor, shape[1:2], "(heads_q,)", device)
+        if values.reads(settings, device):
+            for name, tensor, least in zip(names, magicpig, (1, LEAST_TABLES), strict=True):
+                for head, value in enumerate(tensor.tolist()):
+                    if value < least:
+                        raise ArgumentError(OP, f"{name}[{head}]", value, f"must be at least {least}")
+        found["magicpig_bits"], found["magicpig_tables"] = magicpig
+    return found

@@ -1,0 +1,76 @@
+"""What lengths, page ids and indices must be. They are read back, which on an accelerator waits for the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from portattn.config import Settings
+from portattn.errors import ArgumentError
+
+
+def reads(settings: Settings, device: torch.device) -> bool:
+    """Whether values are checked under these settings: on the CPU unless forbidden, elsewhere only when demanded."""
+    if device.type == "meta":
+        return False
+    return settings.validate == "always" or (settings.validate == "auto" and device.type == "cpu")
+
+
+def lengths(op: str, side: str, length: torch.Tensor | None, pad: torch.Tensor | None, capacity: int) -> None:
+    """seqlens_* and leftpad_* against the rows there are."""
+    pads: Sequence[int] = pad.tolist() if pad is not None else ()
+    for index, value in enumerate(pads):
+        if not 0 <= value <= capacity:
+            raise ArgumentError(op, f"leftpad_{side}[{index}]", value, f"must be in 0..{capacity}, the rows there are")
+    for index, value in enumerate(length.tolist() if length is not None else ()):
+        room = capacity - (pads[index] if pads else 0)
+        if not 0 <= value <= room:
+            less = f" less its left padding of {pads[index]}" if pads else ""
+            raise ArgumentError(
+                op, f"seqlens_{side}[{index}]", value, f"must be in 0..{room}, the rows there are{less}"
+            )
+
+
+def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest: int) -> None:
+    """cu_seqlens_*: from 0 on, never falling, inside the packed tensor, and no sequence longer than max_seqlen_*."""
+    values = beginnings.tolist()
+    name = f"cu_seqlens_{side}"
+    if values[0] != 0:
+        raise ArgumentError(op, f"{name}[0]", values[0], "must be 0, the first row")
+    for index, (before, value) in enumerate(itertools.pairwise(values), 1):
+        if value < before:
+            raise ArgumentError(op, f"{name}[{index}]", value, f"must be at least {name}[{index - 1}], {before}")
+        if value - before > longest:
+            raise ArgumentError(
+                op,
+                f"{name}[{index}] - {name}[{index - 1}]",
+                value - before,
+                f"must be at most max_seqlen_{side}, {longest}",
+            )
+    if values[-1] > total:
+        raise ArgumentError(op, f"{name}[{len(values) - 1}]", values[-1], f"must be at most the packed rows, {total}")
+
+
+def page_table(op: str, table: torch.Tensor, seqlens_k: torch.Tensor | None, page_size: int, pages: int) -> None:
+    """Every page id that a sequence's length reaches. seqlens_k has been checked, or is None for full tables."""
+    rows = table.tolist()
+    sizes = seqlens_k.tolist() if seqlens_k is not None else [len(row) * page_size for row in rows]
+    for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+        for place in range(-(-size // page_size)):
+            if not 0 <= row[place] < pages:
+                limit = f"must be in 0..{pages - 1}, the pages of the cache" if pages else "the cache has no page"
+                raise ArgumentError(op, f"page_table[{index}, {place}]", row[place], limit)
+
+
+def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequence[int]) -> None:
+    """counts against Lmax, and the tokens that they count against the sequences' lengths. Negative ones are padding."""
+    most = indices.shape[2]
+    for b, h in ((counts < 0) | (counts > most)).nonzero().tolist():
+        raise ArgumentError(op, f"counts[{b}, {h}]", int(counts[b, h]), f"must be in 0..{most}, the places there are")
+    counted = torch.arange(most, device=counts.device) < counts[..., None]
+    sizes = torch.tensor(lengths, device=indices.device)[:, None, None]
+    for b, h, n in (counted & (indices >= sizes)).nonzero().tolist():
+        limit = f"must be below {lengths[b]}, the sequence's length (negative ones are passed over)"
+        raise ArgumentError(op, f"indices[{b}, {h}, {n}]", int(indices[b, h, n]), limit)

@@ -1,0 +1,130 @@
+"""Calls over packed sequences: varlen_attention."""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.errors import ArgumentError
+from portattn.problem import Problem
+from portattn.validate import values
+from portattn.validate.checks import (
+    DTYPES,
+    aligned,
+    check_causal,
+    check_equal,
+    check_flag,
+    check_int32,
+    check_like,
+    check_number,
+    check_size,
+    check_tensor,
+    check_width,
+    is_large,
+    reachable,
+    wants_gradients,
+)
+from portattn.validate.features import Features
+
+OP = "varlen_attention"
+AXES = ("tokens", "heads", "head_dim")
+
+
+def beginnings(op: str, name: str, cu_seqlens: object, device: torch.device) -> int:
+    """Check the shape of a (B + 1,) int32 tensor of sequences' beginnings; B."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        shape = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        raise ArgumentError(op, name, shape, "must be an int32 torch.Tensor of shape (batch + 1,)")
+    check_int32(op, name, cu_seqlens, tuple(cu_seqlens.shape), "(batch + 1,)", device)
+    return cu_seqlens.shape[0] - 1
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """(T, H, D) as the (1, H, T, D) view that kernels take."""
+    return tensor.transpose(0, 1)[None]
+
+
+def varlen_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    settings: Settings,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Call:
+    """Check everything and build the Call. Raises ArgumentError."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(OP, name, tensor, AXES)
+    check_like(OP, "k", k, "q", q)
+    check_like(OP, "v", v, "q", q)
+    head_dim = q.shape[2]
+    check_equal(OP, "k's head_dim", k.shape[2], "q's", head_dim)
+    check_width(OP, "q", head_dim)
+    check_width(OP, "v", v.shape[2])
+    check_equal(OP, "v's heads", v.shape[1], "k's", k.shape[1])
+    check_equal(OP, "v's tokens", v.shape[0], "k's", k.shape[0])
+    batch = beginnings(OP, "cu_seqlens_q", cu_seqlens_q, q.device)
+    check_equal(
+        OP,
+        "cu_seqlens_k's size",
+        beginnings(OP, "cu_seqlens_k", cu_seqlens_k, q.device) + 1,
+        "cu_seqlens_q's",
+        batch + 1,
+    )
+    check_size(OP, "max_seqlen_q", max_seqlen_q)
+    check_size(OP, "max_seqlen_k", max_seqlen_k)
+    alignment = check_causal(OP, causal)
+    scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    check_flag(OP, "return_lse", return_lse)
+    if values.reads(settings, q.device):
+        values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+        values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+    features = Features(OP, q.device, q.dtype)
+    features.window(window, alignment, q.shape[0] + k.shape[0])
+    features.softcap(softcap)
+    features.alibi_slopes(alibi_slopes, batch, q.shape[1])
+    features.sinks(sinks, q.shape[1])
+    given = packed(q), packed(k), packed(v)
+    views = [reachable(t) for t in given]
+    problem = Problem(
+        op=OP,
+        batch=batch,
+        heads_q=q.shape[1],
+        heads_k=k.shape[1],
+        # No sequence is longer than all rows: what a caller claims beyond changes nothing.
+        seq_q=min(max_seqlen_q, q.shape[0]),
+        seq_k=min(max_seqlen_k, k.shape[0]),
+        head_dim=head_dim,
+        head_dim_v=v.shape[2],
+        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
+        total_q=q.shape[0],
+        total_k=k.shape[0],
+        return_lse=return_lse,
+        aligned=all(aligned(t) for t in views),
+        large=is_large(*views),
+        needs_grad=wants_gradients(q, k, v, sinks, alibi_slopes),
+        negative_scale=scale < 0.0,
+        **features.problem,
+    )
+    return Call(
+        problem=problem,
+        q=views[0],
+        k=views[1],
+        v=views[2],
+        scale=scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        copied=features.copied or any(a is not b for a, b in zip(views, given, strict=True)),
+        **features.call,
+    )
