@@ -1,14 +1,18 @@
 """The reference path: attention in plain torch, key block by key block, so that memory grows with S and not S².
 
-Runs on every device torch runs on, and is differentiable by autograd. Independent of the kernels.
+Runs every op and feature on every device torch runs on, never waits for an accelerator to read a length back, and is
+differentiable by autograd. Independent of the kernels.
 """
 
 from __future__ import annotations
 
 import torch
 
-from portattn.call import Call
-from portattn.problem import Problem
+from portattn.call import TENSORS, Call
+from portattn.reference.extents import Extent, key_extent, query_extent
+from portattn.reference.keyblocks import KeyBlock, key_blocks, key_heads, key_places
+from portattn.reference.rowblocks import Results, RowBlock, load_rows
+from portattn.reference.scoreterms import with_terms
 
 # Scores held at a time: rows × keys × heads × batch elements of float32. 2**24 of them are 64 MiB.
 SCORE_ELEMENTS = 2**24
@@ -16,74 +20,62 @@ KEY_BLOCK = 512
 
 
 def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out (B,Hq,Sq,Dv) in q's dtype, and LSE (B,Hq,Sq) float32 where the problem asks for it.
+    """out in q's dtype and LSE float32 where the problem asks for it, shaped as Call.new_out and Call.new_lse say.
 
     Products run in float32 (on a CPU, where half-precision products are slow and less exact, and elsewhere too).
     With gradients, autograd keeps every block's probabilities: memory then grows with S².
     """
     p = call.problem
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
-    out, lse = torch.zeros_like(call.new_out()), call.new_lse()
-    rows = max(min(p.seq_q, SCORE_ELEMENTS // max(p.batch * p.heads_q * min(KEY_BLOCK, p.seq_k or 1), 1)), 1)
-    for row in range(0, p.seq_q, rows):
-        stop = min(row + rows, p.seq_q)
-        piece = _rows(call, row, stop)
-        if p.needs_grad:
-            pieces.append(piece)
-        else:
-            out[:, :, row:stop], lse[:, :, row:stop] = piece
-    if p.needs_grad:
-        # In-place assembly would record every slice; one concatenation is what autograd wants.
-        if pieces:
-            out, lse = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
-        if p.seq_q == 0 or p.seq_k == 0:
-            # No product has seen the inputs: sums over nothing make the zeros part of the graph, as SDPA's are.
-            out = out + call.q[..., :0].sum() + call.k[..., :0].sum() + call.v[..., :0].sum()
+    q_extent, k_extent = query_extent(call), key_extent(call)
+    places = key_places(call, k_extent)
+    # Padded rows are results as well; of packed sequences only those that exist are.
+    longest = q_extent.longest(p.seq_q) if p.packed else p.seq_q
+    if p.batch == 0 or call.q.shape[2] == 0:
+        longest = 0
+    count = max(SCORE_ELEMENTS // max(p.batch * p.heads_q * min(KEY_BLOCK, places or 1), 1), 1)
+    results = Results(call)
+    for start in range(0, longest, count):
+        rows = load_rows(call, q_extent, start, min(start + count, longest))
+        results.add(rows, *_attend(call, rows, q_extent, k_extent))
+    out, lse = results.finish()
+    if p.needs_grad and (longest == 0 or places == 0):
+        # No product has seen the inputs: sums over nothing make the zeros part of the graph, as SDPA's are.
+        for tensor in (getattr(call, name) for name in TENSORS):
+            if tensor is not None and tensor.is_floating_point():
+                out = out + tensor[..., :0].sum()
     return out, lse if p.return_lse else None
 
 
-def _bounds(
-    length: torch.Tensor | None, pad: torch.Tensor | None, problem: Problem, size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and end row of each sequence, (B, 1, 1) int64, clamped to the storage."""
-    first = torch.zeros(problem.batch, dtype=torch.long, device=device)
-    if pad is not None:
-        first = pad.long().clamp(0, size)
-    end = torch.full_like(first, size)
-    if length is not None:
-        end = (first + length.long().clamp(min=0)).clamp(max=size)
-    return first[:, None, None], end[:, None, None]
+def _attend(call: Call, rows: RowBlock, q_extent: Extent, k_extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+    """One block of query rows: (B,Hq,rows,Dv) in q's dtype and their LSE (B,Hq,rows) float32."""
+    p = call.problem
+    count, heads = rows.stop - rows.start, key_heads(call)
+    shape = (p.batch, p.heads_q, count)
+    # (B, H, group·rows, D): one product for all query heads that share keys.
+    q = rows.q.reshape(p.batch, heads, -1, p.head_dim)
+    # Where each query stands among the keys: (B, 1, rows, 1).
+    shift = k_extent.first - q_extent.first if p.causal == "top_left" else k_extent.end - q_extent.end
+    at = (rows.position + shift[:, None])[:, None, :, None]
 
-
-def _rows(call: Call, row: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query rows [row, stop): (B,Hq,rows,Dv) in q's dtype and their LSE (B,Hq,rows) float32."""
-    p, device = call.problem, call.q.device
-    q_first, q_end = _bounds(call.seqlens_q, call.leftpad_q, p, p.seq_q, device)
-    k_first, k_end = _bounds(call.seqlens_k, call.leftpad_k, p, p.seq_k, device)
-    count = stop - row
-    # (B, Hk, group·rows, D): one product a key/value head, whatever the group.
-    q = call.q[:, :, row:stop].float().reshape(p.batch, p.heads_k, p.group * count, p.head_dim)
-    i = torch.arange(row, stop, device=device)[None, :, None]
-    inside = (i >= q_first) & (i < q_end)
-    # Padding can hold NaN, and the gradient of k takes 0·q from it.
-    q = q.reshape(p.batch, p.heads_q, count, p.head_dim).masked_fill(~inside[:, None], 0.0).reshape(q.shape)
-    shift = {"none": None, "bottom_right": k_end - q_end, "top_left": k_first - q_first}[p.causal]
-
-    acc = q.new_zeros(p.batch, p.heads_k, p.group * count, p.head_dim_v)
-    row_max = q.new_full((p.batch, p.heads_k, p.group * count, 1), float("-inf"))
-    row_sum = q.new_zeros(p.batch, p.heads_k, p.group * count, 1)
-    for start in range(0, p.seq_k, KEY_BLOCK):
-        end = min(start + KEY_BLOCK, p.seq_k)
-        j = torch.arange(start, end, device=device)[None, None, :]
-        valid = (j >= k_first) & (j < k_end)
-        keep = inside & valid
-        if shift is not None:
-            keep = keep & (j <= i + shift)
-        keep = keep[:, None].expand(p.batch, p.group, count, end - start).flatten(1, 2)[:, None]
-        unused = ~valid[:, 0, None, :, None]  # (B, 1, keys, 1): padding can hold NaN, and 0·NaN is NaN
-        k = call.k[:, :, start:end].float().masked_fill(unused, 0.0)
-        v = call.v[:, :, start:end].float().masked_fill(unused, 0.0)
-        scores = (q @ k.transpose(-1, -2) * call.scale).masked_fill(~keep, float("-inf"))
+    acc = q.new_zeros(*shape, p.head_dim_v)
+    row_max = q.new_full((*shape, 1), float("-inf"))
+    row_sum = q.new_zeros(*shape, 1)
+    if call.sinks is not None:  # a score that has been seen already, and that brought no value
+        sinks = call.sinks.float()[None, :, None, None].expand(*shape, 1)
+        row_max = sinks.detach()
+        row_sum = torch.exp(sinks - row_max.masked_fill(row_max == float("-inf"), 0.0))
+    for keys in key_blocks(call, k_extent, KEY_BLOCK, SCORE_ELEMENTS):
+        bias = None if call.bias is None else call.bias[:, :, rows.start : rows.stop, keys.start : keys.stop].float()
+        distance = at - keys.position[:, :, None]  # (B, 1 or Hq, rows, keys)
+        keep = _keep(call, rows, keys, distance, bias)
+        # What no row attends can hold NaN, and 0·NaN is NaN in the output as well as in gradients.
+        unused = ~keep.any(dim=2)  # (B, 1 or Hq, keys)
+        if unused.shape[1] != 1:
+            unused = unused.reshape(p.batch, heads, -1, keys.stop - keys.start).all(dim=2)
+        k = keys.k.float().masked_fill(unused[..., None], 0.0)
+        v = keys.v.float().masked_fill(unused[..., None], 0.0)
+        products = (q @ k.transpose(-1, -2)).reshape(*shape, -1)
+        scores = with_terms(call, rows, keys, k, products, distance, bias).masked_fill(~keep, float("-inf"))
         new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True)).detach()
         base = new_max.masked_fill(new_max == float("-inf"), 0.0)
         probabilities = torch.exp(scores - base)
@@ -91,11 +83,30 @@ def _rows(call: Call, row: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         row_sum = row_sum * correction + probabilities.sum(dim=-1, keepdim=True)
         if call.dropout_p:
             probabilities = torch.nn.functional.dropout(probabilities, call.dropout_p)
-        acc = acc * correction + probabilities @ v
+        values = probabilities.reshape(p.batch, heads, -1, keys.stop - keys.start) @ v
+        acc = acc * correction + values.reshape(acc.shape)
         row_max = new_max
 
-    some = row_sum != 0  # NaN included: what was attended and is not a number must stay visible
+    some = (row_sum != 0) & rows.inside[:, None, :, None]  # NaN included: what was attended must stay visible
     out = torch.where(some, acc / row_sum.masked_fill(~some, 1.0), 0.0)
     lse = torch.where(some, row_max + torch.log(row_sum.masked_fill(~some, 1.0)), float("-inf"))
-    shape = (p.batch, p.heads_q, count)
-    return out.reshape(*shape, p.head_dim_v).to(call.q.dtype), lse.reshape(shape)
+    return out.to(call.q.dtype), lse[..., 0]
+
+
+def _keep(
+    call: Call, rows: RowBlock, keys: KeyBlock, distance: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Which keys each row attends: bool (B, 1 or Hq, rows, keys). distance: the query's position less the key's."""
+    p = call.problem
+    keep = rows.inside[:, None, :, None] & keys.valid[:, :, None]
+    if p.causal != "none":
+        keep = keep & (distance >= 0)
+    if p.window_left >= 0:
+        keep = keep & (distance <= p.window_left)
+    if p.window_right >= 0:
+        keep = keep & (distance >= -p.window_right)
+    if call.mask is not None:
+        keep = keep & call.mask[:, :, rows.start : rows.stop, keys.start : keys.stop]
+    if bias is not None:
+        keep = keep & (bias != float("-inf"))
+    return keep

@@ -1,0 +1,97 @@
+"""Query rows a block at a time, padded or packed, and the results put back where the rows lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from portattn.call import Call
+from portattn.reference.extents import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows [start, stop) of every sequence.
+
+    q         (B, Hq, n, D) float32, 0 outside the sequences, whose padding can hold NaN
+    position  (1, n) int64
+    inside    (B, n) bool: the row belongs to its sequence
+    storage   (B, n) int64, packed queries only: the row of the packed tensor, and for rows of no sequence the one
+              after its last, where results are thrown away
+    """
+
+    start: int
+    stop: int
+    q: torch.Tensor
+    position: torch.Tensor
+    inside: torch.Tensor
+    storage: torch.Tensor | None
+
+
+def load_rows(call: Call, extent: Extent, start: int, stop: int) -> RowBlock:
+    """The block of rows [start, stop)."""
+    i = torch.arange(start, stop, device=call.q.device)[None]
+    inside = (i >= extent.first[:, None]) & (i < extent.end[:, None])
+    storage = None
+    parts = [call.q] if call.q_rope is None else [call.q, call.q_rope]
+    if call.problem.packed:
+        rows = extent.origin[:, None] + i
+        total = call.q.shape[2]
+        storage = rows.masked_fill(~inside, total)
+        parts = [part[0][:, rows.clamp(max=total - 1)].transpose(0, 1) for part in parts]
+    else:
+        parts = [part[:, :, start:stop] for part in parts]
+    q = torch.cat([part.float() for part in parts], dim=-1) if len(parts) > 1 else parts[0].float()
+    return RowBlock(start, stop, q.masked_fill(~inside[:, None, :, None], 0.0), i, inside, storage)
+
+
+class Results:
+    """Takes the results of row blocks in order, and gives the call's output and LSE.
+
+    With gradients the pieces are kept: in-place assembly would record every slice, and one concatenation is what
+    autograd wants.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        p = call.problem
+        self.pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.storage: list[torch.Tensor] = []
+        rows = p.query_rows[1] + p.packed  # packed: one row more, for what is thrown away
+        if p.packed:
+            self.out = call.empty(rows, p.heads_q, p.head_dim_v).zero_()
+            self.lse = call.empty(rows, p.heads_q, dtype=torch.float32).fill_(float("-inf"))
+        else:
+            self.out, self.lse = torch.zeros_like(call.new_out()), call.new_lse()
+
+    def add(self, rows: RowBlock, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """out (B, Hq, n, Dv) and lse (B, Hq, n) of a block."""
+        if rows.storage is not None:
+            self.storage.append(rows.storage)
+        if self.call.problem.needs_grad:
+            self.pieces.append((out, lse))
+        elif rows.storage is not None:
+            index = rows.storage.flatten()
+            self.out.index_copy_(0, index, _by_row(out))
+            self.lse.index_copy_(0, index, _by_row(lse))
+        else:
+            self.out[:, :, rows.start : rows.stop], self.lse[:, :, rows.start : rows.stop] = out, lse
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE, shaped as Call.new_out and Call.new_lse say."""
+        out, lse = self.out, self.lse
+        if self.pieces:
+            out, lse = (torch.cat(parts, dim=2) for parts in zip(*self.pieces, strict=True))
+        if not self.call.problem.packed:
+            return out, lse
+        if self.pieces:
+            index = torch.cat(self.storage, dim=1).flatten()
+            out = self.out.index_copy(0, index, _by_row(out))
+            lse = self.lse.index_copy(0, index, _by_row(lse))
+        return out[:-1].transpose(0, 1)[None], lse[:-1].t().contiguous()[None]
+
+
+def _by_row(values: torch.Tensor) -> torch.Tensor:
+    """(B, Hq, n, …) as (B·n, Hq, …)."""
+    return values.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,166 @@
+"""Lengths, page ids and indices that were never validated: nothing outside the storage is read or written.
+
+On the CPU an index outside a tensor raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from reference_cases import CASES, OPS, problem, run
+from support import assert_right
+
+from portattn.call import TENSORS, Call
+from portattn.problem import Problem
+from portattn.reference import blockwise
+from portattn.reference.check import random_call
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+VALUES = (LOWEST, HIGHEST, -1, 0, 1, 5, 23, 1000, 2**30)
+NUMBERS = (
+    "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "indices",
+    "counts",
+)  # fmt: skip
+
+
+def clean(p: Problem, seed: int) -> Call:
+    """A random call without NaN."""
+    call = random_call(p, seed)
+    for name in ("q", "k", "v", "q_rope", "log_weights"):
+        if getattr(call, name) is not None:
+            setattr(call, name, getattr(call, name).nan_to_num(0.5))
+    return call
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("seed", range(8))
+def test_any_number_is_survived(op: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    call = clean(problem(op, "all" if seed % 2 else "plain"), seed)
+    for name in NUMBERS:
+        tensor = getattr(call, name)
+        if tensor is not None:
+            wild = torch.tensor(VALUES)[torch.randint(len(VALUES), tensor.shape, generator=generator)].int()
+            setattr(call, name, torch.where(torch.rand(tensor.shape, generator=generator) < 0.6, wild, tensor))
+    out, lse = run(call)
+    assert torch.isfinite(out).all()
+    assert not (torch.isnan(lse) | torch.isposinf(lse)).any()
+
+
+@pytest.mark.parametrize("op", ["paged", "mla", "sparse_paged", "paged_packed"])
+def test_lengths_beyond_a_paged_cache_mean_all_of_it(op: str) -> None:
+    call = clean(problem(op), seed=1)
+    call.page_table = call.page_table.clamp(0, call.k.shape[0] - 1)
+    wild = replace(call, seqlens_k=torch.tensor([HIGHEST, LOWEST, 41], dtype=torch.int32))
+    meant = replace(call, seqlens_k=torch.tensor([40, 0, 40], dtype=torch.int32))
+    for ours, theirs in zip(run(wild), run(meant), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("op", ["paged", "sparse_paged", "mla"])
+def test_page_ids_of_valid_keys_are_clamped(op: str) -> None:
+    call = clean(problem(op), seed=2)
+    call.seqlens_k = torch.full_like(call.seqlens_k, 40)
+    call.page_table = torch.tensor([LOWEST, -1, 0, 10**6, HIGHEST], dtype=torch.int32).expand(3, 5)
+    last = call.k.shape[0] - 1
+    meant = replace(call, page_table=torch.tensor([0, 0, 0, last, last], dtype=torch.int32).expand(3, 5))
+    for ours, theirs in zip(run(call), run(meant), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([-5, 4, 22, 999], [0, 4, 17, 22]),  # clamped to the rows there are, and a sequence to 13
+        ([0, 9, 3, 3], [0, 9, 9, 9]),  # the second would end before it begins
+    ],
+)
+def test_cu_seqlens_are_clamped(given: list[int], meant: list[int]) -> None:
+    call = clean(problem("varlen"), seed=3)
+    rows = [torch.tensor(values, dtype=torch.int32) for values in (given, meant)]
+    wild, clamped = (run(replace(call, cu_seqlens_q=cu)) for cu in rows)
+    first = meant[1]
+    for ours, theirs in zip(wild, clamped, strict=True):
+        assert torch.equal(ours[:, :, :first], theirs[:, :, :first])
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [
+        ("dense", {"batch": 0}),
+        ("varlen", {"batch": 0}),
+        ("varlen", {"total_q": 0}),
+        ("varlen", {"total_k": 0}),
+        ("varlen", {"seq_q": 0, "total_q": 3}),
+        ("varlen", {"seq_k": 0}),
+        ("paged", {"batch": 0}),
+        ("paged", {"seq_q": 0}),
+        ("paged", {"seq_k": 0}),
+        ("paged_packed", {"batch": 0, "total_q": 4}),
+        ("paged_packed", {"total_q": 0}),
+        ("sparse", {"tokens": 0}),
+        ("sparse", {"seq_k": 0}),
+        ("sparse", {"batch": 0}),
+        ("sparse_paged", {"seq_k": 0}),
+        ("mla", {"batch": 0}),
+        ("mla", {"seq_k": 0}),
+        ("mla", {"head_dim": 16}),
+        ("mla_packed", {"total_q": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("feature", ["plain", "sinks", "all"])
+@pytest.mark.parametrize("extremes", [False, True])
+def test_empty_and_smallest_sizes(op: str, sizes: dict, feature: str, extremes: bool) -> None:
+    for seed in range(4):
+        call = random_call(problem(op, feature, **sizes), seed, extremes=extremes)
+        assert_right(call, *run(call))
+
+
+def test_a_cache_without_pages() -> None:
+    for op in ("paged", "sparse_paged", "mla"):
+        call = random_call(problem(op, seq_k=0), seed=0)
+        call.k, call.v = call.k[:0], call.v[:0]
+        call.page_table = torch.full((3, 4), 7, dtype=torch.int32)
+        out, lse = run(call)
+        assert not out.any()
+        assert torch.isneginf(lse).all()
+
+
+def test_a_cache_of_no_pages_with_a_capacity() -> None:
+    call = random_call(problem("paged"), seed=0)
+    call.k, call.v = call.k[:0], call.v[:0]
+    out, lse = run(call)
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(("op", "feature"), CASES)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_nothing_is_read_back_from_an_accelerator(op: str, feature: str, needs_grad: bool) -> None:
+    """A meta tensor has no values: whatever asks for one, or for a shape that depends on some, raises."""
+    call = random_call(problem(op, feature, needs_grad=needs_grad), seed=0)
+    elsewhere = replace(call, **{name: t.to("meta") for name in TENSORS if (t := getattr(call, name)) is not None})
+    out, lse = blockwise.run(elsewhere)
+    assert out.shape == call.new_out().shape
+    assert lse.shape == call.new_lse().shape
+
+
+def test_a_claimed_longest_sequence_costs_nothing_on_a_cpu() -> None:
+    """Lengths on the CPU are read, so that no block is computed that holds nothing."""
+    call = random_call(problem("varlen"), seed=0)
+    boastful = replace(call, problem=msgspec.structs.replace(call.problem, seq_q=2**20, seq_k=2**20))
+    for ours, theirs in zip(run(boastful), run(call), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+def test_sequences_longer_than_the_claimed_longest_are_cut(causal: str) -> None:
+    call = clean(problem("varlen", causal=causal), seed=4)
+    assert int(call.cu_seqlens_q.diff().max()) > 5
+    assert int(call.cu_seqlens_k.diff().max()) > 7
+    modest = replace(call, problem=msgspec.structs.replace(call.problem, seq_q=5, seq_k=7))
+    assert_right(modest, *run(modest))
