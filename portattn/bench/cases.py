@@ -1,138 +1,113 @@
-"""The named problem sets that `portattn bench` times."""
+"""Case: one timed problem as data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
 
 import msgspec
 
 from portattn.launch.kernelcall import TORCH_DTYPE
-from portattn.problem import Causal, Dtype, Problem
+from portattn.problem import Causal, Dtype, Op
+
+Window = tuple[int | None, int | None]
+CACHE_OPS = ("decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One timed problem.
 
-    lengths   valid keys (and queries) of each sequence as fractions of the capacity; empty for full sequences
+    seq_q, seq_k   rows and keys of a sequence; where lengths are given, of the longest one's slot
+    lengths_q, lengths_k  rows and keys of each sequence; empty for full slots
+    head_dim_v     width of V; 0 for head_dim. mla_attention: the part of a latent row that is V
+    packed         queries lie one sequence after the other, and so do the keys of varlen_attention
+    page_size      tokens a page; 0 for a contiguous cache
+    tokens         tokens that each query head of sparse_attention has chosen
+    magicpig       its K and L, if the chosen tokens were sampled so
+    window         keys before and after its own position that a query sees
+    scale          None for 1/√head_dim
     """
 
     name: str
-    op: str
+    op: Op
     batch: int
     heads_q: int
     heads_k: int
     seq_q: int
     seq_k: int
     head_dim: int
+    head_dim_v: int = 0
     dtype: Dtype = "bf16"
     causal: Causal = "none"
-    lengths: tuple[float, ...] = ()
+    window: Window = (None, None)
+    lengths_q: tuple[int, ...] = ()
+    lengths_k: tuple[int, ...] = ()
+    packed: bool = False
+    page_size: int = 0
+    tokens: int = 0
+    magicpig: tuple[int, int] | None = None
+    scale: float | None = None
 
-    def seqlens(self, capacity: int) -> list[int]:
-        """Valid rows of each sequence of a (capacity)-row slot."""
-        if not self.lengths:
-            return [capacity] * self.batch
-        return [max(round(self.lengths[i % len(self.lengths)] * capacity), 1) for i in range(self.batch)]
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Query rows of each sequence."""
+        return self.lengths_q or (self.seq_q,) * self.batch
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Keys of each sequence."""
+        return self.lengths_k or (self.seq_k,) * self.batch
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def windowed(self) -> bool:
+        return self.window != (None, None)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the op is one of decoding, for which bytes count as well as FLOPs."""
+        return self.op in CACHE_OPS
 
     def flops(self) -> int:
-        """Floating-point operations of what is attended: padding counts nothing, causal half the square."""
-        total = 0
-        for q, k in zip(self.seqlens(self.seq_q), self.seqlens(self.seq_k), strict=True):
-            rows = q if self.op == "attention" else self.seq_q
-            total += Problem(
-                batch=1,
-                heads_q=self.heads_q,
-                heads_k=self.heads_k,
-                seq_q=rows,
-                seq_k=k,
-                head_dim=self.head_dim,
-                dtype=self.dtype,
-                causal=self.causal,
-            ).flops()
-        return total
+        """Operations on what is attended: 2·D a score and 2·Dv a value. Padding and what is masked count nothing."""
+        pairs = self.batch * self.tokens or sum(seen[0] for seen in self._seen())
+        return 2 * self.heads_q * pairs * (self.head_dim + self.width_v)
 
-    def cache_bytes(self) -> int:
-        """Bytes of valid keys and values: the least that has to be read."""
-        size = TORCH_DTYPE[self.dtype].itemsize
-        return 2 * sum(self.seqlens(self.seq_k)) * self.heads_k * self.head_dim * size
+    def read_bytes(self) -> int:
+        """Bytes of the keys and values that are attended: the least that has to be read, but for the queries.
 
+        Each counts once for all query heads of its group, and a latent row once. Chosen tokens count as often as they
+        differ on average among the heads of a group, each of which chooses at random.
+        """
+        row = self.head_dim if self.op == "mla_attention" else self.head_dim + self.width_v
+        if self.tokens:
+            rows = round(sum(keys * (1 - (1 - self.tokens / keys) ** self.group) for keys in self.keys))
+        else:
+            rows = sum(seen[1] for seen in self._seen())
+        return rows * self.heads_k * row * TORCH_DTYPE[self.dtype].itemsize
 
-def _dense(seqs: Sequence[int], dims: Sequence[int], dtype: Dtype = "bf16") -> list[Case]:
-    """B·S = 16k and H·D = 2048, as FlashAttention's papers time it."""
-    cases = []
-    for dim in dims:
-        for seq in seqs:
-            for causal in ("none", "bottom_right"):
-                cases.append(
-                    Case(
-                        name=f"dense {dtype} D={dim} S={seq}" + (" causal" if causal != "none" else ""),
-                        op="attention",
-                        batch=max(16384 // seq, 1),
-                        heads_q=2048 // dim,
-                        heads_k=2048 // dim,
-                        seq_q=seq,
-                        seq_k=seq,
-                        head_dim=dim,
-                        dtype=dtype,
-                        causal=causal,
-                    )
-                )
-    return cases
+    def _seen(self) -> list[tuple[int, int]]:
+        return [seen(q, k, self.causal, self.window) for q, k in zip(self.queries, self.keys, strict=True)]
 
 
-def _decode(shapes: Sequence[tuple[int, int, int, int, int]]) -> list[Case]:
-    return [
-        Case(
-            name=f"decode B={b} H={hq}/{hk} S={s} D={d}",
-            op="decode_attention",
-            batch=b,
-            heads_q=hq,
-            heads_k=hk,
-            seq_q=1,
-            seq_k=s,
-            head_dim=d,
-        )
-        for b, hq, hk, s, d in shapes
-    ]
-
-
-def _small(dtype: Dtype) -> list[Case]:
-    sizes: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 8, "head_dim": 64, "dtype": dtype}
-    return [
-        Case(name=f"small {dtype} S={seq}", op="attention", seq_q=seq, seq_k=seq, **sizes) for seq in (64, 256, 512)
-    ]
-
-
-# The shapes at which the project's seed kernels were timed: grouped prefill, the same with padding, and decode.
-_SEED: dict[str, Any] = {"batch": 8, "heads_q": 64, "heads_k": 16, "seq_k": 1024, "head_dim": 64}
-# Sequence lengths of a padded batch, spread evenly from 1/8 to all of the capacity.
-_SPREAD = tuple((i + 1) / 8 for i in range(8))
-
-SETS: dict[str, list[Case]] = {
-    "seed": [
-        Case(name="seed prefill causal", op="attention", seq_q=1024, causal="bottom_right", dtype="fp16", **_SEED),
-        Case(
-            name="seed prefill padded",
-            op="attention",
-            seq_q=1024,
-            causal="bottom_right",
-            dtype="fp16",
-            lengths=_SPREAD,
-            **_SEED,
-        ),
-        Case(name="seed decode", op="decode_attention", seq_q=1, dtype="fp16", **_SEED),
-    ],
-    "dense": _dense((1024, 4096, 16384), (64, 128, 256)),
-    "decode": _decode(
-        [
-            (8, 64, 16, 1024, 64),
-            (1, 32, 8, 1024, 128),
-            (1, 32, 8, 32000, 128),
-            (128, 32, 8, 2048, 128),
-            (64, 32, 8, 8192, 128),
-            (16, 64, 8, 32768, 128),
-        ]
-    ),
-    "small": _small("fp32") + _small("fp16"),
-}
+@functools.cache
+def seen(queries: int, keys: int, causal: Causal, window: Window) -> tuple[int, int]:
+    """Of one sequence and head: pairs of a query and a key it attends, and keys that any query attends."""
+    shift = 0 if causal == "top_left" else keys - queries
+    left, right = window
+    if causal != "none":
+        right = 0 if right is None else min(right, 0)
+    pairs, first, end = 0, keys, 0
+    for row in range(queries):
+        low = 0 if left is None else max(row + shift - left, 0)
+        high = keys if right is None else min(row + shift + right + 1, keys)
+        if high > low:
+            pairs, first, end = pairs + high - low, min(first, low), max(end, high)
+    return pairs, max(end - first, 0)

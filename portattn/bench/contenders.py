@@ -1,95 +1,100 @@
-"""What is timed: portattn itself, and peers that this machine happens to have. Peers are never dependencies."""
+"""What is timed of portattn: its calls as a user writes them, and the same calls prepared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as functional
 
 import portattn
-from portattn.bench.cases import TORCH_DTYPE, Case
-
-
-@dataclass(slots=True)
-class Tensors:
-    """One case's inputs, (B, H, S, D), with int32 lengths where the case has them."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    seqlens_q: torch.Tensor | None
-    seqlens_k: torch.Tensor | None
-
-    @classmethod
-    def random(cls, case: Case, device: torch.device, seed: int = 0) -> Tensors:
-        generator = torch.Generator(device=device).manual_seed(seed)
-
-        def tensor(heads: int, seq: int) -> torch.Tensor:
-            shape = (case.batch, heads, seq, case.head_dim)
-            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(
-                TORCH_DTYPE[case.dtype]
-            )
-
-        def lengths(capacity: int) -> torch.Tensor | None:
-            return torch.tensor(case.seqlens(capacity), dtype=torch.int32, device=device) if case.lengths else None
-
-        return cls(
-            q=tensor(case.heads_q, case.seq_q),
-            k=tensor(case.heads_k, case.seq_k),
-            v=tensor(case.heads_k, case.seq_k),
-            seqlens_q=lengths(case.seq_q) if case.op == "attention" else None,
-            seqlens_k=lengths(case.seq_k),
-        )
-
+from portattn.bench.cases import Case
+from portattn.bench.tensors import Tensors
 
 Run = Callable[[], torch.Tensor]
+OURS, PREPARED = "portattn", "portattn prepared"
 
 
-def ours(case: Case, t: Tensors, backend: str = "auto") -> Run:
-    """portattn's own call, as a user writes it."""
-    causal: bool | str = False if case.causal == "none" else case.causal
+def as_is(out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to compute a case.
+
+    run     the call that is timed
+    shaped  brings what it returns into the form (B, Hq, Sq, Dv), of packed queries (Tq, Hq, Dv); not timed
+    """
+
+    run: Run
+    shaped: Callable[[torch.Tensor], torch.Tensor] = as_is
+
+
+Build = Callable[[], Contender]  # raises where the contender cannot run the case
+
+
+def swapped(out: torch.Tensor) -> torch.Tensor:
+    """(B, S, H, D) as (B, H, S, D)."""
+    return out.transpose(1, 2)
+
+
+def arguments(case: Case, t: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the case's op."""
+    options: dict[str, Any] = {}
+    if case.causal != "none":
+        options["causal"] = case.causal
+    if case.windowed:
+        options["window"] = case.window
+    if case.scale is not None:
+        options["scale"] = case.scale
     if case.op == "attention":
-        return lambda: portattn.attention(
-            t.q, t.k, t.v, causal=causal, seqlens_q=t.seqlens_q, seqlens_k=t.seqlens_k, backend=backend
-        )  # type: ignore[return-value]
-    return lambda: portattn.decode_attention(t.q, t.k, t.v, t.seqlens_k, causal=causal, backend=backend)  # type: ignore[return-value]
+        return (t.q, t.k, t.v), options | {"seqlens_q": t.seqlens_q, "seqlens_k": t.seqlens_k}
+    if case.op == "varlen_attention":
+        longest = max(case.queries), max(case.keys)
+        return (t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, *longest), options
+    if case.op == "decode_attention":
+        return (t.q, t.k, t.v, t.seqlens_k), options
+    if case.op == "sparse_attention":
+        options |= {"page_table": t.page_table, "seqlens_k": t.seqlens_k, "magicpig": case.magicpig}
+        return (t.q, t.k, t.v, t.indices, t.counts), options
+    if case.packed:
+        options |= {"cu_seqlens_q": t.cu_seqlens_q, "max_seqlen_q": max(case.queries)}
+    if case.op == "paged_attention":
+        return (t.q, t.k, t.v, t.page_table, t.seqlens_k), options
+    rank = case.width_v
+    queries = t.q[..., :rank], t.q[..., rank:]
+    return (*queries, t.k, t.page_table, t.seqlens_k), options | ({} if case.packed else {"layout": "bshd"})
 
 
-def _sdpa(name: str) -> Callable[[Case, Tensors], Run | None]:
-    def prepare(case: Case, t: Tensors) -> Run | None:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        mask = None
-        is_causal = case.causal != "none" and case.seq_q == case.seq_k
-        if case.causal != "none" and not is_causal:
-            return None
-        if case.lengths:
-            # SDPA takes lengths only as a mask, and a mask only without is_causal.
-            keys = torch.arange(case.seq_k, device=t.q.device)
-            assert t.seqlens_k is not None
-            mask = (keys[None, :] < t.seqlens_k[:, None])[:, None, None, :]
-            if is_causal:
-                rows = torch.arange(case.seq_q, device=t.q.device)
-                mask = mask & (keys[None, :] <= rows[:, None])
-                is_causal = False
-        grouped = case.heads_q != case.heads_k
-        kernel = getattr(SDPBackend, name)
-
-        def run() -> torch.Tensor:
-            with sdpa_kernel(kernel):
-                return functional.scaled_dot_product_attention(
-                    t.q, t.k, t.v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
-                )
-
-        return run
-
-    return prepare
+def _shape(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
+    return swapped if case.op == "mla_attention" and not case.packed else as_is
 
 
-PEERS: dict[str, Callable[[Case, Tensors], Run | None]] = {
-    "sdpa-cudnn": _sdpa("CUDNN_ATTENTION"),
-    "sdpa-flash": _sdpa("FLASH_ATTENTION"),
-    "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION"),
-}
+def ours(case: Case, t: Tensors, backend: str = "auto") -> Contender:
+    """portattn's own call."""
+    op, (args, options) = getattr(portattn, case.op), arguments(case, t)
+    return Contender(lambda: op(*args, **options, backend=backend), _shape(case))
+
+
+def prepared(case: Case, t: Tensors, backend: str = "auto") -> Contender:
+    """The same call with a handle from `portattn.prepare`, and a place for its result."""
+    args, options = arguments(case, t)
+    options["backend"] = backend
+    handle: Any = portattn.prepare(case.op, *args, **options)
+    out = torch.empty_like(getattr(portattn, case.op)(*args, **options), memory_format=torch.contiguous_format)
+    return Contender(lambda: handle.run(*args, out=out, **options), _shape(case))
+
+
+def plan_of(case: Case, t: Tensors, backend: str = "auto") -> portattn.Plan:
+    args, options = arguments(case, t)
+    return portattn.plan(case.op, *args, **options, backend=backend)
+
+
+def own(case: Case, t: Tensors, backend: str = "auto") -> dict[str, Build]:
+    """portattn's contenders by name; a prepared one for the ops that serving loops repeat."""
+    builds: dict[str, Build] = {OURS: lambda: ours(case, t, backend)}
+    if case.reads_cache:
+        builds[PREPARED] = lambda: prepared(case, t, backend)
+    return builds

@@ -1,24 +1,18 @@
-"""Timing and the correctness gate. Device time by events with the cache flushed, host time by the clock."""
+"""Clocks: device time by events with the cache flushed, host time by the clock, and what the card can do at all."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 
+import msgspec
 import torch
 
-import portattn
-from portattn.bench.cases import Case
-from portattn.bench.contenders import Run, Tensors
-from portattn.call import Call
-from portattn.config import Settings
-from portattn.reference.check import budget, same_dtype
-from portattn.reference.oracle import allowed, oracle
-from portattn.validate import attention_call
+from portattn.bench.contenders import Run
 
-CHECKED_ROWS = 64  # query rows compared with the float64 oracle
 HOST_CALLS = 200
+HOST_SECONDS = 0.5  # after which fewer calls will do
+QUEUE = 20  # calls enqueued before the host waits for the device
 
 
 def device_ms(run: Run, warmup_ms: int = 10, repeat_ms: int = 60) -> float:
@@ -39,9 +33,10 @@ def interleaved_ms(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 def host_us(run: Run) -> float:
     """Median time that enqueuing one call takes the host, in microseconds. The device's queue is kept short."""
-    times = []
-    for i in range(HOST_CALLS):
-        if i % 20 == 0:
+    times: list[float] = []
+    end = time.perf_counter() + HOST_SECONDS
+    while len(times) < HOST_CALLS and (len(times) < QUEUE or time.perf_counter() < end):
+        if len(times) % QUEUE == 0:
             torch.cuda.synchronize()
         begun = time.perf_counter()
         run()
@@ -73,59 +68,35 @@ def peak_extra_bytes(run: Run) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def as_call(case: Case, t: Tensors) -> Call:
-    return attention_call(
-        case.op,
-        t.q,
-        t.k,
-        t.v,
-        names=("q", "k", "v"),
-        settings=Settings(validate="never"),
-        scale=None,
-        causal=False if case.causal == "none" else case.causal,
-        return_lse=False,
-        layout="bhsd",
-        seqlens_q=t.seqlens_q,
-        seqlens_k=t.seqlens_k,
-    )
+class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
+    """A card's own limits in one run.
+
+    gemm_tflops  bf16 matrix product of 8192³, TFLOP/s
+    copy_tbs     device copy, TB/s, read plus written
+    """
+
+    gemm_tflops: float
+    copy_tbs: float
+
+    def floor_ms(self, flops: int, read_bytes: int) -> tuple[float, str]:
+        """The least time that so much takes, and which limit that is: "gemm" or "copy"."""
+        gemm, copy = flops / self.gemm_tflops / 1e9, read_bytes / self.copy_tbs / 1e9
+        return (gemm, "gemm") if gemm > copy else (copy, "copy")
 
 
-class Gate:
-    """Compares contenders with the float64 oracle on a sample of query rows, under the budget of reference/check."""
-
-    def __init__(self, case: Case, t: Tensors) -> None:
-        call = as_call(case, t)
-        generator = torch.Generator().manual_seed(1)
-        rows = torch.randperm(case.seq_q, generator=generator)[:CHECKED_ROWS].sort().values.to(t.q.device)
-        self.rows = rows
-        self.valid = allowed(call, rows).any(-1)[:, None, :, None]
-        self.expected, _ = oracle(call, rows)
-        self.budget = budget(t.q.dtype, self.expected, same_dtype(call, rows=rows)[0])
-
-    def error(self, out: torch.Tensor) -> float:
-        """Largest difference on rows that attend something; NaN counts as infinite."""
-        difference = torch.where(self.valid, (out.double() - self.expected).abs(), 0.0)
-        return float(torch.nan_to_num(difference, nan=float("inf")).max())
-
-    def check(self, run: Run) -> float:
-        """The contender's error on the sampled rows."""
-        return self.error(run()[:, :, self.rows])
+def ceilings() -> Ceilings:
+    """Measured on a card that is warm: a rested one is faster than any long run is."""
+    found = Ceilings(gemm_tflops=_gemm_tflops(), copy_tbs=_copy_tbs())
+    torch.cuda.empty_cache()
+    return found
 
 
-def ceilings() -> dict[str, float]:
-    """This card's own limits in this run: bf16 GEMM in TFLOP/s, device copy in TB/s (read plus written)."""
-    size = 8192
+def _gemm_tflops(size: int = 8192) -> float:
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    gemm = 2 * size**3 / device_ms(lambda: a @ b) / 1e9
-    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
+    return 2 * size**3 / device_ms(lambda: a @ b, warmup_ms=500, repeat_ms=200) / 1e9
+
+
+def _copy_tbs(elements: int = 2**30) -> float:
+    source = torch.empty(elements, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    copied: Callable[[], torch.Tensor] = lambda: target.copy_(source)  # noqa: E731
-    copy = 2 * source.numel() * 4 / device_ms(copied) / 1e9
-    return {"gemm_tflops": gemm, "copy_tbs": copy}
-
-
-def plan_of(case: Case, t: Tensors) -> portattn.Plan:
-    causal: bool | str = False if case.causal == "none" else case.causal
-    if case.op == "attention":
-        return portattn.plan("attention", t.q, t.k, t.v, causal=causal, seqlens_q=t.seqlens_q, seqlens_k=t.seqlens_k)
-    return portattn.plan("decode_attention", t.q, t.k, t.v, t.seqlens_k, causal=causal)
+    return 2 * elements * source.itemsize / device_ms(lambda: target.copy_(source)) / 1e9
