@@ -1,8 +1,8 @@
 """portattn as an attention implementation of Hugging Face transformers: `register()`, then
 `attn_implementation="portattn"`.
 
-Supported: causal self-attention, dense or with a cache, padded left or right. Everything else raises ArgumentError with
-the feature's name and value; no mask is ever ignored.
+Masks come as transformers_mask describes them, windows, caps, sinks and biases as transformers' own attention functions
+get them. What is not supported raises ArgumentError with the feature's name and value; nothing is ever ignored.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from portattn import ops
 from portattn.errors import ArgumentError
-from portattn.integrations.transformers_mask import ELSEWHERE, WHO, LengthMask, check_window, length_mask, refuse
+from portattn.integrations.transformers_mask import (
+    ELSEWHERE,
+    WHO,
+    CompactMask,
+    check_window,
+    compact_mask,
+    refuse,
+)
 
 # transformers runs checks of its own on names that hold these, reads "a/b" as a kernel to download, and "paged|" as a
 # prefix. "eager" is taken without being in the mapping.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "/", "|")
 # Queries a sequence up to which a call over a longer cache counts as decoding, which splits the keys over programs.
 DECODE_QUERIES = 16
-# Arguments of attention functions that change the result, and that only the eager functions of a model know.
-_EAGER_ONLY = {
-    "softcap": "capped scores are not supported yet; use attn_implementation='eager'",
-    "s_aux": "attention sinks are not supported yet; use attn_implementation='eager'",
-    "sinks": "attention sinks are not supported yet; use attn_implementation='eager'",
-    "position_bias": f"an additive bias is not supported yet; {ELSEWHERE}",
+# Arguments of attention functions that change the result, and that have no counterpart here.
+_REFUSED = {
+    "sinks": "sinks of each query's own are not supported; use attn_implementation='eager'",
     "indices": "sparse attention is not supported here; use attn_implementation='eager'",
     "block_indices": "sparse attention is not supported here; use attn_implementation='eager'",
-    "cu_seq_lens_q": f"packed sequences are not supported here yet; {ELSEWHERE}",
-    "cu_seq_lens_k": f"packed sequences are not supported here yet; {ELSEWHERE}",
     "cache": f"transformers' paged cache (continuous batching) is not supported; {ELSEWHERE}",
 }
 
@@ -68,7 +70,7 @@ class Registration:
             return
         del _registered[self.name]
         # transformers offers no way to unregister. Whoever has put another function there since keeps it.
-        for interface, ours in ((AttentionInterface, self._forward), (AttentionMaskInterface, length_mask)):
+        for interface, ours in ((AttentionInterface, self._forward), (AttentionMaskInterface, compact_mask)):
             if interface._global_mapping.get(self.name) is ours:
                 del interface._global_mapping[self.name]
 
@@ -109,78 +111,157 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: LengthMask | torch.Tensor | None,
+        attention_mask: CompactMask | torch.Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        mask = _checked(query, key, attention_mask, sliding_window, kwargs)
-        return _attend(query, key, value, mask, dropout, scaling, backend), None
+        for feature, reason in _REFUSED.items():
+            if kwargs.get(feature) is not None:
+                raise refuse(feature, kwargs[feature], reason)
+        if kwargs.get("output_attentions"):
+            raise refuse("output_attentions", True, "weights are never written out; use attn_implementation='eager'")
+        mask, bias = _read(module, query, key, attention_mask, is_causal)
+        check_window(sliding_window, mask)
+        if position_bias is not None:
+            if position_bias.shape[-1] == mask.kv_length:
+                position_bias = position_bias[..., : mask.kv_used]
+            bias = position_bias if bias is None else position_bias + bias
+        options = {
+            "scale": scaling, "causal": mask.causal and mask.q_length > 1, "window": mask.window, "softcap": softcap,
+            "sinks": _acceptable(s_aux, query), "backend": backend,
+        }  # fmt: skip
+        dense = bias is not None or dropout > 0.0  # which packed calls do not take
+        sequences = None
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            sequences = _given(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, dense)
+        if sequences is None and mask.packed is not None and not dense:
+            begins, longest = mask.sequences()
+            sequences = begins, longest, begins, longest
+        if sequences is not None:
+            return _attend_packed(query, key, value, sequences, options), None
+        return _attend(query, key, value, mask, _acceptable(bias, query), dropout, options), None
 
     registration = Registration(name, backend, forward)
     # Both, or transformers hands every layer a mask of None.
-    AttentionMaskInterface.register(name, length_mask)
+    AttentionMaskInterface.register(name, compact_mask)
     AttentionInterface.register(name, forward)
     _registered[name] = registration
     return registration
 
 
-def _checked(
-    query: torch.Tensor, key: torch.Tensor, mask: Any, sliding_window: int | None, kwargs: dict[str, Any]
-) -> LengthMask:
-    """The mask, once nothing is asked for that would be ignored. Raises ArgumentError."""
-    for feature, reason in _EAGER_ONLY.items():
-        if kwargs.get(feature) is not None:
-            given = kwargs[feature]
-            shown = f"tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else given
-            raise refuse(feature, shown, reason)
-    if kwargs.get("output_attentions"):
-        raise refuse("output_attentions", True, "weights are never written out; use attn_implementation='eager'")
-    if sliding_window is not None:
-        check_window("sliding_window", sliding_window, key.shape[2])
+def _read(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool | None
+) -> tuple[CompactMask, torch.Tensor | None]:
+    """The layer's mask, and what it adds to the scores. Raises ArgumentError for what says neither."""
+    batch, heads, q_length, kv_length = (*query.shape[:3], key.shape[2])
+    if isinstance(mask, CompactMask):
+        found = (batch, 1, q_length, kv_length)
+        if mask.shape != found:
+            raise refuse(
+                "attention_mask", f"made for {tuple(mask.shape)}", f"this layer's scores are {found}; {ELSEWHERE}"
+            )
+        return mask, None
     if isinstance(mask, torch.Tensor):
-        shape = tuple(mask.shape)
-        raise refuse("attention_mask", f"tensor of shape {shape}", f"a mask of one's own is not supported; {ELSEWHERE}")
-    if not isinstance(mask, LengthMask):
-        raise refuse(
-            "attention_mask", mask, f"this model does not make its masks through AttentionMaskInterface; {ELSEWHERE}"
-        )
-    found = (query.shape[0], 1, query.shape[2], key.shape[2])
-    if mask.shape != found:
-        raise refuse("attention_mask", f"made for {tuple(mask.shape)}", f"this layer's scores are {found}; {ELSEWHERE}")
-    return mask
+        scores = (batch, heads, q_length, kv_length)
+        fits = mask.ndim == 4 and all(size in (1, limit) for size, limit in zip(mask.shape, scores, strict=True))
+        if not fits:
+            limit = f"must broadcast to this layer's scores, {scores}; {ELSEWHERE}"
+            raise refuse("attention_mask.shape", tuple(mask.shape), limit)
+        # The whole mask, as for transformers' own functions: a window of the layer's is not put on top.
+        own = CompactMask(batch, q_length, kv_length, kv_length, written_out=True)
+        if mask.dtype == torch.bool:
+            own.mask = mask
+            return own, None
+        if not mask.is_floating_point():
+            raise refuse("attention_mask.dtype", mask.dtype, "must be bool (True attends) or floating (added)")
+        return own, mask
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if mask is None and not causal:
+        return CompactMask(batch, q_length, kv_length, kv_length), None
+    raise refuse(
+        "attention_mask", mask, f"this model does not make its masks through AttentionMaskInterface; {ELSEWHERE}"
+    )
+
+
+def _acceptable(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Sinks or a bias in a dtype that the ops take. Models have them in their own, which is."""
+    return tensor if tensor is None or tensor.dtype in (query.dtype, torch.float32) else tensor.to(torch.float32)
 
 
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: LengthMask,
+    mask: CompactMask,
+    bias: torch.Tensor | None,
     dropout: float,
-    scaling: float | None,
-    backend: str | None,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D)."""
     if mask.kv_used < mask.kv_length:
         key, value = key[:, :, : mask.kv_used], value[:, :, : mask.kv_used]
     # bshd, so that the output comes out contiguous in the layout that transformers wants.
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    few = mask.q_length == 1 or (not mask.padded and mask.q_length <= DECODE_QUERIES and mask.q_length < mask.kv_used)
+    options = {**options, "bias": bias, "mask": mask.written, "layout": "bshd"}
+    # A single query sees every valid key before it, so it needs no bounds and no causality of its own.
+    several = mask.seqlens_q is None and 1 < mask.q_length <= DECODE_QUERIES and mask.q_length < mask.kv_used
     out: Any
-    if few and not dropout:
-        # A single query sees every valid key, so it needs no bounds and no causality of its own.
-        out = ops.decode_attention(
-            q, k, v, mask.seqlens_k, leftpad_k=mask.leftpad_k, scale=scaling, causal=mask.q_length > 1,
-            layout="bshd", backend=backend,
-        )  # fmt: skip
+    if (mask.q_length == 1 or several) and not dropout:
+        out = ops.decode_attention(q, k, v, mask.seqlens_k, leftpad_k=mask.leftpad_k, **options)
     else:
         out = ops.attention(
-            q, k, v, scale=scaling, causal=True, seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k,
-            leftpad_q=mask.leftpad_q, leftpad_k=mask.leftpad_k, dropout_p=dropout, layout="bshd", backend=backend,
+            q, k, v, seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k, leftpad_q=mask.leftpad_q,
+            leftpad_k=mask.leftpad_k, dropout_p=dropout, **options,
         )  # fmt: skip
     if mask.flaw is not None:
         # One layer is enough: NaN reaches the logits through the residual stream.
         out, mask.flaw = out + mask.flaw.to(out.dtype), None
     return out
+
+
+_Sequences = tuple[torch.Tensor, int, torch.Tensor, int]  # beginnings and longest of queries and of keys
+
+
+def _given(
+    mask: CompactMask,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    longest_q: Any,
+    longest_k: Any,
+    dense: bool,
+) -> _Sequences | None:
+    """The packed sequences that the model's caller describes, as for FlashAttention; None where a mask is needed that
+    knows them too. Raises ArgumentError where they do not go with the rest."""
+    begin_q, begin_k = (cu_k if cu_q is None else cu_q), (cu_q if cu_k is None else cu_k)
+    assert begin_q is not None
+    assert begin_k is not None
+    if mask.mask is not None or mask.padded or mask.kv_used != mask.q_length:
+        raise refuse("cu_seq_lens_q", begin_q, "packed sequences go without a cache and without an attention_mask")
+    if dense:
+        if mask.packed is None:
+            limit = "takes no dropout and no bias; pack by position_ids that start again, without a cache"
+            raise refuse("cu_seq_lens_q", begin_q, limit)
+        return None
+    rows = mask.batch * mask.q_length  # no sequence is longer; reading a tensor back would wait for the device
+    longest = [most if isinstance(most, int) else rows for most in (longest_q, longest_k)]
+    return begin_q.to(torch.int32), longest[0], begin_k.to(torch.int32), longest[1]
+
+
+def _attend_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: _Sequences, options: dict[str, Any]
+) -> torch.Tensor:
+    """query (B, Hq, S, D), key and value (B, Hk, S, D), whose rows follow one another -> (B, S, Hq, D)."""
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    begin_q, longest_q, begin_k, longest_k = sequences
+    out: Any = ops.varlen_attention(q, k, v, begin_q, begin_k, longest_q, longest_k, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))

@@ -1,13 +1,13 @@
-"""Masks of Hugging Face transformers as lengths: LengthMask, and the mask function that makes one for each forward.
+"""Masks of Hugging Face transformers in few numbers: CompactMask, and the function that makes one for each forward.
 
 transformers calls a mask function once for each forward and mask kind, and hands what it returns to every layer. The
-usual mask function writes out (B, 1, Sq, Sk) booleans. This one gives four (B,) int32 tensors, or none at all where
-nothing is padded, and refuses, with its name, everything that lengths cannot say.
+usual mask function writes out (B, 1, Sq, Sk) booleans. This one says causality and windows by two integers, padding by
+four (B,) int32 tensors or none at all, holes in a 2-D mask by (B, 1, 1, Sk) booleans, and writes out the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,34 +16,38 @@ from transformers import masking_utils
 
 from portattn.config import current
 from portattn.errors import ArgumentError
+from portattn.integrations.transformers_pattern import read_pattern
 
 WHO = "portattn in transformers"
 ELSEWHERE = "use attn_implementation='eager' or 'sdpa' for this model"
 
-# What masking_utils' inner functions mean, by the function that makes them.
-_REFUSED = {
-    "packed_sequence_mask_function": "packed sequences (position_ids that start again inside a row)",
-    "or_masks": "a union of masks (or_mask_function, or blocks that attend both ways: prefixes, images)",
-    "bidirectional_mask_function": "attention in both directions",
-    "sliding_window_bidirectional_overlay": "attention in both directions",
-}
+# Configurations by id() whose read masks had holes, or right padding, which holes become once decoding goes on. Their
+# decoding steps, whose masks are not read back, go by the mask itself. An id that is used again costs speed only.
+_with_holes: set[int] = set()
 
 
 def refuse(feature: str, value: object, reason: str) -> ArgumentError:
     """The error for what portattn does not do here: feature, value, and what to do instead."""
-    return ArgumentError(WHO, feature, value, reason)
+    shown = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+    return ArgumentError(WHO, feature, shown, reason)
 
 
 @dataclass(slots=True, eq=False)
-class LengthMask:
-    """A causal, possibly padded mask of one forward: query row i of sequence b attends valid keys up to its own.
+class CompactMask:
+    """The mask of one forward: which keys each query sees.
 
     batch, q_length, kv_length   what the mask was made for; kv_length is the rows that the cache hands to the op
-    kv_used      rows of the cache that hold anything; less than kv_length in a static cache
+    kv_used      the first rows of those, which hold anything; less than kv_length in a static cache
+    left, right  keys that a query sees before and after its own position; None for all. A right of 0 is a causal mask.
+                 Where either is given, a sequence's last query and last key are of one position
     seqlens_q/k  (B,) int32: valid rows; None for all (of kv_used)
     leftpad_q/k  (B,) int32: padding rows before the first valid one; None for none
+    mask         bool, broadcast to (B, 1, Sq, kv_used): what is hidden beyond that; None for nothing
+    packed       (B, Sq): a query sees keys of its own number only. None for one sequence a row; never beside `mask`
     flaw         (B, 1, 1, 1) float32: NaN where a row of the 2-D mask turned out not to be one run of ones, else 0.
-                 The first layer adds it to its output. None where the mask has been read back and is sound
+                 The first layer adds it to its output. None where the mask has been read back
+    written_out  `mask` is the whole mask; left and right say what is known of it, for speed
+    windowed     it was made with a window, which `left` and `right` leave out where it hides nothing
 
     Models, generate() and accelerate treat a mask as a 4-D tensor that is already prepared: they ask for ndim and
     shape, and call to() and contiguous(). Nothing else is offered, so that a model that computes with its mask fails.
@@ -53,11 +57,18 @@ class LengthMask:
     q_length: int
     kv_length: int
     kv_used: int
+    left: int | None = None
+    right: int | None = None
     seqlens_q: torch.Tensor | None = None
     seqlens_k: torch.Tensor | None = None
     leftpad_q: torch.Tensor | None = None
     leftpad_k: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    packed: torch.Tensor | None = None
     flaw: torch.Tensor | None = None
+    written_out: bool = False
+    windowed: bool = False
+    _sequences: tuple[torch.Tensor, int] | None = None
 
     ndim = 4
 
@@ -67,14 +78,40 @@ class LengthMask:
         return torch.Size((self.batch, 1, self.q_length, self.kv_length))
 
     @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """What a causal mask leaves to say, as the ops take it."""
+        right = None if self.causal else self.right
+        return None if self.left is None and right is None else (self.left, right)
+
+    @property
     def padded(self) -> bool:
         """Whether any length or padding is given."""
         return any(t is not None for t in (self.seqlens_q, self.seqlens_k, self.leftpad_q, self.leftpad_k))
 
-    def contiguous(self) -> LengthMask:
+    @property
+    def written(self) -> torch.Tensor | None:
+        """`mask`, or `packed` written out; None where there is neither."""
+        return self.mask if self.packed is None else self.packed[:, None, :, None] == self.packed[:, None, None, :]
+
+    def sequences(self) -> tuple[torch.Tensor, int]:
+        """The packed sequences of all rows, one row after the other: (number + 1,) int32 beginnings and the longest.
+        Read back once, as transformers itself does to find out that rows are packed."""
+        if self._sequences is None:
+            assert self.packed is not None
+            begins = torch.ones_like(self.packed, dtype=torch.bool)
+            begins[:, 1:] = self.packed[:, 1:] != self.packed[:, :-1]
+            begins = torch.cat([begins.flatten(), begins.new_ones(1)]).nonzero().flatten().to(torch.int32)
+            self._sequences = begins, int(begins.diff().max())
+        return self._sequences
+
+    def contiguous(self) -> CompactMask:
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> LengthMask:
+    def to(self, *args: Any, **kwargs: Any) -> CompactMask:
         """The mask on another device, for models whose layers lie on several. Takes what Tensor.to takes, of which
         only the device matters: lengths keep their dtype."""
         device = kwargs.get("device", args[0] if args else None)
@@ -88,70 +125,72 @@ class LengthMask:
             for f in fields(self)
             if isinstance(getattr(self, f.name), torch.Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, _sequences=None)
 
 
 # Dynamo would trace into closures and read values; the lengths are a handful of small eager operations.
 @torch.compiler.disable
-def length_mask(
+def compact_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | LengthMask | None = None,
+    attention_mask: torch.Tensor | CompactMask | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> LengthMask:
-    """transformers' mask interface: the LengthMask of one forward.
+) -> CompactMask:
+    """transformers' mask interface: the CompactMask of one forward.
 
     q_length, kv_length   query rows, and key rows that the cache will hand over
     q_offset, kv_offset   position of the first query and the first key; static caches give q_offset as a tensor
     mask_function         (batch, head, query position, key position) -> whether to attend
-    attention_mask        (B, T) bool by position, True for valid tokens; None for all. Or a LengthMask that generate()
+    attention_mask        (B, T) bool by position, True for valid tokens; None for all. Or a CompactMask that generate()
                           had made before it called the model, which is returned as it is
-    kwargs                what masks of other implementations need
+    kwargs                `config`, and what masks of other implementations need
 
-    Reads back whether each row of the mask is one run of ones when `reads_back` says so. Raises ArgumentError, naming
-    the feature and the value, for what lengths cannot say.
+    Reads back whether each row of the mask is one run of ones when `reads_back` says so.
     """
-    if isinstance(attention_mask, LengthMask):
+    if isinstance(attention_mask, CompactMask):
         return attention_mask
-    _check_pattern(mask_function, kv_length, kv_offset)
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
+        shape = tuple(attention_mask.shape)
+        raise refuse("attention_mask.shape", shape, f"must be ({batch_size}, tokens so far); {ELSEWHERE}")
     read_back = reads_back(torch.device(device), q_length)
     if read_back:
         q_offset = int(q_offset)
-    stop: int | torch.Tensor = q_offset + q_length  # one past the last query's position
-    mask = LengthMask(batch_size, q_length, kv_length, kv_used=kv_length)
-    if isinstance(stop, int):
-        mask.kv_used = min(stop - kv_offset, kv_length)
+    pattern = read_pattern(mask_function, kv_length + kv_offset)
+    causal = pattern.right == 0
+    stop = q_offset + q_length - kv_offset  # the key row after the last query's own
+    mask = CompactMask(batch_size, q_length, kv_length, kv_length, pattern.left, pattern.right)
+    mask.windowed = mask.left is not None
+    if causal and isinstance(stop, int):
+        mask.kv_used = min(stop, kv_length)
+    # Where queries are placed by counting from the last key, it must be the last query's. A static cache does not say
+    # how far it is filled; the lengths say it then.
+    by_position = mask.left is not None or mask.right is not None
+    aligned = not by_position or (stop == mask.kv_used if isinstance(stop, int) else causal)
+    whole = pattern.whole and aligned
+    if pattern.packed is not None:
+        whole &= attention_mask is None and q_length == kv_length
+    if not aligned:
+        mask.left = mask.right = None
+    _drop_what_hides_nothing(mask)
 
-    if attention_mask is not None:
-        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size:
-            shape = tuple(attention_mask.shape)
-            raise refuse("attention_mask.shape", shape, f"must be ({batch_size}, tokens so far); {ELSEWHERE}")
-        first, end, sound = _runs(attention_mask)
-        columns = attention_mask.shape[1]
-        if isinstance(stop, int) and columns < stop:
-            raise refuse(
-                "attention_mask.shape[1]", columns, f"the cache and this input hold {stop} tokens: give one column each"
-            )
-        if read_back:
-            runs, unpadded = torch.stack([sound.all(), (first.eq(0) & end.ge(stop)).all()]).tolist()
-            if not runs:
-                raise _not_a_run(attention_mask, sound)
-            if unpadded:
-                return mask
-        else:
-            broken = sound.logical_not() | (columns < stop)
-            mask.flaw = torch.where(broken, torch.nan, 0.0).to(torch.float32)[:, None, None, None]
-        end = end.clamp(max=stop)  # later positions are not there yet; causal queries do not look at them
-        first = torch.minimum(first, end)
-        mask.leftpad_q, mask.seqlens_q = _rows(first, end, q_offset, q_length)
-        mask.leftpad_k, mask.seqlens_k = _rows(first, end, kv_offset, kv_length)
-    elif isinstance(stop, torch.Tensor):
-        mask.seqlens_k = (stop - kv_offset).to(torch.int32).expand(batch_size).contiguous()
+    if not whole:
+        mask.written_out = True
+        mask.mask = masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=mask.kv_used, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, device=device,
+            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )  # fmt: skip
+    elif pattern.packed is not None:
+        mask.packed = pattern.packed.expand(batch_size, -1)
+    if attention_mask is not None and whole:
+        _pad(mask, attention_mask, stop, kv_offset, read_back, id(kwargs.get("config")))
+    elif isinstance(stop, torch.Tensor) and mask.causal:
+        mask.seqlens_k = stop.to(torch.int32).expand(batch_size).contiguous()
     return mask
 
 
@@ -168,6 +207,65 @@ def reads_back(device: torch.device, q_length: int) -> bool:
     return validate == "always"
 
 
+def check_window(window: int | None, mask: CompactMask) -> None:
+    """Raise if a layer asks for a window, of so many keys with the query's own, and its mask was made without one.
+    Where both have one the mask's counts, as it does for transformers' own functions."""
+    if window is None or mask.windowed or mask.written_out or mask.kv_used <= window:
+        return
+    raise refuse(
+        "sliding_window",
+        window,
+        f"this layer's mask was made without it and shows {mask.kv_used} keys; {ELSEWHERE}",
+    )
+
+
+def _drop_what_hides_nothing(mask: CompactMask) -> None:
+    if mask.left is not None and mask.left >= mask.kv_used - 1:
+        mask.left = None
+    if mask.right is not None and mask.q_length <= mask.kv_used <= mask.right + 1:
+        mask.right = None
+
+
+def _pad(
+    mask: CompactMask, valid: torch.Tensor, stop: int | torch.Tensor, kv_offset: int, read_back: bool, model: int
+) -> None:
+    """Put a 2-D mask by position, (B, T) bool, into `mask`."""
+    columns = valid.shape[1]
+    short = columns < stop + kv_offset if mask.causal else False
+    if short is True:
+        raise refuse(
+            "attention_mask.shape[1]",
+            columns,
+            f"the cache and this input hold {stop + kv_offset} tokens: give one column each",
+        )
+    valid = valid[:, kv_offset : kv_offset + mask.kv_used]
+    if valid.shape[1] < mask.kv_used:
+        valid = torch.nn.functional.pad(valid, (0, mask.kv_used - valid.shape[1]))
+    first, end, sound = _runs(valid)
+    if read_back:
+        early = end.gt(0) & end.lt(mask.kv_used)
+        facts = [sound.all(), (first.eq(0) & end.eq(mask.kv_used)).all(), early.any()]
+        runs, unpadded, right_padded = torch.stack(facts).tolist()
+        if not runs or (right_padded and mask.causal and not torch.is_grad_enabled()):  # training does not go on
+            _with_holes.add(model)
+        if not runs:
+            mask.mask = valid[:, None, None, :]
+        if unpadded or not runs:
+            return
+    elif model in _with_holes:
+        mask.mask = valid[:, None, None, :]
+    else:
+        broken = sound.logical_not() | short
+        mask.flaw = torch.where(broken, torch.nan, 0.0).to(torch.float32)[:, None, None, None]
+    if mask.causal:
+        end = end.clamp(max=stop)  # later positions are not there yet; causal queries do not look at them
+        first = torch.minimum(first, end)
+    mask.leftpad_k, mask.seqlens_k = _rows(first, end, 0, mask.kv_used)
+    # A single query sees every valid key before it. Of several, each needs its place among the keys.
+    if mask.q_length > 1 and (mask.left is not None or mask.right is not None):
+        mask.leftpad_q, mask.seqlens_q = _rows(first, end, stop - mask.q_length, mask.q_length)
+
+
 def _runs(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First valid column, one past the last, and whether all between are valid, of each row of (B, T) bool."""
     columns = torch.arange(valid.shape[1], device=valid.device)
@@ -179,68 +277,6 @@ def _runs(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def _rows(
     first: torch.Tensor, end: torch.Tensor, offset: int | torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions [first, end) as left padding and count, (B,) int32, of the stored rows [offset, offset + length)."""
+    """Key rows [first, end) as left padding and count, (B,) int32, of the `length` rows that begin at `offset`."""
     first, end = (first - offset).clamp(0, length), (end - offset).clamp(0, length)
     return first.to(torch.int32), (end - first).to(torch.int32)
-
-
-def _not_a_run(attention_mask: torch.Tensor, sound: torch.Tensor) -> ArgumentError:
-    row = sound.tolist().index(False)
-    values = "".join(str(int(v)) for v in attention_mask[row].tolist())
-    shown = values if len(values) <= 64 else values[:61] + "..."
-    return refuse(
-        f"attention_mask[{row}]",
-        shown,
-        "must be one run of ones (left or right padding; a right-padded prompt cannot be generated from, pad it left); "
-        + ELSEWHERE,
-    )
-
-
-def _check_pattern(mask_function: Callable[..., Any], kv_length: int, kv_offset: int) -> None:
-    """Raise unless the mask function is causal, perhaps with a window or chunk so wide that it hides none of the keys.
-
-    transformers passes closures, so they are recognised by what made them. What is not recognised is refused.
-    """
-    causal = False
-    for part in _intersected(mask_function):
-        maker, name = _origin(part)
-        if part is masking_utils.causal_mask_function:
-            causal = True
-        elif maker == "sliding_window_overlay":
-            # The last query sees the last `window` positions, and the first key is kv_length - 1 before it.
-            check_window("sliding_window", _captured(part)["sliding_window"], kv_length)
-        elif maker == "chunked_overlay":
-            # Chunks are counted from each sequence's start, so a cache that has dropped keys can straddle two.
-            check_window("attention_chunk_size", _captured(part)["chunk_size"], kv_length + kv_offset)
-        else:
-            raise refuse("mask", _REFUSED.get(maker, name), f"only causal masks are supported; {ELSEWHERE}")
-    if not causal:
-        raise refuse("mask", _origin(mask_function)[1], f"only causal masks are supported; {ELSEWHERE}")
-
-
-def _origin(part: Any) -> tuple[str, str]:
-    """The function of masking_utils that made a mask function, "" for another module's, and its full name."""
-    module, name = getattr(part, "__module__", ""), getattr(part, "__qualname__", repr(part))
-    return name.partition(".")[0] if module == masking_utils.__name__ else "", f"{module}.{name}"
-
-
-def check_window(feature: str, window: int, keys: int) -> None:
-    """Raise if a window of so many keys, the query's own among them, hides any of the keys there are."""
-    if keys > window:
-        raise refuse(
-            feature, window, f"there are {keys} keys, and a window that hides some is not supported; {ELSEWHERE}"
-        )
-
-
-def _intersected(mask_function: Callable[..., Any]) -> Iterator[Any]:
-    """The mask functions that masking_utils.and_masks has joined, nested ones taken apart."""
-    if _origin(mask_function)[0] == "and_masks":
-        for part in _captured(mask_function)["mask_functions"]:
-            yield from _intersected(part)
-    else:
-        yield mask_function
-
-
-def _captured(closure: Any) -> dict[str, Any]:
-    cells = (cell.cell_contents for cell in closure.__closure__ or ())
-    return dict(zip(closure.__code__.co_freevars, cells, strict=True))

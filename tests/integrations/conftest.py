@@ -31,6 +31,13 @@ def models() -> dict[str, Any]:
     return {family: build(family) for family in FAMILIES}
 
 
+@pytest.fixture(scope="module")
+def t5() -> Any:
+    from tiny_models import build_t5
+
+    return build_t5()
+
+
 @pytest.fixture(autouse=True)
 def registration() -> Iterator[Registration]:
     from portattn.integrations.transformers import register

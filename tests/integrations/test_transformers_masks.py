@@ -1,7 +1,8 @@
-"""Masks as lengths: what they say, when they are read back, and what raises because lengths cannot say it."""
+"""Masks in few numbers: what they say, when they are read back, and what raises because it cannot be said."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,59 +19,187 @@ from transformers import AttentionInterface  # noqa: E402
 from transformers import masking_utils as hf  # noqa: E402
 
 from portattn.integrations import transformers_mask  # noqa: E402
-from portattn.integrations.transformers_mask import LengthMask, length_mask  # noqa: E402
-
-# ---------------------------------------------------------------- the lengths themselves
+from portattn.integrations.transformers_mask import CompactMask, compact_mask  # noqa: E402
 
 
-@pytest.mark.parametrize("validate", ["always", "never"])
-def test_lengths_say_what_the_boolean_mask_says(validate: str) -> None:
-    """Random offsets, caches and paddings: the pairs that lengths allow are sdpa_mask's, on rows of valid queries."""
+@pytest.fixture(autouse=True)
+def no_holes_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_mask, "_with_holes", set())
+
+
+# ---------------------------------------------------------------- what they say
+
+
+def allowed(mask: CompactMask) -> torch.Tensor:
+    """(B, Sq, Sk): what the ops make of the mask, by their documentation."""
+    i, j = torch.arange(mask.q_length)[None, :, None], torch.arange(mask.kv_length)[None, None, :]
+    zero = torch.zeros(mask.batch, dtype=torch.int32)
+
+    def bounds(pad: Any, count: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = zero if pad is None else pad
+        end = torch.full_like(zero, size) if count is None else first + count
+        return first[:, None, None], end[:, None, None]
+
+    k_first, k_end = bounds(mask.leftpad_k, mask.seqlens_k, mask.kv_used)
+    q_first, q_end = bounds(mask.leftpad_q, mask.seqlens_q, mask.q_length)
+    before = i + k_end - q_end - j  # keys from key j to the query's own position
+    seen = (j >= k_first) & (j < k_end) & (i >= q_first) & (i < q_end)
+    if mask.left is not None:
+        seen = seen & (before <= mask.left)
+    if mask.right is not None:
+        seen = seen & (-before <= mask.right)
+    if mask.written is not None:
+        written = mask.written.expand(mask.batch, 1, mask.q_length, -1)[:, 0]
+        seen = seen & torch.nn.functional.pad(written, (0, mask.kv_length - written.shape[2]))
+    return seen
+
+
+def prefix(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return kv < 3
+
+
+def all_but_two(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return kv != 2
+
+
+ZERO = torch.zeros(BATCH, dtype=torch.long)
+BLOCKS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, 2, 2, 2, 2, -1, -1, 3, 3, 3, -1, -1, -1]]).expand(BATCH, -1)
+# Mask function -> whether causality and lengths say it, so that nothing is written out for it.
+PATTERNS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "causal": (hf.causal_mask_function, True),
+    "sliding": (hf.sliding_window_causal_mask_function(4), True),
+    "bidirectional": (hf.bidirectional_mask_function, True),
+    "bidirectional sliding": (hf.sliding_window_bidirectional_mask_function(3), True),
+    "a window without causality": (hf.sliding_window_overlay(4), True),
+    "chunked": (hf.chunked_causal_mask_function(4, ZERO), False),
+    "a prefix": (hf.or_masks(hf.causal_mask_function, prefix), False),
+    "an intersection": (hf.and_masks(hf.sliding_window_causal_mask_function(4), all_but_two), False),
+    "blocks": (hf.or_masks(hf.causal_mask_function, lambda b, h, q, kv: BLOCKS[b, q] == BLOCKS[b, kv]), False),
+}
+
+
+@pytest.mark.parametrize("validate", ["always", "never", "never, holes seen"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_they_say_what_the_boolean_mask_says(pattern: str, validate: str) -> None:
+    """Random offsets, caches and paddings, with holes and without: the pairs that a mask allows are sdpa_mask's, on
+    rows of valid queries."""
     generator = torch.Generator().manual_seed(2)
-    checked = 0
-    for _ in range(200):
+    function, whole = PATTERNS[pattern]
+    decoder = not pattern.startswith(("bidirectional", "a window"))
+    checked = written_out = 0
+    for trial in range(60):
         past, q_length, spare = (int(torch.randint(0, 6, (), generator=generator)) for _ in range(3))
         q_length += 1
         kv_offset = int(torch.randint(0, past + 1, (), generator=generator))
+        if not decoder:
+            past, kv_offset, spare = 0, 0, spare if pattern == "bidirectional" else 0  # spare: cross-attention
         stop = past + q_length
         kv_length = stop - kv_offset + spare
         valid = torch.zeros(BATCH, stop + spare, dtype=torch.bool)
         for row in range(BATCH):
             first, end = torch.randint(0, stop + spare + 1, (2,), generator=generator).sort().values.tolist()
             valid[row, first : max(end, past + 1)] = True
-        tensor_offset = torch.tensor(past) if spare else past
+        if trial % 3 == 1:
+            valid &= torch.rand(valid.shape, generator=generator) < 0.8
+        given = None if trial % 3 == 2 else valid
+        offset = torch.tensor(past) if spare and decoder else past
         expected = hf.sdpa_mask(
-            BATCH, q_length, kv_length, past, kv_offset, attention_mask=valid, allow_is_causal_skip=False
-        )[:, 0]
-        with portattn.settings(validate=validate):
-            mask = length_mask(BATCH, q_length, kv_length, tensor_offset, kv_offset, attention_mask=valid)
-        i, j = torch.arange(q_length)[None, :, None], torch.arange(kv_length)[None, None, :]
-        zero = torch.zeros(BATCH, dtype=torch.int32)
-
-        def bounds(pad: Any, count: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            first = zero if pad is None else pad  # noqa: B023
-            end = torch.full_like(zero, size) if count is None else first + count  # noqa: B023
-            return first[:, None, None], end[:, None, None]
-
-        k_first, k_end = bounds(mask.leftpad_k, mask.seqlens_k, mask.kv_used)
-        q_first, q_end = bounds(mask.leftpad_q, mask.seqlens_q, q_length)
-        allowed = (j >= k_first) & (j < k_end) & (j <= i + k_end - q_end)
-        rows = valid[:, past:stop]
-        assert torch.equal(allowed[rows], expected[rows])
-        assert torch.equal(((i >= q_first) & (i < q_end))[:, :, 0], rows)
+            BATCH, q_length, kv_length, past, kv_offset, function, given, allow_is_causal_skip=False
+        ).expand(BATCH, 1, q_length, kv_length)[:, 0]
+        if validate == "never, holes seen":
+            transformers_mask._with_holes.add(id(None))
+        with portattn.settings(validate=validate.split(",")[0]):
+            mask = compact_mask(BATCH, q_length, kv_length, offset, kv_offset, function, given)
+        rows = torch.ones(BATCH, q_length, dtype=torch.bool)
+        if given is not None and pattern != "bidirectional":
+            rows = valid[:, past:stop]
+        if mask.flaw is not None:
+            rows = rows & ~mask.flaw[:, 0, 0].isnan()
+        else:
+            assert validate != "never" or given is None or not whole
+        assert torch.equal(allowed(mask)[rows], expected[rows])
         checked += int(rows.sum())
-    assert checked > 1000
+        written_out += mask.written_out
+    assert checked > 200
+    assert written_out == 0 if whole else written_out > 30
+
+
+@pytest.mark.parametrize("inner", ["causal", "sliding", "chunked", "a prefix"])
+@pytest.mark.parametrize("early", [False, True], ids=["remapped", "transformers 5.4"])
+def test_packed_rows(inner: str, early: bool) -> None:
+    function, whole = PATTERNS[inner]
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1], [4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 1]])
+    numbers = hf.find_packed_sequence_indices(position_ids)
+    if early:
+        packed = hf.and_masks(function, hf.packed_sequence_mask_function(numbers))
+    elif not hasattr(hf, "remap_positions_for_packed_sequence"):
+        pytest.skip("this transformers does not remap positions")
+    else:
+        packed = hf.packed_sequence_compatibility_function(function, position_ids, numbers)
+    mask = compact_mask(2, LENGTH, LENGTH, mask_function=packed)
+    expected = hf.sdpa_mask(2, LENGTH, LENGTH, 0, 0, packed, allow_is_causal_skip=False)[:, 0]
+    assert torch.equal(allowed(mask), expected)
+    assert (mask.packed is not None) == whole
+    if whole:
+        begins, longest = mask.sequences()
+        assert (begins.tolist(), longest) == ([0, 6, 9, 11, 20, 22], 9)
+
+
+def test_what_hides_nothing_is_not_said() -> None:
+    pattern = hf.chunked_causal_mask_function(12, ZERO)
+    assert not compact_mask(BATCH, 12, 12, mask_function=pattern).written_out
+    assert compact_mask(BATCH, 13, 13, mask_function=pattern).written_out
+    assert compact_mask(BATCH, 1, 12, q_offset=12, kv_offset=1, mask_function=pattern).written_out
+    windows = [
+        compact_mask(BATCH, length, length, mask_function=hf.sliding_window_causal_mask_function(12)).window
+        for length in (12, 13)
+    ]
+    assert windows == [None, (11, None)]
+    # A cache that drops what the window hides hands over 12 keys and one query: nothing is left to hide.
+    late = hf.sliding_window_causal_mask_function(12)
+    assert compact_mask(BATCH, 1, 12, q_offset=40, kv_offset=29, mask_function=late).window is None
+    assert compact_mask(BATCH, 2, 13, q_offset=40, kv_offset=29, mask_function=late).window == (11, None)
+    both = hf.sliding_window_bidirectional_mask_function(11)
+    assert compact_mask(BATCH, 12, 12, mask_function=both).window is None
+    assert compact_mask(BATCH, 13, 13, mask_function=both).window == (11, 11)
+
+
+# ---------------------------------------------------------------- when they are read back
 
 
 def test_a_decoding_step_reads_nothing_back() -> None:
     """On the meta device there is nothing to read: any synchronisation would raise."""
     mask = torch.ones(BATCH, 20, dtype=torch.bool, device="meta")
     offset = torch.tensor(19, device="meta")
-    made = length_mask(BATCH, 1, 32, offset, attention_mask=mask, device="meta")
+    made = compact_mask(BATCH, 1, 32, offset, attention_mask=mask, device="meta")
     assert made.seqlens_k.shape == made.leftpad_k.shape == (BATCH,)
-    assert length_mask(BATCH, 1, 32, offset, device="meta").seqlens_k.dtype == torch.int32
-    with pytest.raises((RuntimeError, NotImplementedError)):  # so the line above can fail
-        length_mask(BATCH, 2, 32, offset, attention_mask=mask, device="meta")
+    assert made.flaw is not None
+    assert compact_mask(BATCH, 1, 32, offset, device="meta").seqlens_k.dtype == torch.int32
+    window = hf.sliding_window_causal_mask_function(4)
+    assert compact_mask(BATCH, 1, 32, offset, mask_function=window, device="meta").window == (3, None)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # so the lines above can fail
+        compact_mask(BATCH, 2, 32, offset, attention_mask=mask, device="meta")
+
+
+@pytest.mark.parametrize("prompt", [[1, 0, 1], [1, 1, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1]])
+@torch.no_grad()
+def test_after_holes_decoding_steps_go_by_the_mask(prompt: list[int]) -> None:
+    """Right padding becomes a hole with the first new token; left padding and rows of nothing yet do not."""
+    one, other = object(), object()
+    read = compact_mask(1, 3, 3, attention_mask=torch.tensor([prompt]).bool(), config=one)
+    assert (read.mask is not None) == (prompt == [1, 0, 1])
+    step = torch.ones(1, 4, dtype=torch.bool, device="meta")
+    late = {"q_offset": 3, "attention_mask": step, "device": "meta"}
+    by_mask = compact_mask(1, 1, 4, config=one, **late)
+    assert (by_mask.mask is not None) == (by_mask.flaw is None) == (prompt in ([1, 0, 1], [1, 1, 0]))
+    by_lengths = compact_mask(1, 1, 4, config=other, **late)
+    assert by_lengths.mask is None
+    assert by_lengths.flaw is not None
+
+
+def test_right_padding_in_training_is_no_hole_to_come() -> None:
+    compact_mask(1, 3, 3, attention_mask=torch.tensor([[1, 1, 0]]).bool(), config=object())
+    assert not transformers_mask._with_holes
 
 
 def test_when_masks_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +213,7 @@ def test_when_masks_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_a_broken_mask_that_is_not_read_back_gives_nan(models: dict[str, Any]) -> None:
+def test_holes_that_are_not_read_back_give_nan(models: dict[str, Any]) -> None:
     model, mask = models["Llama"], torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 5] = 0
     eager = model(tokens(), attention_mask=mask).logits
@@ -92,14 +221,14 @@ def test_a_broken_mask_that_is_not_read_back_gives_nan(models: dict[str, Any]) -
         ours = model(tokens(), attention_mask=mask).logits
         # A static cache's offset is not known on the host, so a mask too short for it shows on the device only.
         ones = torch.ones(BATCH, LENGTH, dtype=torch.bool)
-        flaws = [length_mask(BATCH, 1, 16, torch.tensor(past), attention_mask=ones).flaw for past in (10, 11)]
+        flaws = [compact_mask(BATCH, 1, 16, torch.tensor(past), attention_mask=ones).flaw for past in (10, 11)]
     assert ours[1].isnan().all()
     assert difference(ours[::2], eager[::2], None) < TOLERANCE
     assert [flaw.isnan().all().item() for flaw in flaws] == [False, True]
 
 
-def test_a_length_mask_moves_between_devices() -> None:
-    mask = length_mask(BATCH, LENGTH, LENGTH, attention_mask=padding("left").bool())
+def test_a_mask_moves_between_devices() -> None:
+    mask = compact_mask(BATCH, LENGTH, LENGTH, attention_mask=padding("left").bool())
     moved = mask.to("meta", non_blocking=True)
     assert moved.seqlens_k.device.type == moved.leftpad_q.device.type == "meta"
     assert mask.seqlens_k.device.type == "cpu"
@@ -113,28 +242,18 @@ def test_a_length_mask_moves_between_devices() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def holes() -> torch.Tensor:
-    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, 5] = 0
-    return mask
-
-
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "holes": (
-        {"attention_mask": holes()},
-        r"attention_mask\[1\] is '11111011111', but must be one run of ones.*attn_implementation='eager' or 'sdpa'",
+    "a mask of another shape": (
+        {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH - 1, dtype=torch.bool)},
+        r"shape is \(3, 1, 11, 10\), but must broadcast to this layer's scores, \(3, 4, 11, 11\).*'eager'",
     ),
-    "4-D mask": (
-        {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
-        r"attention_mask is 'tensor of shape \(3, 1, 11, 11\)', but a mask of one's own .*'eager' or 'sdpa'",
+    "a mask of integers": (
+        {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.long)},
+        r"attention_mask.dtype is torch.int64, but must be bool \(True attends\) or floating \(added\)",
     ),
-    "packed": (
-        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2]]), "use_cache": False},
-        r"mask is 'packed sequences \(position_ids that start again.*only causal masks are supported",
-    ),
-    "packed with lengths": (
-        {"cu_seq_lens_q": torch.tensor([0, 5, 11])},
-        r"cu_seq_lens_q is 'tensor of shape \(3,\)', but packed sequences are not supported",
+    "packed and padded": (
+        {"cu_seq_lens_q": torch.tensor([0, 5, 33]), "attention_mask": padding("left")},
+        r"cu_seq_lens_q is 'tensor of shape \(3,\)', but packed sequences go without a cache and without",
     ),
     "weights": ({"output_attentions": True}, "output_attentions is True, but weights are never written out"),
     "short mask": (
@@ -156,53 +275,11 @@ def test_refusals(models: dict[str, Any], case: str) -> None:
         model(tokens(), **arguments)
 
 
-@torch.no_grad()
-def test_generating_from_a_right_padded_prompt_raises(models: dict[str, Any]) -> None:
-    with using(models["Llama"], "portattn") as model, pytest.raises(portattn.ArgumentError, match="pad it left"):
-        model.generate(tokens(), attention_mask=padding("right"), max_new_tokens=3, do_sample=False)
-
-
-@torch.no_grad()
-def test_softcap_raises() -> None:
-    model = build("Gemma2", attn_logit_softcapping=50.0)
-    message = r"softcap is 50\.0, but capped scores are not supported yet; use attn_implementation='eager'$"
-    with using(model, "portattn"), pytest.raises(portattn.ArgumentError, match=message):
-        model(tokens())
-
-
-@torch.no_grad()
-def test_sinks_raise() -> None:
-    model = build("GptOss", num_local_experts=2, num_experts_per_tok=1)
-    message = r"s_aux is 'tensor of shape \(4,\)', but attention sinks are not supported yet"
-    with using(model, "portattn"), pytest.raises(portattn.ArgumentError, match=message):
-        model(tokens())
-
-
-@torch.no_grad()
-def test_attention_in_both_directions_raises() -> None:
-    model = build("Llama", is_causal=False)
-    message = "mask is 'attention in both directions', but only causal masks are supported"
-    with using(model, "portattn"), pytest.raises(portattn.ArgumentError, match=message):
-        model(tokens())
-
-
-@pytest.mark.parametrize(
-    ("overlay", "message"),
-    [
-        ({"or_mask_function": lambda b, h, q, kv: kv < 3}, "a union of masks"),
-        ({"and_mask_function": lambda b, h, q, kv: kv > 3}, "<lambda>"),
-    ],
-    ids=["or", "and"],
-)
-def test_overlays_raise(models: dict[str, Any], overlay: dict[str, Any], message: str) -> None:
-    with using(models["Llama"], "portattn") as model, pytest.raises(portattn.ArgumentError, match=message):
-        hf.create_causal_mask(
-            config=model.config,
-            inputs_embeds=torch.empty(BATCH, LENGTH, 32),
-            attention_mask=None,
-            past_key_values=None,
-            **overlay,
-        )
+def test_packed_sequences_with_dropout_need_position_ids() -> None:
+    model = build("Llama", attention_dropout=0.5).train()
+    packed = {"cu_seq_lens_q": torch.tensor([0, 5, 33]), "cu_seq_lens_k": torch.tensor([0, 5, 33])}
+    with using(model, "portattn"), pytest.raises(portattn.ArgumentError, match="takes no dropout and no bias; pack by"):
+        model(tokens(), **packed)
 
 
 def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -> None:
@@ -214,6 +291,14 @@ def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -
     with pytest.raises(
         portattn.ArgumentError, match=r"made for \(3, 1, 5, 6\)', but this layer's scores are \(3, 1, 5, 5\)"
     ):
-        forward(layer, q, kv, kv, LengthMask(BATCH, 5, 6, 6))
-    with pytest.raises(portattn.ArgumentError, match=r"position_bias is .*additive bias"):
-        forward(layer, q, kv, kv, LengthMask(BATCH, 5, 5, 5), position_bias=torch.zeros(1, 4, 5, 5))
+        forward(layer, q, kv, kv, compact_mask(BATCH, 5, 6, 1))
+    whole = compact_mask(BATCH, 5, 5)
+    with pytest.raises(portattn.ArgumentError, match=r"sliding_window is 4, but this layer's mask was made without it"):
+        forward(layer, q, kv, kv, whole, sliding_window=4)
+    forward(layer, q, kv, kv, whole, sliding_window=5)
+    wider = compact_mask(BATCH, 5, 5, mask_function=hf.sliding_window_bidirectional_mask_function(4))
+    assert wider.window is None
+    forward(layer, q, kv, kv, wider, sliding_window=4)  # the mask's own window counts
+    for feature in ("sinks", "indices", "block_indices", "cache"):
+        with pytest.raises(portattn.ArgumentError, match=rf"{feature} is 'tensor of shape \(1,\)', but .*'eager'"):
+            forward(layer, q, kv, kv, whole, **{feature: torch.zeros(1)})
