@@ -16,13 +16,14 @@ import msgspec
 FLAGS = frozenset(
     {
         "causal", "gqa", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "paged", "packed", "window", "softcap",
-        "alibi_slopes", "sinks", "bias", "mask", "log_weights", "magicpig", "return_lse", "aligned", "large",
+        "alibi_slopes", "sinks", "bias", "mask", "log_weights", "magicpig", "featured", "return_lse", "aligned",
+        "large",
     }
 )  # fmt: skip
 NUMBERS = frozenset(
     {
-        "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "page_size", "tokens",
-        "rows", "programs",
+        "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "widest", "page_size",
+        "tokens", "rows", "programs",
     }
 )  # fmt: skip
 WORDS = {

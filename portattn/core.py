@@ -73,8 +73,6 @@ class CoreKernel:
         if not problem.aligned:
             # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
             return (("load", "pointer", "descriptors need contiguous rows and 16-byte aligned bases and strides"),)
-        if head_columns(problem)[1]:
-            return (("load", "pointer", f"a head of {problem.head_dim} columns is read in two parts"),)
         return ()
 
     def fit(
@@ -113,6 +111,8 @@ class CoreKernel:
             "CAUSAL": "bottom_right" if problem.window_right != UNLIMITED else problem.causal,
             "WINDOW": problem.window_left != UNLIMITED,
             "SOFTCAP": problem.softcap,
+            "BIAS_BY_KEY": problem.bias_by_key,
+            "MASK_BY_KEY": problem.mask_by_key,
             "NEGATED": problem.negative_scale,
             "SEARCH": SEARCH,
         }
@@ -252,27 +252,17 @@ class PagedSplit(DecodeSplit):
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
-        if lowering.load == "descriptor":
-            found = (("load", "pointer", "a descriptor reads one matrix, and pages are many"),)
-        if lowering.page_loop == "per_page" and problem.page_size % launch.block_n:
+        page_loop = lowering.page_loop
+        if page_loop == "per_page" and problem.page_size % launch.block_n:
+            page_loop = "flat_masked"
             why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
-            found = (*found, ("page_loop", "flat_masked", why))
+            found = (*found, ("page_loop", page_loop, why))
+        if lowering.load == "descriptor" and not (page_loop == "per_page" and problem.pages_in_line):
+            found = (
+                *found,
+                ("load", "pointer", "a descriptor reads tiles of one matrix: whole pages that lie in line"),
+            )
         return found
-
-    def fit(
-        self,
-        problem: Problem,
-        lowering: Lowering,
-        launch: Launch,
-        arch: Arch,
-        resident: int,
-        pinned: Container[str] = frozenset(),
-    ) -> Launch:
-        # One page id a tile: the tile is as large as a page allows. Pages below a product's least go row by row.
-        whole = problem.page_size & -problem.page_size  # its largest power of two
-        if lowering.page_loop == "per_page" and "block_n" not in pinned and whole >= MIN_DOT:
-            launch = msgspec.structs.replace(launch, block_n=min(launch.block_n, whole))
-        return super().fit(problem, lowering, launch, arch, resident, pinned)
 
 
 class MlaSplit(PagedSplit):
@@ -318,6 +308,8 @@ class SparseSplit(DecodeSplit):
             "BLOCK_D": next_power_of_two(problem.head_dim),
             "BLOCK_DV": next_power_of_two(problem.head_dim_v),
             "BLOCK_N": launch.block_n,
+            # Only loads that feed a product are fetched ahead by themselves: here the loop says it.
+            "STAGES": launch.num_stages,
             "SOFTCAP": problem.softcap,
             "NEGATED": problem.negative_scale,
         }

@@ -106,7 +106,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
         launch, resident = Launch().changed(dict(entry.launch)), entry.resident
-        if not tuning.provenance.measured:
+        if not (tuning.provenance.measured and entry.timed):
             notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
     else:
         lowering, launch, resident = Lowering(), Launch(), 1

@@ -53,7 +53,8 @@ OptionValue = bool | int | str
 # Options that only some backends' compilers know. A launch passes its options on as they are: quirk and tuning files
 # that give a backend another's option are refused when they are read. A backend that is not here has none.
 BACKEND_OPTIONS: dict[str, dict[str, type]] = {
-    "cuda": {"maxnreg": int},
+    # launch_pdl: the kernel that merges a split is launched while the splitting one still runs, and waits for it.
+    "cuda": {"maxnreg": int, "launch_pdl": bool},
     "rocm": {"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str},
     "ascend": {"multibuffer": bool},
     "cpu": {},

@@ -39,9 +39,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seqlens_q/k   per-sequence lengths are given, on the device
     leftpad_q/k   per-sequence left padding is given, on the device
     page_size, page_layout  tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
+    pages_in_line  a page's rows follow those of the page before it at the distance of two rows: a head's rows of all
+                  pages are one matrix
     tokens        places for chosen tokens of each head (Lmax of sparse_attention)
     log_weights, magicpig  sparse_attention: logarithms added to the scores, given or computed from MagicPIG's K and L
     softcap, alibi_slopes, sinks, bias, mask   those features are asked for
+    bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
@@ -72,6 +75,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     leftpad_k: bool = False
     page_size: int = 0
     page_layout: PageLayout = "phd"
+    pages_in_line: bool = False
     tokens: int = 0
     log_weights: bool = False
     magicpig: bool = False
@@ -79,7 +83,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     alibi_slopes: bool = False
     sinks: bool = False
     bias: bool = False
+    bias_by_key: bool = False
     mask: bool = False
+    mask_by_key: bool = False
     num_splits: int = 0
     return_lse: bool = False
     layout: Layout = "bhsd"
@@ -114,7 +120,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         self._check_op()
 
     def _check_op(self) -> None:
-        """What one op has and another has not. Callers meet these limits by name in validation; this guards the data."""
+        """What one op has and another has not. Callers meet these limits in validation; this guards the data."""
         packed_q, packed_k, paged = self.total_q is not None, self.total_k is not None, self.page_size > 0
         needs = {
             "total_q": (packed_q, self.op == "varlen_attention", self.op in ("varlen_attention", *_RAGGED)),
@@ -185,6 +191,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "mask": self.mask,
             "log_weights": self.log_weights,
             "magicpig": self.magicpig,
+            # What is done to every score of a tile, and so takes registers.
+            "featured": self.window or self.softcap or self.alibi_slopes or self.bias or self.mask,
             "return_lse": self.return_lse,
             "aligned": self.aligned,
             "large": self.large,
@@ -198,6 +206,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "seq_k": self.seq_k,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
+            "widest": max(self.head_dim, self.head_dim_v),
             "page_size": self.page_size,
             "tokens": self.tokens,
             "rows": rows * self.group if self.op in GROUPED else rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Choices for one kernel where all conditions of `when` hold; the first entry that holds is taken.
+    """Choices for kernels whose names match a glob, where all conditions of `when` hold; the first that holds is taken.
 
+    timed     False for a choice that was only compiled, in a file whose others were timed
     resident  programs that one core runs at a time, as far as the split over keys is concerned (decode)
     """
 
@@ -35,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
     resident: int = 1
+    timed: bool = True
     note: str = ""
 
 
@@ -46,7 +49,9 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def find(self, kernel: str, features: Mapping[str, Any]) -> Entry | None:
         for entry in self.entry:
-            if entry.kernel == kernel and conditions.all_hold(map(conditions.parse, entry.when), features):
+            if not fnmatch.fnmatchcase(kernel, entry.kernel):
+                continue
+            if conditions.all_hold(map(conditions.parse, entry.when), features):
                 return entry
         return None
 

@@ -1,7 +1,7 @@
 """The core kernels: one Triton source each, specialised by Lowering choices. Import needs Triton and nothing else.
 
 tiles.py     named primitives that take the choices
-blockptr.py, descriptor.py   constructs that not every toolchain has
+blockptr.py, descriptor.py, dependent.py   constructs that not every toolchain has
 attend.py    the loop over key tiles that the kernels with matrix products share
 dense.py     dense_forward: dense and packed tensors
 decode.py    decode_split: contiguous, paged and latent caches

@@ -10,7 +10,7 @@ from portattn.kernels.tiles import load_columns, load_query_rows, load_rows, sof
 
 
 @triton.jit
-def key_scores(q_tile, q_tail, k_rows, table, start, end, pages, stride_page, stride_row, stride_col,
+def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
                HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
                K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -29,7 +29,7 @@ def key_scores(q_tile, q_tail, k_rows, table, start, end, pages, stride_page, st
         scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
         rows = scores  # never used: a tuple that holds None fails to compile
     if BLOCK_TAIL != 0:
-        k_tail = load_columns(k_rows + MAIN * stride_col, table, start, end, pages, stride_page, stride_row,
+        k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
                               stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
                               PAGE_SIZE, PAGE_LOOP)  # fmt: skip
         scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
@@ -59,13 +59,14 @@ def add_values(acc, correction, p, v_rows, k_tile, table, start, end, pages, str
 def attend(
     acc, row_max, row_sum,
     q_pointers, q_tail_pointers, row_valid, q_stride_d, q_tail_stride_d,
-    k_rows, v_rows, table, pages,
+    k_rows, k_tail_rows, v_rows, table, pages,
     k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
     origin, first_step, full_begin, full_end, last_step, end,
     row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr,
+    LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
     PIPELINE: tl.constexpr,
@@ -77,6 +78,8 @@ def attend(
     asked for are None. Returns acc, row_max and row_sum.
     """
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
+    # In edge tiles: values before a window, and what descriptors read behind a sequence's end in its last page.
+    EDGE_UNUSED: tl.constexpr = WINDOW or (LOAD == "descriptor" and PAGE_SIZE != 0)
     q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
     if BLOCK_TAIL != 0:
         q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED)
@@ -92,22 +95,22 @@ def attend(
             if count > 0:
                 start = origin + full_begin * BLOCK_N
                 scores, k_tile = key_scores(
-                    q_tile, q_tail, k_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d, HEAD_DIM,
-                    MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-                    PAGE_SIZE, PAGE_LOOP,
+                    q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
+                    HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
                 )  # fmt: skip
                 for i in range(count - 1):
                     start = origin + (full_begin + i) * BLOCK_N
                     p, correction, row_max, row_sum = softmax_step(
                         scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                         bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
-                        EXP, MASK_VALUE,
+                        BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE,
                     )  # fmt: skip
                     # Before P·V, so that the next softmax need not wait for it.
                     scores, k_tile = key_scores(
-                        q_tile, q_tail, k_rows, table, start + BLOCK_N, end, pages, k_stride_p, k_stride_s, k_stride_d,
-                        HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER,
-                        DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                        q_tile, q_tail, k_rows, k_tail_rows, table, start + BLOCK_N, end, pages, k_stride_p,
+                        k_stride_s, k_stride_d, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD,
+                        K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
                     )  # fmt: skip
                     acc = add_values(
                         acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s,
@@ -117,8 +120,8 @@ def attend(
                 start = origin + (full_end - 1) * BLOCK_N
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP, EXP,
-                    MASK_VALUE,
+                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
+                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
@@ -140,18 +143,18 @@ def attend(
                         q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN,
                                                  BLOCK_TAIL, NEGATED)  # fmt: skip
                 scores, k_tile = key_scores(
-                    q_tile, q_tail, k_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d, HEAD_DIM,
-                    MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-                    PAGE_SIZE, PAGE_LOOP,
+                    q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
+                    HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
                 )  # fmt: skip
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                    EXP, MASK_VALUE,
+                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (WINDOW and edge == 1), LOAD,
+                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
                     DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
                 )  # fmt: skip
     return acc, row_max, row_sum

@@ -6,6 +6,8 @@ Dao et al., "Flash-Decoding" (2023).
 import triton
 import triton.language as tl
 
+from portattn.kernels.dependent import wait_for_kernel_before
+
 
 @triton.jit(do_not_specialize=["heads_q", "seq_q", "rows", "splits"])
 def combine(
@@ -13,9 +15,14 @@ def combine(
     o_stride_b, o_stride_h, o_stride_s,
     heads_q, seq_q, rows, splits,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    GRID: tl.constexpr,
+    GRID: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge (splits, rows, Dv) float32 partial results by their LSEs; one program a row, rows = B·Hq·Sq."""
+    """Merge (splits, rows, Dv) float32 partial results by their LSEs; one program a row, rows = B·Hq·Sq.
+
+    DEPENDENT: the launch did not wait for the kernel that makes the partial results.
+    """
+    if DEPENDENT:
+        wait_for_kernel_before()
     if GRID == "persistent":
         rounds = tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
     else:

@@ -39,7 +39,8 @@ def decode_split(
     GROUP: tl.constexpr, SPLIT: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
+    MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr,
@@ -47,7 +48,7 @@ def decode_split(
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
     Row r of a sequence is query r // GROUP of head r % GROUP in the group. Queries are (B, Hq, Sq, D), or with
-    cu_seqlens_q packed, and seq_q is then the rows of the packed tensor.
+    cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq) float32, to be merged. Otherwise
@@ -68,9 +69,10 @@ def decode_split(
         if cu_seqlens_q is not None:
             batch, row_tile = packed_tile(cu_seqlens_q, row_tile, batches, seq_q, GROUP, BLOCK_M, SEARCH)
             q_first, q_end = packed_bounds(cu_seqlens_q, batch, batches, seq_q)
-            sequence = tl.minimum(batch, batches - 1)
-            k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, sequence, seq_k)
-            k_end = tl.where(batch == batches, k_first, k_end)  # rows after the last sequence have no keys
+            sequence = batch  # rows after the last sequence are sequence `batches`, which has no keys and no arguments
+            k_first = seq_k - seq_k
+            k_end = tl.load(seqlens_k + sequence, mask=sequence < batches, other=0)
+            k_end = tl.minimum(tl.maximum(k_end, 0), seq_k)
         else:
             sequence = batch
             q_first, q_end = seq_q - seq_q, seq_q
@@ -118,32 +120,43 @@ def decode_split(
             table = None
             k_base += slot_0 * k_stride_b
             v_base += slot_0 * v_stride_b
+            source_rows = k_end
         else:
             table = page_table + sequence.to(tl.int64) * table_stride_b
-        k_rows = row_source(k_base, k_end, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
-        v_rows = row_source(v_base, k_end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+            source_rows = pages * PAGE_SIZE
+        k_rows = row_source(k_base, source_rows, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
+        k_tail_rows, v_rows = k_rows, k_rows
+        if BLOCK_TAIL != 0:
+            k_tail_rows = row_source(
+                k_base + MAIN * k_stride_d, source_rows, k_stride_s, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, LOAD
+            )
+        if not LATENT:
+            v_rows = row_source(v_base, source_rows, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
         slopes, bias_rows, mask_rows = None, None, None
         if alibi_slopes is not None:
-            slopes = tl.load(alibi_slopes + sequence.to(tl.int64) * alibi_stride_b + head)
+            slopes = tl.load(
+                alibi_slopes + sequence.to(tl.int64) * alibi_stride_b + head, mask=sequence < batches, other=0
+            )
         if bias is not None:
-            bias_rows = (
-                bias + slot_0 * bias_stride_b + head.to(tl.int64) * bias_stride_h + query.to(tl.int64) * bias_stride_q
-            )
+            bias_rows = bias + slot_0 * bias_stride_b
+            if not BIAS_BY_KEY:
+                bias_rows += head.to(tl.int64) * bias_stride_h + query.to(tl.int64) * bias_stride_q
         if mask is not None:
-            mask_rows = (
-                mask + slot_0 * mask_stride_b + head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_q
-            )
+            mask_rows = mask + slot_0 * mask_stride_b
+            if not MASK_BY_KEY:
+                mask_rows += head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_q
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, MASK_VALUE)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum,
             q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
-            k_rows, v_rows, table, pages,
+            k_rows, k_tail_rows, v_rows, table, pages,
             k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
             k_first, first_step, full_begin, full_end, last_step, k_end,
             row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale, softcap,
-            HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, LATENT,
-            PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE,
+            HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
+            MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
+            Q_OPERAND, PIPELINE,
         )  # fmt: skip
 
         if cu_seqlens_q is not None:

@@ -35,7 +35,8 @@ def dense_forward(
     heads_q, group, seq_q, seq_k, row_tiles, tiles, batches, left, right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
+    MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
     Q_OPERAND: tl.constexpr, SELECT: tl.constexpr,
@@ -102,7 +103,12 @@ def dense_forward(
             kv_head = (head // group).to(tl.int64)
             k_base = k + slot.to(tl.int64) * k_stride_b + kv_head * k_stride_h
             v_base = v + slot.to(tl.int64) * v_stride_b + kv_head * v_stride_h
-            k_rows = row_source(k_base, k_end, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+            k_rows = row_source(k_base, k_end, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
+            k_tail_rows = k_rows
+            if BLOCK_TAIL != 0:
+                k_tail_rows = row_source(
+                    k_base + MAIN * k_stride_d, k_end, k_stride_s, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, LOAD
+                )
             v_rows = row_source(v_base, k_end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
             q_pointers = (
                 q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h + row_0.to(tl.int64) * q_stride_s
@@ -116,25 +122,24 @@ def dense_forward(
                 )
                 slopes = tl.full([BLOCK_M], 0.0, tl.float32) + slope
             if bias is not None:
-                bias_rows = (
-                    bias + batch.to(tl.int64) * bias_stride_b + head.to(tl.int64) * bias_stride_h
-                    + rows.to(tl.int64) * bias_stride_q
-                )  # fmt: skip
+                bias_rows = bias + batch.to(tl.int64) * bias_stride_b
+                if not BIAS_BY_KEY:
+                    bias_rows += head.to(tl.int64) * bias_stride_h + rows.to(tl.int64) * bias_stride_q
             if mask is not None:
-                mask_rows = (
-                    mask + batch.to(tl.int64) * mask_stride_b + head.to(tl.int64) * mask_stride_h
-                    + rows.to(tl.int64) * mask_stride_q
-                )  # fmt: skip
+                mask_rows = mask + batch.to(tl.int64) * mask_stride_b
+                if not MASK_BY_KEY:
+                    mask_rows += head.to(tl.int64) * mask_stride_h + rows.to(tl.int64) * mask_stride_q
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum,
                 q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
-                k_rows, v_rows, None, 0,
+                k_rows, k_tail_rows, v_rows, None, 0,
                 0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d,
                 k_first, first_step, full_begin, full_end, last_step, k_end,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale,
                 softcap,
-                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, False, 0,
-                LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, "per_page", Q_OPERAND, PIPELINE,
+                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
+                BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
+                "per_page", Q_OPERAND, PIPELINE,
             )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.

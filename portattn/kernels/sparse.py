@@ -18,7 +18,7 @@ from portattn.kernels.tiles import (
 
 PI: tl.constexpr = tl.constexpr(3.141592653589793)
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
-FEW_HITS: tl.constexpr = tl.constexpr(0.25)  # expected number of tables hit, below which the series is taken
+FEW_HITS: tl.constexpr = tl.constexpr(0.5)  # expected number of tables hit, below which the series is taken
 
 
 @triton.jit
@@ -44,29 +44,35 @@ def log_sampling_probability(cosine, bits, tables):
     Chen et al., "MagicPIG" (arXiv 2410.16179): one random hyperplane leaves both on one side with probability
     p = 1 − acos(cosine)/π, all `bits` of a table with x = pᵇ, and two tables of `tables` or more with
     1 − (1−x)ᴸ − L·x·(1−x)ᴸ⁻¹. Where few tables are hit those terms cancel, and the binomial series of the same
-    probability, Σₖ₌₂ (−1)ᵏ (k−1) C(L,k) xᵏ, is summed to x⁷ instead (relative error below 1e-6).
+    probability, Σₖ₌₂ (−1)ᵏ (k−1) C(L,k) xᵏ, is summed to x⁹ instead (relative error below 1e-7).
     """
     side = tl.maximum(1.0 - arc_cosine(cosine) * (1.0 / PI), SMALLEST_NORMAL)
     log_x = bits * tl.log(side)
     x = tl.exp(log_x)
     t = tables
     hits = t * x
-    series = 1.0 - (t - 6.0) * x * (6.0 / 35.0) / 1.0
+    series = 1.0 - (t - 8.0) * x * (8.0 / 63.0)
+    series = 1.0 - (t - 7.0) * x * (7.0 / 48.0) * series
+    series = 1.0 - (t - 6.0) * x * (6.0 / 35.0) * series
     series = 1.0 - (t - 5.0) * x * (5.0 / 24.0) * series
     series = 1.0 - (t - 4.0) * x * (4.0 / 15.0) * series
     series = 1.0 - (t - 3.0) * x * (3.0 / 8.0) * series
     series = 1.0 - (t - 2.0) * x * (2.0 / 3.0) * series
     pairs = tl.maximum(t * (t - 1.0) * 0.5, SMALLEST_NORMAL)
     rare = 2.0 * log_x + tl.log(pairs) + tl.log(tl.maximum(series, SMALLEST_NORMAL))
-    missed = tl.exp((t - 1.0) * tl.log(tl.maximum(1.0 - x, SMALLEST_NORMAL)))  # no table, but for one
-    often = tl.log(tl.maximum(1.0 - missed * (1.0 - x + hits), SMALLEST_NORMAL))
+    # log(1 − x) for small x too: L times what rounding 1 − x leaves out would be much (Kahan's log1p).
+    other = 1.0 - x
+    taken = 1.0 - other
+    log_other = tl.log(tl.maximum(other, SMALLEST_NORMAL)) * (x / tl.where(taken > 0.0, taken, 1.0))
+    missed = tl.exp((t - 1.0) * log_other)  # no table, but for one
+    often = tl.log(tl.maximum(1.0 - missed * (other + hits), SMALLEST_NORMAL))
     return tl.maximum(tl.where(hits < FEW_HITS, rare, often), -87.33654475055310)  # log of SMALLEST_NORMAL
 
 
 @triton.jit(do_not_specialize=["heads_q", "group", "seq_k", "pages", "places", "splits", "tiles", "batches"])
 def sparse_split(
     q, k, v, out, lse,
-    indices, counts, log_weights, magicpig_bits, magicpig_tables, seqlens_k, leftpad_k, page_table,
+    indices, counts, log_weights, magicpig_bits, magicpig_tables, seqlens_k, page_table,
     alibi_slopes, sinks,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_d,
@@ -78,7 +84,7 @@ def sparse_split(
     heads_q, group, seq_k, pages, places, splits, tiles, batches,
     SPLIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr,
     EXP: tl.constexpr, MASK_VALUE: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the tokens chosen for one head.
@@ -100,7 +106,7 @@ def sparse_split(
         head = tile // splits % heads_q
         batch = (tile // splits // heads_q).to(tl.int64)
         kv_head = (head // group).to(tl.int64)
-        first, end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)
+        _, end = sequence_bounds(seqlens_k, None, batch, seq_k)
         count = tl.load(counts + batch * counts_stride_b + head * counts_stride_h)
         count = tl.minimum(tl.maximum(count, 0), places)
         share = tl.cdiv(tl.cdiv(count, BLOCK_N), splits) * BLOCK_N
@@ -126,11 +132,11 @@ def sparse_split(
             sink = softmax_scale(tl.load(sinks + head).to(tl.float32), EXP)
             row_max = tl.where(split == 0, sink, row_max)
             row_sum = tl.where(split == 0, 1.0, row_sum)
-        for i in range(tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N)):
+        for i in tl.range(0, tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N), num_stages=STAGES):
             place = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
             token = tl.load(chosen + place, mask=place < stop, other=-1)
-            keep = (place < stop) & ((token >= 0) & (token < end - first))
-            row = tl.where(keep, first + token, first)
+            keep = (place < stop) & ((token >= 0) & (token < end))
+            row = tl.where(keep, token, 0)
             if PAGE_SIZE == 0:
                 k_offsets = row.to(tl.int64) * k_stride_s
                 v_offsets = row.to(tl.int64) * v_stride_s
@@ -154,7 +160,7 @@ def sparse_split(
                 scores = capped(scores, softcap)
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + batch * alibi_stride_b + head)
-                scores -= slope * (end - first - 1 - token).to(tl.float32)
+                scores -= slope * (end - 1 - token).to(tl.float32)
             if log_weights is not None:
                 weights = log_weights + batch * weights_stride_b + head.to(tl.int64) * weights_stride_h
                 weight = tl.load(weights + place, mask=keep, other=0.0)

@@ -98,8 +98,12 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
               COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
               LOAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
     """Tile [BLOCK_ROWS, BLOCK_COLS] from row `start`. Rows from `end` on read as 0 when BOUNDED; columns always do."""
-    if LOAD == "descriptor":
+    if LOAD == "descriptor" and PAGE_SIZE == 0:
         tile = source.load([start, 0])
+    elif LOAD == "descriptor":
+        # The pages are one matrix, of which this is a page's part: rows from `end` on hold what the page holds.
+        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE_SIZE), 0), pages - 1)
+        tile = source.load([page * PAGE_SIZE + start % PAGE_SIZE, 0])
     elif LOAD == "block_ptr" and (PAGE_SIZE == 0 or PAGE_LOOP == "per_page"):
         base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
                                    PAGE_LOOP)  # fmt: skip
@@ -208,8 +212,22 @@ def capped(x, softcap):
 
 
 @triton.jit
+def load_scores(rows, stride, keys, end, row_valid, BY_KEY: tl.constexpr):
+    """A tile of what is given for every score, [BLOCK_M, BLOCK_N], from rows' pointers; 0 where there is none.
+
+    BY_KEY: it is the same for all rows, of which `rows` is the one pointer, and the tile is [1, BLOCK_N].
+    """
+    if BY_KEY:
+        tile = tl.load(rows + keys * stride, mask=keys < end, other=0)[None, :]
+    else:
+        there = row_valid[:, None] & (keys < end)[None, :]
+        tile = tl.load(rows[:, None] + keys[None, :] * stride, mask=there, other=0)
+    return tile
+
+
+@triton.jit
 def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                 EXP: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+                 EXP: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr):  # fmt: skip
     """Raw products [BLOCK_M, BLOCK_N] as scores in the base of `exponential`, with every additive feature.
 
     In the order of the field: scaled, capped, minus slope·|distance|, plus bias. What is not asked for is None.
@@ -222,8 +240,7 @@ def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows
             distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
             x = x - slopes[:, None] * distance
         if bias_rows is not None:
-            there = row_valid[:, None] & (keys < end)[None, :]
-            bias = tl.load(bias_rows[:, None] + keys[None, :] * bias_stride, mask=there, other=0.0).to(tl.float32)
+            bias = load_scores(bias_rows, bias_stride, keys, end, row_valid, BIAS_BY_KEY).to(tl.float32)
             # -inf masks, whatever the key holds.
             x = tl.where(bias == float("-inf"), float("-inf"), x + bias)
         x = softmax_scale(x, EXP)
@@ -236,7 +253,8 @@ def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows
 def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                  bias_rows, bias_stride, mask_rows, mask_stride, row_valid,
                  BLOCK_N: tl.constexpr, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                 EXP: tl.constexpr, MASK_VALUE: tl.constexpr):  # fmt: skip
+                 BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, EXP: tl.constexpr,
+                 MASK_VALUE: tl.constexpr):  # fmt: skip
     """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
     When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on. Returns the
@@ -246,7 +264,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
     if LIMITED or (mask_rows is not None or bias_rows is not None):
         # Scaled before it is masked: a finite mask value must stay what it is, for row_max - base to be exactly 0.
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, SOFTCAP)  # fmt: skip
+                              EXP, SOFTCAP, BIAS_BY_KEY)  # fmt: skip
         if LIMITED:
             keep = keys[None, :] < row_end[:, None]
         else:
@@ -254,8 +272,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
         if LIMITED and WINDOW:
             keep = keep & (keys[None, :] >= row_start[:, None])
         if mask_rows is not None:
-            there = row_valid[:, None] & (keys < end)[None, :]
-            attend = tl.load(mask_rows[:, None] + keys[None, :] * mask_stride, mask=there, other=0)
+            attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, MASK_BY_KEY)
             keep = keep & (attend.to(tl.int32) != 0)
         scaled = tl.where(keep, scaled, lowest(MASK_VALUE))
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
@@ -268,7 +285,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
             p = exponential(scaled - base[:, None], EXP)
     elif SOFTCAP or slopes is not None:
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, SOFTCAP)  # fmt: skip
+                              EXP, SOFTCAP, BIAS_BY_KEY)  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
         base = new_max
         p = exponential(scaled - base[:, None], EXP)
@@ -301,9 +318,16 @@ def sequence_bounds(length, leftpad, batch, capacity):
 
 
 @triton.jit
+def packed_first(cu_seqlens, batch, batches, total):
+    """First row of sequences of packed rows, clamped; of the first one 0. `batch` may be a tile, up to `batches`."""
+    first = tl.load(cu_seqlens + batch, mask=(batch > 0) & (batch <= batches), other=0)
+    return tl.minimum(tl.maximum(first, 0), total)
+
+
+@triton.jit
 def packed_bounds(cu_seqlens, batch, batches, total):
     """First row and end row of one sequence of packed rows, clamped. Sequence `batches` is what follows the last."""
-    first = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch), 0), total)
+    first = packed_first(cu_seqlens, batch, batches, total)
     end = tl.load(cu_seqlens + tl.minimum(batch + 1, batches))
     end = tl.minimum(tl.maximum(tl.where(batch == batches, total, end), first), total)
     return first, end
@@ -315,18 +339,17 @@ def packed_tile(cu_seqlens, tile, batches, total, per_row,
     """Which sequence a tile of packed rows belongs to, and its number among that sequence's tiles.
 
     Sequence b's tiles begin at tile cu_seqlens[b]·per_row // BLOCK_M + b, which leaves room for a ragged last tile of
-    each before it; so the number of launched tiles needs no lengths. The sequence is found by counting beginnings.
-    Rows after the last sequence are sequence number `batches`, so that they are written too.
+    each before it; so the number of launched tiles needs no lengths. The sequence is the last that has begun. Rows
+    after the last sequence are sequence number `batches`, so that they are written too. Beginnings that were never
+    validated, and fall, still have every row written, and no row before a sequence's first.
 
     per_row  tile rows that one packed row takes (the query heads that share a key/value head)
     """
-    sequence = batches - batches - 1
+    sequence = batches - batches
     for chunk in range(tl.cdiv(batches + 1, SEARCH)):
         b = chunk * SEARCH + tl.arange(0, SEARCH)
-        first = tl.load(cu_seqlens + b, mask=b <= batches, other=0)
-        first = tl.minimum(tl.maximum(first, 0), total)
-        begins = first.to(tl.int64) * per_row // BLOCK_M + b <= tile
-        sequence += tl.sum((begins & (b <= batches)).to(tl.int32), 0)
-    sequence = tl.maximum(sequence, 0)
-    first = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), total)
+        first = packed_first(cu_seqlens, b, batches, total)
+        begun = first.to(tl.int64) * per_row // BLOCK_M + b <= tile
+        sequence = tl.maximum(sequence, tl.max(tl.where(begun & (b <= batches), b, 0), 0))
+    first = packed_first(cu_seqlens, sequence, batches, total)
     return sequence, tile - ((first.to(tl.int64) * per_row // BLOCK_M).to(tl.int32) + sequence)

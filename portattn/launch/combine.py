@@ -51,6 +51,14 @@ class Outputs:
         return {f"o_stride_{axis}": stride for axis, stride in zip("pbhs", given, strict=False) if axis in axes}
 
 
+DEPENDENT = "launch_pdl"  # the launch option that is the merging kernel's: to begin before the other one has ended
+
+
+def splitting(launch: Launch) -> Launch:
+    """The launch of the kernel whose results are merged: it waits for whatever was launched before."""
+    return msgspec.structs.replace(launch, options=tuple(pair for pair in launch.options if pair[0] != DEPENDENT))
+
+
 def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
     """The merging launch; none where keys are not split."""
     problem = plan.problem
@@ -64,14 +72,16 @@ def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
         **{f"o_stride_{axis}": s for axis, s in zip("bhs", outputs.out.stride(), strict=False)},
         "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
     }  # fmt: skip
+    dependent = bool(launch.get(DEPENDENT)) and plan.path != "interpreter"
     constexprs = {
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": max(next_power_of_two(problem.head_dim_v), MIN_DOT),
         "BLOCK_SPLITS": next_power_of_two(launch.splits),
         "CHUNK": min(CHUNK, next_power_of_two(launch.splits)),
         "GRID": lowering.grid,
+        "DEPENDENT": dependent,
     }
     grid = (min(rows, cores) if lowering.grid == "persistent" else rows,)
     # A row of partials is a few KiB: four warps read it, nothing is pipelined.
-    few = msgspec.structs.replace(Launch(), num_warps=4, num_stages=1)
+    few = Launch(num_warps=4, num_stages=1, options=((DEPENDENT, True),) if dependent else ())
     return [KernelCall(MODULE, "combine", grid, arguments, constexprs, few, UNSPECIALISED)]

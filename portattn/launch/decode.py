@@ -41,5 +41,5 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launch, UNSPECIALISED)
+    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
     return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse

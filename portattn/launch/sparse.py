@@ -28,7 +28,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_lse,
         "indices": call.indices, "counts": call.counts, "log_weights": weights,
         "magicpig_bits": call.magicpig_bits, "magicpig_tables": call.magicpig_tables,
-        "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "page_table": table,
+        "seqlens_k": call.seqlens_k, "page_table": table,
         **per_head(call), **numbers(call),
         **{f"q_stride_{axis}": s for axis, s in zip("bhsd", call.q.stride(), strict=True) if axis != "s"},
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbh"),
@@ -42,5 +42,5 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launch, UNSPECIALISED)
+    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
     return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse

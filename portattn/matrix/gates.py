@@ -16,9 +16,15 @@ MATRIX_FACTS = ("wgmma", "tcgen05", "mma", "mfma", "wmma")  # keys of the worker
 def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry: Registry) -> tuple[Gate, ...]:
     """Every gate of a core plan's compiled kernels, those that hold included."""
     tuning = registry.tuning(target)
-    timed = tuning is not None and tuning.provenance.measured and tuning.provenance.toolchain == str(target.toolchain)
+    entry = tuning.find(plan.kernel, plan.problem.features()) if tuning else None
+    timed = (
+        tuning is not None
+        and entry is not None
+        and (tuning.provenance.measured and entry.timed)
+        and tuning.provenance.toolchain == str(target.toolchain)
+    )
     gates = [gate for kernel in kernels for gate in _limits(kernel, target.arch, timed)]
-    main = next((k for k in kernels if k.function == plan.kernel), None)
+    main = next((k for k in kernels if k.function == CORES[plan.problem.op].function), None)
     if main is not None and wants_matrix(plan, target.arch):
         names = ", ".join(target.arch.matrix)
         gates.append(
@@ -54,7 +60,9 @@ def _gate(name: str, kernel: KernelFacts, value: int, limit: str, passed: bool) 
 
 
 def wants_matrix(plan: Plan, arch: Arch) -> bool:
-    """Whether the products have a matrix instruction to use: an exact fp32 product has none on most chips."""
+    """Whether there are products, and a matrix instruction for them: exact fp32 ones have none on most chips."""
+    if "dot_precision" not in CORES[plan.problem.op].choices:
+        return False
     exact = plan.problem.dtype == "fp32" and plan.lowering is not None and plan.lowering.dot_precision == "ieee"
     return bool(arch.matrix) and not exact
 
