@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.base import VendorPath
-from portattn.backends.refusal import first_refusal
+from portattn.backends.refusal import features_check, first_refusal, op_check
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,8 @@ MAX_HEAD_DIM = 256
 class SdpaPath(VendorPath):
     """torch.nn.functional.scaled_dot_product_attention: dense attention, differentiable, with dropout.
 
-    It returns no LSE and takes no per-sequence lengths.
+    It returns no LSE and takes no per-sequence lengths. A bias, a mask or both are its `attn_mask`, without a causal
+    mask beside them.
     """
 
     name = "sdpa"
@@ -37,12 +38,16 @@ class SdpaPath(VendorPath):
         widest = max(p.head_dim, p.head_dim_v)
         given = [n for n in ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k") if getattr(p, n)]
         empty = [n for n in ("batch", "seq_q", "seq_k") if getattr(p, n) == 0]
+        masked = [n for n in ("bias", "mask") if getattr(p, n)]
         return first_refusal(
             self.name,
+            op_check("SDPA", p, ("attention",), "takes dense tensors of one length, no cache and no packed sequences"),
+            features_check("SDPA", p, takes=("bias", "mask")),
             (
-                p.op != "attention",
-                f"op is {p.op}, and SDPA takes no per-sequence lengths into a cache",
-                "backend='reference'",
+                bool(masked) and _hides(p),
+                f"causal is {p.causal} beside {', '.join(masked)}, and SDPA takes one or the other: together they "
+                f"would be a mask of all {p.seq_q} × {p.seq_k} scores",
+                "fold the causal mask into the mask, or backend='reference'",
             ),
             (
                 bool(given),
@@ -76,7 +81,9 @@ class SdpaPath(VendorPath):
     def run(self, call: Call) -> tuple[torch.Tensor, None]:
         """(out (B, Hq, Sq, Dv) in q's dtype, None).
 
-        Memory grows with Sq and Sk, except on ROCm with a bottom-right mask and Sq < Sk: Sq × Sk bytes.
+        Memory grows with Sq and Sk, except on ROCm with a bottom-right mask and Sq < Sk: Sq × Sk bytes. With a bias or
+        a mask, K and V are copied and a few tensors of the bias's or mask's own shape (not broadcast) are made; with a
+        float32 bias on 16-bit tensors, everything runs in float32.
         """
         import torch
         from torch.nn.functional import scaled_dot_product_attention
@@ -84,19 +91,70 @@ class SdpaPath(VendorPath):
         p = call.problem
         q, scale = _with_positive_scale(call.q, call.scale)
         k, v, gqa = call.k, call.v, p.group > 1
-        if gqa and (p.dtype == "fp32" or p.head_dim != p.head_dim_v):
+        idle = None
+        given: dict[str, Any] = {}
+        if p.bias or p.mask:
+            keep = _attended(call)
+            idle = ~keep.any(dim=3)
+            k, v = _without_unseen(call, keep)
+            given = {"attn_mask": _attn_mask(call, keep, idle)}
+            if call.bias is not None and call.bias.dtype != q.dtype:
+                # torch wants them alike, and 16 bits are too few: a bias of 100 would be off by 0.25 in bf16.
+                q, k, v = q.float(), k.float(), v.float()
+        elif p.causal == "top_left" or (p.causal == "bottom_right" and p.seq_q == p.seq_k):
+            given = {"is_causal": True}
+        elif _hides(p):
+            given = {"attn_mask": _lower_right(p, q.device, hip=torch.version.hip is not None)}
+        if gqa and (q.dtype is torch.float32 or p.head_dim != p.head_dim_v or p.bias or p.mask):
             # Here only the memory-efficient kernel serves, and it has no GQA: repeated heads cost group × (K + V),
             # SDPA's fall-back would hold Sq × Sk scores of every head.
             k, v, gqa = k.repeat_interleave(p.group, dim=1), v.repeat_interleave(p.group, dim=1), False
         # Fused kernels need rows that are contiguous.
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        mask: dict[str, Any] = {}
-        if p.causal == "top_left" or (p.causal == "bottom_right" and p.seq_q == p.seq_k):
-            mask = {"is_causal": True}
-        elif p.causal == "bottom_right" and p.seq_q > 1:  # a single last row sees every key
-            mask = {"attn_mask": _lower_right(p, q.device, hip=torch.version.hip is not None)}
-        out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **mask)
-        return out, None
+        out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **given)
+        return (out if idle is None else out.masked_fill(idle[..., None], 0.0)).to(call.q.dtype), None
+
+
+def _hides(p: Problem) -> bool:
+    """Whether a causal mask hides anything: a single last row sees every key."""
+    return p.causal == "top_left" or (p.causal == "bottom_right" and p.seq_q > 1)
+
+
+def _attended(call: Call) -> torch.Tensor:
+    """What bias and mask leave to attend, bool (…, Sk); other dimensions that both were broadcast over are 1 long."""
+    keep = None if call.bias is None else _held(call.bias) != float("-inf")
+    if call.mask is not None:
+        keep = _held(call.mask) if keep is None else keep & _held(call.mask)
+    assert keep is not None
+    return keep.expand(*keep.shape[:3], call.problem.seq_k)
+
+
+def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tensor:
+    """Bias and mask as SDPA takes them, their last dimension contiguous: bool, or what is added in the bias's dtype.
+
+    What torch's kernels make of rows that attend nothing is not documented, so here such rows attend everything; `run`
+    sets them to 0, which makes their gradients 0.
+
+    keep, idle  what is attended (…, Sk), and rows that attend nothing (…,)
+    """
+    keep = (keep | idle[..., None]).contiguous()
+    if call.bias is None:
+        return keep
+    return _held(call.bias).masked_fill(idle[..., None], 0.0).masked_fill(~keep, float("-inf")).contiguous()
+
+
+def _held(values: torch.Tensor) -> torch.Tensor:
+    """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
+    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
+
+
+def _without_unseen(call: Call, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V with 0 where no query attends: what lies there can be NaN, and SDPA would spread it."""
+    p = call.problem
+    seen = keep.any(dim=2)  # (B or 1, Hq or 1, Sk)
+    if seen.shape[1] > 1:
+        seen = seen.reshape(seen.shape[0], p.heads_k, p.group, p.seq_k).any(dim=2)
+    return call.k.masked_fill(~seen[..., None], 0.0), call.v.masked_fill(~seen[..., None], 0.0)
 
 
 def _lower_right(p: Problem, device: torch.device, *, hip: bool) -> torch.Tensor:

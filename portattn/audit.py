@@ -245,14 +245,26 @@ def _targets(registry: Registry) -> list[Target]:
 
 
 def _problems() -> list[Problem]:
-    """Small and large heads, of a power of two and padded, in every dtype, plain, and causal with lengths."""
+    """Small and large heads, of a power of two and padded, in every dtype, plain, and causal with lengths.
+
+    Fewer of the ops whose kernel is another one's, or gathers tokens.
+    """
     plain: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 2, "seq_k": 4096}
-    ops: list[dict[str, Any]] = [{"op": "attention", "seq_q": 4096}, {"op": "decode_attention", "seq_q": 1}]
-    features: list[dict[str, Any]] = [{}, {"causal": "bottom_right", "seqlens_k": True}]
+    rows: dict[str, Any] = {"seq_q": 4096}
+    lengths: dict[str, Any] = {"causal": "bottom_right", "seqlens_k": True}
+    paged: dict[str, Any] = {"seq_q": 1, "page_size": 64, "seqlens_k": True, "pages_in_line": True}
+    ops: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[int, ...]]] = [
+        ({"op": "attention", **rows}, [{}, lengths], (16, 40, 64, 128, 256)),
+        ({"op": "decode_attention", "seq_q": 1}, [{}, lengths], (16, 40, 64, 128, 256)),
+        ({"op": "varlen_attention", **rows, "total_q": 8192, "total_k": 8192}, [{"causal": "bottom_right"}], (64, 128)),
+        ({"op": "paged_attention", **paged}, [{}], (64, 128)),
+        ({"op": "sparse_attention", "seq_q": 1, "tokens": 256}, [{}, {"page_size": 64}], (64, 128)),
+        ({"op": "mla_attention", **paged, "heads_k": 1, "head_dim_v": 512}, [{}], (576,)),
+    ]
     return [
-        Problem(**plain, **op, **feature, dtype=dtype, head_dim=head_dim)
-        for op in ops
+        Problem(**plain | op | feature, dtype=dtype, head_dim=head_dim)
+        for op, features, widths in ops
         for feature in features
         for dtype in get_args(Dtype)
-        for head_dim in (16, 40, 64, 128, 256)
+        for head_dim in widths
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,8 +16,10 @@ from packaging.version import Version
 
 from portattn.conditions import FLAGS, WORDS, Condition, parse
 from portattn.core import CORES, CoreKernel
+from portattn.errors import ArgumentError
 from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch
-from portattn.problem import MAX_HEAD_DIM, Problem
+from portattn.options import HAS_LENGTHS, TAKES
+from portattn.problem import GROUPED, Problem
 from portattn.quirk import NUMBER, Quirk, launch_holds
 from portattn.registry import Registry
 from portattn.target import Target
@@ -38,8 +40,28 @@ _POWERS_OF_TWO = ("block_m", "block_n", "num_warps")
 # Sizes that fill every tile a launch can ask for, so that no tile is cut down to the problem.
 _PROBLEM: Mapping[str, Mapping[str, Any]] = {
     "attention": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128},
+    "varlen_attention": {
+        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128, "packed": True,
+        "total_k": 2048,
+    },
     "decode_attention": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 128},
-}
+    "paged_attention": {
+        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 128, "page_size": 64,
+        "seqlens_k": True, "pages_in_line": True,
+    },
+    "sparse_attention": {
+        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 128, "tokens": 512,
+    },
+    "mla_attention": {
+        "batch": 2, "heads_k": 1, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 576, "head_dim_v": 512,
+        "page_size": 64, "seqlens_k": True, "pages_in_line": True,
+    },
+}  # fmt: skip
+_PAGE_SIZE = 64  # where a condition asks for pages
+_FEATURES = ("window", "softcap", "alibi_slopes", "bias", "mask")  # any of them makes a problem `featured`
+_WINDOW = 128  # where a condition asks for a window
+# What a problem has where nothing is asked for, if that is neither False nor 0.
+_NOTHING = {"causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q": None, "total_k": None}
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
@@ -90,7 +112,7 @@ def outside(quirk: Quirk, registry: Registry) -> Iterator[Witness]:
 def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
     when = quirk.when
     backend, arch = _machine(quirk, registry, broken)
-    kernel = _pick(kernels_of(quirk, negate=broken == "kernels"), lambda _: True, "when.kernels")
+    kernel, problem = _kernel_and_problem(quirk, broken)
     launch = {}
     for name, wanted in when.launch.items():
         negate = broken == f"launch {name}"
@@ -104,13 +126,26 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
     }
     return Witness(
         kernel=kernel.name,
-        problem=_problem(kernel, [parse(text) for text in when.features], broken.removeprefix("feature ")),
+        problem=problem,
         target=f"{backend}:{arch}",
         toolchain=_toolchain(quirk, backend, broken.removeprefix("toolchain ")),
         lowering=lowering,
         launch=launch,
         broken=broken,
     )
+
+
+def _kernel_and_problem(quirk: Quirk, broken: str) -> tuple[CoreKernel, Problem]:
+    """The first kernel that has a problem for the conditions, of those that read the choices that are asked about."""
+    conditions = [parse(text) for text in quirk.when.features]
+    kernels = kernels_of(quirk, negate=broken == "kernels")
+    reason = "nothing known meets when.kernels"
+    for kernel in sorted(kernels, key=lambda k: not set(quirk.when.lowering) <= set(k.choices)):
+        try:
+            return kernel, _problem(kernel, conditions, broken.removeprefix("feature "))
+        except ValueError as error:
+            reason = str(error)
+    raise ValueError(reason)
 
 
 def _pick(values: Iterable[Any], test: Callable[[Any], bool], what: str) -> Any:
@@ -179,15 +214,16 @@ def _toolchain(quirk: Quirk, backend: str, broken: str) -> str:
     return ",".join(f"{n}=={v}" for n, v in sorted(chosen.items(), key=lambda item: item[0] not in COMPILERS))
 
 
-def feature_values(name: str, wanted: Iterable[Condition]) -> list[Any]:
+def feature_values(name: str, wanted: Iterable[Condition], op: str = "attention") -> list[Any]:
     """Values of a problem's feature to try: the usual one, and those at and next to every number that is named."""
     if name in FLAGS:
         return [False, True]
     if name in WORDS:
-        return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd"), word))
-    usual = max(_PROBLEM["attention"].get("head_dim" if name.startswith("head_dim") else name, 1), 1)
+        return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd", "phd"), word))
+    least = 0 if name in ("page_size", "tokens") else 1  # an op without pages has pages of 0
+    usual = _PROBLEM[op].get("head_dim" if name in ("head_dim_v", "widest") else name, least)
     near = {value + step for c in wanted for value in c.values for step in (-1, 0, 1)}
-    return [usual, *sorted(value for value in near if value > 0)]
+    return [usual, *sorted(value for value in near if value >= least)]
 
 
 def launch_values(name: str, wanted: Iterable[bool | int | str]) -> list[Any]:
@@ -211,19 +247,52 @@ def _problem(kernel: CoreKernel, wanted: list[Condition], broken: str) -> Proble
     for name in dict.fromkeys(c.name for c in wanted):
         mine = [c for c in wanted if c.name == name]
         chosen[name] = _pick(
-            feature_values(name, mine),
+            feature_values(name, mine, kernel.op),
             lambda v, n=name, cs=mine: all(c.holds({n: v}) is not (c.text == broken) for c in cs),  # type: ignore[misc]
             f"when.features on {name}",
         )
     if "programs" in chosen:
         raise ValueError("a number of programs follows from the launch: no problem can be chosen for it alone")
-    if "rows" in chosen:
-        chosen["seq_q"] = chosen.pop("rows")
+    problem = _made(kernel.op, chosen, {c.name for c in wanted})
+    features = problem.features()
+    for condition in wanted:
+        if condition.holds(features) is (condition.text == broken):
+            raise ValueError(f"nothing known meets when.features on {condition.name}")
+    if kernel.cannot(problem):
+        raise ValueError(f"nothing known meets when.features: {kernel.name} cannot run it")
+    return problem
+
+
+def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
+    """The problem with these features, of which conditions name some.
+
+    Raises ValueError where a call of the op cannot have them.
+    """
     if "gqa" in chosen:
         chosen["group"] = 4 if chosen.pop("gqa") else 1
+    if "rows" in chosen:
+        chosen["seq_q"] = -(-chosen.pop("rows") // (chosen["group"] if op in GROUPED else 1))
+    if "widest" in chosen:
+        widest = chosen.pop("widest")
+        chosen["head_dim" if "head_dim" not in named else "head_dim_v"] = widest
+        chosen["head_dim_v"] = min(chosen.get("head_dim_v", widest), widest)
+    if chosen.pop("featured", False) and not any(chosen.get(name) for name in _FEATURES):
+        chosen |= {name: True for name in ("softcap", "alibi_slopes") if name not in named}
+    if "paged" in chosen:
+        chosen["page_size"] = (chosen.get("page_size") or _PAGE_SIZE) if chosen.pop("paged") else 0
+    if chosen.pop("window", False):
+        chosen["window_left"] = _WINDOW
+    if chosen.pop("packed", False):
+        chosen["total_q"] = chosen["batch"] * chosen["seq_q"]
     causal = chosen.pop("causal_align", "bottom_right" if chosen.pop("causal", False) else "none")
     heads_q = chosen.pop("heads_q", chosen["heads_k"] * chosen.pop("group"))
-    # What no head can be, no problem can have; a condition that asks for it is one that nothing meets.
-    if not all(0 < chosen.get(name, 1) <= MAX_HEAD_DIM for name in ("head_dim", "head_dim_v")):
-        raise ValueError("nothing known meets when.features on head_dim")
-    return Problem(op=kernel.op, heads_q=heads_q, causal=causal, **chosen)  # type: ignore[arg-type]
+    try:
+        problem = Problem(op=op, heads_q=heads_q, causal=causal, **chosen)  # type: ignore[arg-type]
+    except ArgumentError as error:
+        raise ValueError(f"nothing known meets when.features: {error}") from None
+    for name in dict.fromkeys(name for names in TAKES.values() for name in names):
+        if getattr(problem, name) != _NOTHING.get(name, False) and name not in TAKES[op]:
+            raise ValueError(f"nothing known meets when.features on {name}: {op} has none")
+    if op in HAS_LENGTHS and not problem.seqlens_k:
+        raise ValueError(f"nothing known meets when.features on seqlens_k: {op} always has it")
+    return problem

@@ -108,12 +108,14 @@ def test_number_of_a_shipped_entry_is_used_once() -> None:
         ("xpu-0901-x", 'note = "x"', "", "unknown backend 'xpu'; known: cuda"),
         ("cuda-0901-x", 'note = "x"', 'features = ["head_dim>64", "head_dim<32"]', "can never apply"),
         ("cuda-0901-x", 'note = "x"', 'features = ["causal", "!causal"]', "can never apply"),
+        ("cuda-0901-x", 'note = "x"', 'kernels = ["decode_split"]\nfeatures = ["paged"]', "decode_attention has none"),
+        ("cuda-0901-x", 'note = "x"', 'kernels = ["paged_split"]\nfeatures = ["!paged"]', "must be given for paged"),
         ("cuda-0901-x", 'note = "x"', 'toolchain = { triton = ">=3.7,<3.5" }', "can never apply"),
         (
             "cuda-0901-x",
-            'lowering = { pipeline = "plain" }',
+            'lowering = { select = "where" }',
             'kernels = ["decode_split"]',
-            "sets pipeline, which decode_split do not read",
+            "sets select, which decode_split do not read",
         ),
     ],
 )

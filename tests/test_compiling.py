@@ -65,16 +65,30 @@ def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_proce
     assert seen.facts == {"local_memory": 1024, "num_warps": 4, "spills": 0}
 
 
-def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process) -> None:
+LONG = {"dtype": "fp16", "seq_q": 1, "seq_k": 4096, "batch": 1, "head_dim": 64}
+PAGES = LONG | {"page_size": 64, "seqlens_k": True}
+LAUNCHES = {
+    "attention": (LONG, ["dense_forward"]),
+    "varlen_attention": (LONG | {"total_q": 1, "total_k": 4096}, ["dense_forward"]),
+    "decode_attention": (LONG, ["decode_split", "combine"]),
+    "paged_attention": (PAGES, ["decode_split", "combine"]),
+    "sparse_attention": (LONG | {"tokens": 2048}, ["sparse_split", "combine"]),
+    "mla_attention": (PAGES | {"heads_k": 1, "head_dim_v": 32}, ["decode_split", "combine"]),
+}
+
+
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) -> None:
     requests = compiler("ok")
-    p = problem(op="decode_attention", dtype="fp16", seq_q=1, seq_k=4096, batch=1, head_dim=64)
+    fields, functions = LAUNCHES[op]
+    p = problem(op=op, **fields)
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
     made = plan(p, target)
-    assert made.launch.splits > 1
+    assert (made.launch.splits > 1) is (len(functions) > 1)
     launches, q, _ = kernel_calls(made, random_call(p), 132)
     assert compiling.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
-    assert asked == ["decode_split", "decode_combine"]
+    assert asked == functions
 
 
 def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:

@@ -43,6 +43,38 @@ def test_decides(text: str, holds: bool) -> None:
     assert conditions.parse(text).holds(FEATURES) is holds
 
 
+PAGED = Problem(
+    op="paged_attention", batch=2, heads_q=8, heads_k=2, seq_q=4, seq_k=96, head_dim=64, page_size=48,
+    page_layout="hpd", total_q=6, window_left=9, sinks=True,
+).features()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("paged", True),
+        ("packed", True),
+        ("window", True),
+        ("sinks", True),
+        ("!softcap", True),
+        ("alibi_slopes", False),
+        ("bias", False),
+        ("!mask", True),
+        ("magicpig", False),
+        ("log_weights", False),
+        ("page_size=48", True),
+        ("page_size>=64", False),
+        ("tokens>0", False),
+        ("page_layout=hpd", True),
+        ("page_layout!=hpd|phd", False),
+        ("rows=12", True),
+        ("featured", True),
+    ],
+)
+def test_decides_about_caches_and_features(text: str, holds: bool) -> None:
+    assert conditions.parse(text).holds(PAGED) is holds
+
+
 def test_all_must_hold() -> None:
     parsed = [conditions.parse(t) for t in ("causal", "head_dim>64")]
     assert conditions.all_hold(parsed, FEATURES)
@@ -65,6 +97,9 @@ def test_all_must_hold() -> None:
         ("causal=1", "unknown name 'causal'"),
         ("dtype=fp64", "dtype is compared"),
         ("dtype>fp16", "dtype is compared"),
+        ("page_layout=dhp", "page_layout is compared"),
+        ("page_size", "unknown flag 'page_size'"),
+        ("window>3", "unknown name 'window'"),
     ],
 )
 def test_refuses(text: str, complaint: str) -> None:

@@ -106,30 +106,30 @@ def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:
 
 def test_one_warning_for_each_cause(sm_90, launched) -> None:
     q, k, v = tensors()
-    wide = [torch.zeros(1, 1, 3, 512).half()] * 3
+    wide = [torch.zeros(1, 1, 3, 576).half()] * 3
 
     def calls() -> None:
         for _ in range(3):
-            portattn.attention(*wide)  # no path takes head_dim 512: the reference
+            portattn.attention(*wide)  # no other path takes values of 576 columns
             portattn.attention(q, k, v, dropout_p=0.5)  # no dropout in the core: sdpa
             with torch.enable_grad():
                 portattn.attention(q.clone().requires_grad_(), k, v)
 
     caught = [str(w.message) for w in given(calls)]
     assert len(caught) == 3
-    assert any("reference path, not triton: head_dim is 512" in m for m in caught)
+    assert any("reference path, not triton: head_dim_v is 576" in m for m in caught)
     assert any("dropout_p > 0" in m and "Hint: pass dropout_p=0.0" in m for m in caught)
     assert any("gradients" in m for m in caught)
 
 
 def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) -> None:
-    wide = [torch.zeros(1, 1, 3, 512).half()] * 3
+    wide = [torch.zeros(1, 1, 3, 576).half()] * 3
     assert given(lambda: portattn.attention(*wide), fallback="silent") == []
     assert portattn.last_plan().path == "reference"
     with portattn.settings(fallback="error"), pytest.raises(PathUnavailable) as error:
         portattn.attention(*wide)
     assert "fallback='error'" in str(error.value)
-    assert "head_dim is 512" in str(error.value)
+    assert "head_dim_v is 576" in str(error.value)
     assert error.value.rejected[0].path == "triton"
 
 
@@ -311,7 +311,7 @@ def test_a_backend_without_a_device_here_is_no_target(monkeypatch) -> None:
 
 
 def test_planning_raises_what_the_call_raises(sm_90, launched) -> None:
-    wide = [torch.zeros(1, 1, 3, 512).half()] * 3
+    wide = [torch.zeros(1, 1, 3, 576).half()] * 3
     assert portattn.plan("attention", *wide).path == "reference"
     with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="fallback='error'"):
         portattn.plan("attention", *wide)

@@ -124,6 +124,31 @@ def test_attention_on_a_cpu_needs_no_triton() -> None:
     assert out == "reference none"
 
 
+def test_every_op_on_a_cpu_needs_no_triton() -> None:
+    out = python(
+        """
+        import torch
+        import portattn
+        ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        q, cache, rows = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 16, 8), torch.randn(5, 2, 8)
+        pages, table, lengths = torch.randn(3, 8, 2, 8), ints([2, 0]), ints(11)
+        chosen, counts = ints(3, 1, 4).expand(1, 2, 3).contiguous(), ints([3, 2])
+        results = [
+            portattn.attention(q, cache, cache),
+            portattn.decode_attention(q, cache, cache, lengths),
+            portattn.varlen_attention(rows, rows, rows, ints(0, 2, 5), ints(0, 2, 5), 3, 3, causal=True),
+            portattn.paged_attention(q, pages, pages, table, lengths),
+            portattn.sparse_attention(q, cache, cache, chosen, counts, magicpig=(4, 20)),
+            portattn.mla_attention(q[..., :6], q[..., 6:], pages[:, :, 0], table, lengths, scale=0.3),
+        ]
+        assert all(result.isfinite().all() for result in results)
+        print(portattn.last_plan().path)
+        """,
+        without=("triton", "numpy"),
+    )
+    assert out == "reference"
+
+
 def test_without_triton_the_interpreter_says_how_to_get_it() -> None:
     out = python(
         """

@@ -8,7 +8,7 @@ import torch
 from support import problem, random_call
 
 from portattn import ArgumentError, Problem, conditions
-from portattn.problem import MAX_HEAD_DIM, MAX_SIZE
+from portattn.problem import MAX_HEAD_DIM, MAX_SIZE, MAX_SPLITS
 from portattn.reference.oracle import allowed
 
 
@@ -30,6 +30,13 @@ from portattn.reference.oracle import allowed
         ("head_dim", 0, "from 1"),
         ("head_dim_v", MAX_HEAD_DIM + 1, str(MAX_HEAD_DIM)),
         ("heads_q", 3, "multiple of the 2"),
+        ("page_layout", "dhp", "phd, hpd"),
+        ("window_left", -2, "from -1"),
+        ("window_right", MAX_SIZE + 1, str(MAX_SIZE)),
+        ("total_q", -1, "from 0"),
+        ("page_size", -1, "from 0"),
+        ("tokens", 0.5, "integer"),
+        ("num_splits", MAX_SPLITS + 1, str(MAX_SPLITS)),
     ],
 )
 def test_errors_name_field_value_and_limit(field: str, value: object, limit: str) -> None:
@@ -38,6 +45,47 @@ def test_errors_name_field_value_and_limit(field: str, value: object, limit: str
     assert error.value.argument == field
     assert repr(value) in str(error.value)
     assert limit in str(error.value)
+
+
+PAGES = {"op": "paged_attention", "page_size": 16}
+PACKED = {"op": "varlen_attention", "total_q": 30, "total_k": 60}
+SPARSE = {"op": "sparse_attention", "seq_q": 1, "tokens": 8}
+LATENT = {"op": "mla_attention", "heads_k": 1, "head_dim_v": 8, "page_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "limit"),
+    [
+        ({"op": "paged_attention"}, "page_size", "must be given for paged_attention"),
+        ({"op": "mla_attention", "heads_k": 1}, "page_size", "must be given for mla_attention"),
+        ({"op": "varlen_attention", "total_k": 3}, "total_q", "must be given for varlen_attention"),
+        ({"op": "varlen_attention", "total_q": 3}, "total_k", "must be given for varlen_attention"),
+        ({"total_q": 3}, "total_q", "attention has none"),
+        ({"page_size": 16}, "page_size", "attention has none"),
+        ({"op": "decode_attention", "tokens": 4}, "tokens", "decode_attention has none"),
+        (PAGES | {"total_k": 3}, "total_k", "paged_attention has none"),
+        (SPARSE | {"total_q": 3}, "total_q", "sparse_attention has none"),
+        (LATENT | {"heads_k": 2}, "heads_k, head_dim_v", "must be 1"),
+        (LATENT | {"head_dim_v": 17}, "heads_k, head_dim_v", "at most head_dim"),
+    ],
+)
+def test_what_an_op_has_and_what_it_has_not(fields: dict, field: str, limit: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        problem(**fields)
+    assert error.value.argument == field
+    assert limit in str(error.value)
+
+
+def test_every_op_has_a_problem() -> None:
+    for fields in (PAGES, PACKED, SPARSE, SPARSE | {"page_size": 16}, LATENT, PAGES | {"total_q": 5}):
+        assert problem(**fields).op == fields["op"]
+
+
+def test_packed_queries_are_one_batch_of_all_rows() -> None:
+    assert problem().query_rows == (2, 19)
+    assert problem(**PACKED).query_rows == (1, 30)
+    assert problem(**PAGES, total_q=5).query_rows == (1, 5)
+    assert [problem(**fields).packed for fields in ({}, PACKED, PAGES)] == [False, True, False]
 
 
 def test_smallest_and_largest_sizes_are_accepted() -> None:
@@ -72,6 +120,39 @@ def test_rows_are_what_a_kernel_packs() -> None:
     fields = {"heads_q": 8, "heads_k": 2, "seq_q": 3}
     assert problem(**fields).features()["rows"] == 3
     assert problem(op="decode_attention", **fields).features()["rows"] == 12
+    assert problem(**PAGES, **fields).features()["rows"] == 12
+    assert problem(**SPARSE | {"heads_q": 8}).features()["rows"] == 1  # heads have tokens of their own
+    assert problem(**LATENT, heads_q=8).features()["rows"] == 19 * 8
+    # Of packed rows the lengths are on the device: what a sequence has on average.
+    assert problem(**PACKED).features()["rows"] == 15
+    assert problem(**PAGES, total_q=5, **fields).features()["rows"] == 3 * 4
+
+
+def test_a_demanded_number_of_splits_hides_the_batch() -> None:
+    """1 split promises a sequence the same result whatever the rest of the batch: nothing may be chosen by its size."""
+    fields = {"op": "decode_attention", "seq_q": 1}
+    assert problem(**fields, batch=7).features()["batch"] == 7
+    assert problem(**fields, batch=7, num_splits=1).features() == problem(**fields, num_splits=1).features()
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        (PAGES, {"paged"}),
+        (PACKED, {"packed"}),
+        (SPARSE | {"log_weights": True, "magicpig": True}, {"log_weights", "magicpig"}),
+        ({"window_left": 0}, {"window", "featured"}),
+        ({"window_right": 0}, {"window", "featured"}),
+        ({"sinks": True}, {"sinks"}),
+        ({"softcap": True}, {"softcap", "featured"}),
+        ({"alibi_slopes": True}, {"alibi_slopes", "featured"}),
+        ({"bias": True}, {"bias", "featured"}),
+        ({"mask": True}, {"mask", "featured"}),
+    ],
+)
+def test_flags_say_what_is_asked_for(fields: dict, flags: set[str]) -> None:
+    plain = {name for name in conditions.FLAGS if problem().features()[name]}
+    assert {name for name in conditions.FLAGS if problem(**fields).features()[name]} - {"gqa"} == plain | flags
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
@@ -82,14 +163,35 @@ def test_flops_count_what_is_attended(causal: str, seq_q: int, seq_k: int) -> No
     assert p.flops() == 2 * p.batch * p.heads_q * pairs * (16 + 24)
 
 
+def test_flops_of_chosen_tokens_and_latent_rows() -> None:
+    assert problem(**SPARSE).flops() == 2 * 2 * 2 * 8 * (16 + 16)
+    assert problem(**LATENT).flops() == 2 * 2 * 2 * 19 * 37 * (16 + 8)
+
+
 def test_text_says_what_is_asked() -> None:
     text = str(problem(causal="top_left", seqlens_k=True, dtype="bf16"))
     for part in ("attention", "q (2,2,19,16)", "kv (2,2,37,16)", "bf16", "causal top-left", "seqlens_k", "return_lse"):
         assert part in text
 
 
-def test_survives_json() -> None:
-    p = problem(causal="bottom_right", leftpad_k=True)
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        (PACKED, ("q (30,2,16)", "kv (60,2,16)", "2 sequences")),
+        (PAGES | {"num_splits": 3}, ("q (2,2,19,16)", "kv (2,2,37,16)", "page_size 16", "num_splits 3")),
+        (PAGES | {"total_q": 5}, ("q (5,2,16)", "kv (2,2,37,16)", "2 sequences")),
+        (SPARSE | {"magicpig": True}, ("tokens 8", "magicpig")),
+        ({"window_left": 4, "softcap": True, "sinks": True}, ("window (4,-1)", "softcap", "sinks")),
+    ],
+)
+def test_text_says_what_caches_and_packed_rows_are(fields: dict, parts: tuple[str, ...]) -> None:
+    for part in parts:
+        assert part in str(problem(**fields))
+
+
+@pytest.mark.parametrize("fields", [{"causal": "bottom_right", "leftpad_k": True}, PAGES, PACKED, SPARSE, LATENT])
+def test_survives_json(fields: dict) -> None:
+    p = problem(**fields)
     assert msgspec.json.decode(msgspec.json.encode(p), type=Problem) == p
 
 

@@ -128,10 +128,10 @@ def test_chain(tmp_path: Path) -> None:
 
 
 def test_choice_that_the_kernel_does_not_read(tmp_path: Path) -> None:
-    plant(tmp_path, ID, 'lowering = { pipeline = "rotated" }')
+    plant(tmp_path, ID, 'lowering = { select = "branch" }')
     known = registry(tmp_path)
     assert ID in active(planned(known, problem=PROBLEM))
-    assert ID not in active(planned(known, problem=DECODE)), "decode_split has no pipeline choice"
+    assert ID not in active(planned(known, problem=DECODE)), "decode_split has no select choice"
 
 
 def test_conflict_names_both(tmp_path: Path) -> None:

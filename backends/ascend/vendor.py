@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.base import VendorPath
-from portattn.backends.refusal import Check, first_refusal
+from portattn.backends.refusal import Check, features_check, first_refusal, op_check, splits_check
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SPARSE_MODE = {"none": 0, "top_left": 2, "bottom_right": 3}
 COMPRESSED_MASK_SIZE = 2048
 INFER_ROWS_MAY_BE_EMPTY = 2  # inner_precise: high precision, and rows that are masked whole are corrected
+
+# Both functions have arguments for some features (pse, atten_mask, sink). None is passed before it was seen to work.
+CALLED_WITHOUT = "is called without"
 
 SUPPORTED_ARCHES = ("ascend910b*", "ascend910_93")  # Atlas A2 and A3
 
@@ -54,11 +57,14 @@ class NpuFusionAttention(VendorPath):
         return first_refusal(
             self.name,
             _arch_check(self.name, target),
-            (
-                p.op != "attention",
-                f"op is {p.op}, and npu_fusion_attention takes no per-sequence lengths into a cache",
-                "npu_fused_infer_attention_score does, for inference",
+            op_check(
+                self.name,
+                p,
+                ("attention",),
+                "is called for dense tensors alone",
+                "npu_fused_infer_attention_score takes decode_attention, for inference",
             ),
+            features_check(self.name, p, CALLED_WITHOUT),
             _padding_check(self.name, p, ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")),
             _empty_check(self.name, p),
             _blind_rows_check(self.name, p),
@@ -120,6 +126,9 @@ class NpuFusedInferAttentionScore(VendorPath):
         return first_refusal(
             self.name,
             _arch_check(self.name, target),
+            op_check(self.name, p, ("attention", "decode_attention"), "is called for dense tensors and caches alone"),
+            features_check(self.name, p, CALLED_WITHOUT),
+            splits_check(self.name, p),
             (
                 p.dtype not in self.DTYPES,
                 f"dtype is {p.dtype}, and {self.name} takes {' and '.join(self.DTYPES)}",

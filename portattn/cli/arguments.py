@@ -8,13 +8,22 @@ from typing import Any, TypeVar
 import click
 
 from portattn.errors import ArgumentError
-from portattn.problem import DTYPES, Problem
+from portattn.options import HAS_LENGTHS, TAKES
+from portattn.problem import DTYPES, MAX_SPLITS, UNLIMITED, Problem
 from portattn.target import Target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 AXES = ("B", "H", "S", "D")
 CAUSAL = ("bottom_right", "top_left", "none")
+
+# Options that an op cannot do without.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "paged_attention": ("page_size",),
+    "sparse_attention": ("tokens",),
+    "mla_attention": ("page_size", "dv"),
+}
+_DEFAULTS = {"layout": "bhsd", "page_layout": "phd"}  # of what is no flag and not None when it is not given
 
 
 class CausalCommand(click.Command):
@@ -38,21 +47,69 @@ def problem_options(function: F) -> F:
     """The options that describe a Problem."""
     for option in reversed(
         [
-            click.option("--q", "q", required=True, metavar="B,H,S,D", help="Shape of the queries, in this order."),
             click.option(
-                "--kv", "kv", required=True, metavar="B,H,S,D", help="Shape of the keys; for decode, of the cache."
+                "--q",
+                "q",
+                required=True,
+                metavar="B,H,S,D",
+                help="Shape of the queries, in this order; packed: B sequences, the longest of S.",
             ),
-            click.option("--dv", type=int, metavar="N", help="Width of the values; that of the keys by default."),
+            click.option(
+                "--kv",
+                "kv",
+                required=True,
+                metavar="B,H,S,D",
+                help="Shape of the keys; of a cache S is its capacity, for mla_attention D a whole latent row.",
+            ),
+            click.option(
+                "--dv",
+                type=int,
+                metavar="N",
+                help="Width of the values, for mla_attention the latent rank; D by default.",
+            ),
             click.option("--dtype", required=True, metavar="|".join(DTYPES), help="Type of q, k and v."),
             click.option(
                 "--causal",
                 metavar="[=bottom_right|top_left]",
                 help="Causal mask; the last query sees the last key, or with top_left query i sees keys 0..i.",
             ),
+            click.option(
+                "--window", metavar="L,R", help="Keys seen before and after a query's own position; -1 for all of them."
+            ),
+            click.option("--softcap", is_flag=True, help="Scores are capped."),
+            click.option("--alibi", "alibi_slopes", is_flag=True, help="ALiBi slopes are given."),
+            click.option("--sinks", is_flag=True, help="Attention sinks are given."),
+            click.option("--bias", is_flag=True, help="A bias is given."),
+            click.option("--mask", is_flag=True, help="A boolean mask is given."),
+            click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
+            click.option(
+                "--mask-by-key", is_flag=True, help="A boolean mask is given, one row for all heads and queries."
+            ),
             click.option("--seqlens-q", is_flag=True, help="Query lengths are given per sequence."),
-            click.option("--seqlens-k", is_flag=True, help="Key lengths are given per sequence."),
+            click.option(
+                "--seqlens-k", is_flag=True, help="Key lengths are given per sequence; of pages they always are."
+            ),
             click.option("--leftpad-q", is_flag=True, help="Queries are padded on the left."),
             click.option("--leftpad-k", is_flag=True, help="Keys are padded on the left."),
+            click.option("--total-q", type=int, metavar="N", help="Queries are packed, N rows together."),
+            click.option("--total-k", type=int, metavar="N", help="Keys are packed, N rows together."),
+            click.option("--page-size", type=int, metavar="N", help="The cache has pages of N tokens."),
+            click.option(
+                "--page-layout",
+                default="phd",
+                show_default=True,
+                metavar="phd|hpd",
+                help="Whether tokens or heads come first in a page.",
+            ),
+            click.option(
+                "--pages-apart",
+                is_flag=True,
+                help="Pages do not follow each other row by row, as in a cache of K and V together (no TMA).",
+            ),
+            click.option("--tokens", type=int, metavar="N", help="Places for chosen tokens of each head."),
+            click.option("--log-weights", is_flag=True, help="Chosen tokens have weights."),
+            click.option("--magicpig", is_flag=True, help="Chosen tokens were sampled by MagicPIG."),
+            click.option("--num-splits", type=int, metavar="N", help="Programs that must share a row's keys."),
             click.option("--lse", is_flag=True, help="The log-sum-exp is returned as well."),
             click.option("--layout", default="bhsd", show_default=True, metavar="bhsd|bshd", help="Order in memory."),
             click.option("--unaligned", is_flag=True, help="Rows or bases are not 16-byte aligned (no TMA)."),
@@ -78,11 +135,16 @@ def problem_from(
     dv: int | None,
     dtype: str,
     causal: str | None,
+    window: str | None,
     lse: bool,
     unaligned: bool,
-    **flags: Any,
+    pages_apart: bool,
+    **given: Any,
 ) -> Problem:
-    """The Problem that the options describe. Raises ArgumentError."""
+    """The Problem that the options describe, as a call with such arguments makes it. Raises ArgumentError."""
+    for name in ("bias", "mask"):
+        given[name] = given[name] or given[f"{name}_by_key"]
+    _check_taken(op, {"causal": causal if causal != "none" else None, "window": window, "dv": dv} | given)
     batch, heads_q, seq_q, head_dim = shape(op, "--q", q)
     batch_k, heads_k, seq_k, head_dim_k = shape(op, "--kv", kv)
     if batch_k != batch:
@@ -91,9 +153,33 @@ def problem_from(
         raise ArgumentError(op, "--kv's head_dim", head_dim_k, f"must be --q's, {head_dim}")
     if dv is not None and dv < 1:
         raise ArgumentError(op, "--dv", dv, "must be 1 or more")
-    alignment = _causal(causal or "none")
-    if alignment not in CAUSAL:
-        raise ArgumentError(op, "--causal", causal, f"must be one of {', '.join(CAUSAL)}, or stand alone")
+    _check_numbers(op, given)
+    page_size = given["page_size"] or 0
+    if op == "mla_attention" and heads_k != 1:
+        raise ArgumentError(op, "--kv's heads", heads_k, "must be 1: all heads share the latent rows")
+    if op == "mla_attention" and dv is not None and dv >= head_dim:
+        raise ArgumentError(op, "--dv", dv, f"must be below {head_dim}, a latent row with its rotary part")
+    if op == "sparse_attention" and seq_q != 1:
+        raise ArgumentError(op, "--q's S", seq_q, "must be 1: tokens are chosen for one query a sequence")
+    if page_size and seq_k % page_size:
+        raise ArgumentError(op, "--kv's S", seq_k, f"must be a multiple of --page-size, {page_size}")
+    if given["page_layout"] != _DEFAULTS["page_layout"] and not page_size:
+        raise ArgumentError(op, "--page-layout", given["page_layout"], "goes with --page-size, which is not given")
+    if pages_apart and not page_size:
+        raise ArgumentError(op, "--pages-apart", True, "goes with --page-size, which is not given")
+    if op == "varlen_attention":  # unless they say otherwise, all sequences are as long as the longest
+        given["total_q"] = batch * seq_q if given["total_q"] is None else given["total_q"]
+        given["total_k"] = batch * seq_k if given["total_k"] is None else given["total_k"]
+    for name, longest in (("total_q", seq_q), ("total_k", seq_k)):
+        if given[name] is not None and given[name] < longest * min(batch, 1):
+            option = _option(name)
+            raise ArgumentError(op, option, given[name], f"must be at least the longest sequence's rows, {longest}")
+    if op != "varlen_attention" and given["total_q"] is not None:
+        for name in ("bias", "mask"):
+            if given[name]:
+                raise ArgumentError(op, _option(name), True, "goes with queries that are not packed (--total-q)")
+    given["seqlens_k"] = given["seqlens_k"] or op in HAS_LENGTHS
+    counts: dict[str, Any] = {name: given.pop(name) or 0 for name in ("page_size", "tokens", "num_splits")}
     return Problem(
         op=op,  # type: ignore[arg-type]  # Problem checks its vocabulary, and names what it does not know
         batch=batch,
@@ -104,11 +190,66 @@ def problem_from(
         head_dim=head_dim,
         head_dim_v=dv or head_dim,
         dtype=dtype,  # type: ignore[arg-type]
-        causal=alignment,  # type: ignore[arg-type]
         return_lse=lse,
         aligned=not unaligned,
-        **flags,
+        # With tokens first, rows of one head are equally far apart in a page and from one page to the next.
+        pages_in_line=op in HAS_LENGTHS and not pages_apart and (given["page_layout"] == "phd" or heads_k == 1),
+        **_masked(op, causal, window, seq_q + seq_k),
+        **counts,
+        **given,
     )
+
+
+def _option(name: str) -> str:
+    return "--alibi" if name == "alibi_slopes" else f"--{name.replace('_', '-')}"
+
+
+def _check_taken(op: str, given: dict[str, Any]) -> None:
+    """Options that the op has not, and those that it cannot do without."""
+    for name, value in given.items():
+        absent = value is None or value is False or value == _DEFAULTS.get(name)
+        if name != "dv" and not absent and name.removesuffix("_by_key") not in TAKES[op]:
+            raise ArgumentError(op, _option(name), value, f"{op} has none")
+        if absent and name in NEEDS.get(op, ()):
+            raise ArgumentError(op, _option(name), value, f"must be given for {op}")
+
+
+def _check_numbers(op: str, given: dict[str, Any]) -> None:
+    for name, least, most in (
+        ("page_size", 1, None),
+        ("tokens", 0, None),
+        ("num_splits", 1, MAX_SPLITS),
+        ("total_q", 0, None),
+        ("total_k", 0, None),
+    ):
+        value = given[name]
+        if value is not None and (value < least or (most is not None and value > most)):
+            limit = f"must be {least} or more" if most is None else f"must be in {least}..{most}"
+            raise ArgumentError(op, _option(name), value, limit)
+
+
+def _masked(op: str, causal: str | None, window: str | None, reach: int) -> dict[str, Any]:
+    """Fields of the causal mask and the window in one form, as validate/features.py makes them of a call's.
+
+    A side of `reach` or more hides nothing, a right side of 0 is causal, and beside a causal mask there is none.
+    """
+    alignment = _causal(causal or "none")
+    if alignment not in CAUSAL:
+        raise ArgumentError(op, "--causal", causal, f"must be one of {', '.join(CAUSAL)}, or stand alone")
+    left = right = UNLIMITED
+    if window is not None:
+        try:
+            left, right = (int(part) for part in window.split(","))
+        except ValueError:
+            left = UNLIMITED - 1
+        if min(left, right) < UNLIMITED:
+            raise ArgumentError(op, "--window", window, "must be L,R, whole numbers from -1 (no limit) on, as in 127,0")
+        left, right = (UNLIMITED if side >= reach else side for side in (left, right))
+    if alignment == "none" and right == 0:
+        alignment = "bottom_right"
+    if alignment != "none":
+        right = UNLIMITED
+    return {"causal": alignment, "window_left": left, "window_right": right}
 
 
 def target_from(target: str | None, toolchain: str | None) -> Target:

@@ -32,16 +32,19 @@ def plan(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plan OP (attention or decode_attention) on a target: its path, lowering and quirks, and why no other path.
+    """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
-    Nothing is run or compiled, and the target need not be here. With a named target the plan does not depend on this
-    machine; without one, what failed to compile here before is taken into account.
+    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention or mla_attention. Nothing is
+    run or compiled, and the target need not be here. With a named target the plan does not depend on this machine;
+    without one, what failed to compile here before is taken into account.
 
     Exit status 1: the path named by --backend cannot run this.
 
     \b
     portattn plan attention --target rocm:gfx942 --toolchain triton==3.6.0 \\
         --q 8,64,1024,64 --kv 8,16,1024,64 --dtype fp16 --causal
+    portattn plan paged_attention --target cuda:sm_90 --toolchain triton==3.6.0 \\
+        --q 16,32,1,128 --kv 16,8,8192,128 --page-size 16 --dtype bf16
     """
     import msgspec
 

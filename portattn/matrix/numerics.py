@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 from packaging.version import Version
 
-from portattn.core import CORES, ceil_div
+from portattn.core import CORES, DecodeSplit, ceil_div
 from portattn.lowering import Launch
 from portattn.matrix.cells import Numerics
 from portattn.planner import Plan
-from portattn.problem import Problem
+from portattn.problem import GROUPED, Problem
 from portattn.toolchain import installed
 from portattn.worker.client import Reply, Worker
 
@@ -27,6 +27,7 @@ from portattn.worker.client import Reply, Worker
 # them without rows when lengths are given), and no more heads than a group and its neighbour need.
 SMALL_BATCH = 3
 RAGGED = 5  # rows or keys beyond the last full tile
+SPARSITY = 2  # keys for each place of a chosen token
 # From NumPy 2.4 on a one-element array is no index; Triton's interpreter uses it as one before 3.7 (triton #9171).
 FIRST_BAD_NUMPY, FIRST_GOOD_TRITON = Version("2.4"), Version("3.7")
 # On a device: large enough for every tile and split to be used, small enough for a float64 oracle.
@@ -47,43 +48,64 @@ def interpreter_missing() -> str:
 
 def scaled(problem: Problem, launch: Launch) -> Problem:
     """The problem with batch, heads and lengths scaled down for the interpreter."""
-    heads_k = min(problem.heads_k, 2 if problem.group == 1 else 1)
-    rows = launch.block_m + RAGGED if problem.op == "attention" else problem.seq_q
+    group = problem.group if problem.op in GROUPED else 1
     keys = 2 * launch.block_n + RAGGED
     if launch.splits > 1:
         keys = max(keys, 3 * launch.block_n + RAGGED)
-    return msgspec.structs.replace(
+    return _scaled(
         problem,
-        batch=min(problem.batch, SMALL_BATCH if problem.padded else 1),
-        heads_k=heads_k,
-        heads_q=heads_k * problem.group,
-        seq_q=min(problem.seq_q, rows),
-        seq_k=min(problem.seq_k, keys),
+        batch=SMALL_BATCH if problem.padded or problem.packed else 1,
+        heads_k=2 if problem.group == 1 else 1,
+        rows=ceil_div(launch.block_m, group) + RAGGED,
+        keys=keys,
+        # A window that hides the first tile of the last rows, and no more than that.
+        left=keys - launch.block_n,
     )
 
 
 def on_device(problem: Problem, backend: str) -> Problem:
     """The problem scaled down for a device of this machine and an oracle."""
-    heads_k = min(problem.heads_k, DEVICE_HEADS_K)
     seq = (CPU_SEQ if backend == "cpu" else DEVICE_SEQ) + RAGGED
+    return _scaled(problem, batch=DEVICE_BATCH, heads_k=DEVICE_HEADS_K, rows=seq, keys=seq, left=seq // 2)
+
+
+def _scaled(problem: Problem, batch: int, heads_k: int, rows: int, keys: int, left: int) -> Problem:
+    """The problem with no more than these sizes; `keys` are what one row attends, in whole pages."""
+    p = problem
+    heads_k = min(p.heads_k, heads_k)
+    rows, tokens = min(p.seq_q, rows), min(p.tokens, keys)
+    keys = min(p.seq_k, keys * SPARSITY if p.op == "sparse_attention" else keys)
+    if p.page_size:
+        keys = ceil_div(keys, p.page_size) * p.page_size
+
+    def packed(total: int | None, longest: int) -> int | None:
+        # Of three sequences the first is the longest and the last is empty.
+        return None if total is None else min(total, max(2 * longest - RAGGED, 1))
+
     return msgspec.structs.replace(
-        problem,
-        batch=min(problem.batch, DEVICE_BATCH),
+        p,
+        batch=min(p.batch, batch),
         heads_k=heads_k,
-        heads_q=heads_k * problem.group,
-        seq_q=min(problem.seq_q, seq),
-        seq_k=min(problem.seq_k, seq),
+        heads_q=heads_k * p.group,
+        seq_q=rows,
+        seq_k=keys,
+        total_q=packed(p.total_q, rows),
+        total_k=packed(p.total_k, keys),
+        tokens=tokens,
+        window_left=min(p.window_left, left),
+        window_right=min(p.window_right, RAGGED),
     )
 
 
 def request_of(plan: Plan, problem: Problem, path: str, target: str, device: str) -> dict[str, Any]:
     """What a worker is asked (worker/interpret.py) to run a plan's path on another size of its problem."""
     fields: dict[str, Any] = {"problem": msgspec.to_builtins(problem), "path": path, "target": target, "device": device}
+    fields["seed"] = _seed(problem)
     if plan.lowering is not None:
         kernel = CORES[plan.problem.op]
         lowering, launch = plan.specialised
         # Keys stay split where they were, over as many programs as the fewer keys have tiles for.
-        splits = min(launch.splits, ceil_div(problem.seq_k, launch.block_n))
+        splits = min(launch.splits, ceil_div(_attended(problem), launch.block_n))
         choices = {name: getattr(lowering, name) for name in kernel.choices}
         fields |= {
             "kernel": kernel.name,
@@ -92,6 +114,19 @@ def request_of(plan: Plan, problem: Problem, path: str, target: str, device: str
             "env": plan.env,
         }
     return fields
+
+
+def _attended(problem: Problem) -> int:
+    """Most keys that one row can attend."""
+    kernel = CORES[problem.op]
+    return kernel.keys(problem) if isinstance(kernel, DecodeSplit) else problem.seq_k
+
+
+def _seed(problem: Problem) -> int:
+    """A seed whose random mask and bias have the problem's shapes (reference/randomcalls.py: another one for each)."""
+    if problem.mask_by_key and problem.bias_by_key:
+        raise ValueError("random calls have no bias and mask that are both the same for all heads and queries")
+    return 1 if problem.mask_by_key else 2 if problem.bias_by_key else 0
 
 
 class Interpreter:
@@ -112,7 +147,8 @@ class Interpreter:
         fields = request_of(plan, problem, "interpreter", "cpu:generic", "cpu")
         # What only a compiler reads does not change what the interpreter computes.
         fields["launch"] |= {"num_warps": 1, "num_stages": 1, "options": []}
-        fields["lowering"] |= {"dot_precision": "ieee"}  # as exact as numpy whatever it is; hf32 it does not know
+        if "dot_precision" in fields["lowering"]:
+            fields["lowering"]["dot_precision"] = "ieee"  # as exact as numpy whatever it is; hf32 it does not know
         fields["env"] = {}
         key = msgspec.json.encode(fields, order="deterministic")
         with self._lock:

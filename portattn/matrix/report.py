@@ -13,10 +13,19 @@ import msgspec
 
 from portattn.matrix.cells import Cell, Footnote, Run
 from portattn.matrix.numerics import figure
+from portattn.problem import Problem
 from portattn.quirk import LEVELS
 from portattn.registry import Registry
 
 BACKEND_TITLES = {"cuda": "NVIDIA", "rocm": "AMD", "ascend": "Huawei Ascend", "cpu": "CPU"}
+OP_TITLES = {
+    "attention": "Dense",
+    "varlen_attention": "Packed sequences",
+    "decode_attention": "Decode over a contiguous cache",
+    "paged_attention": "Pages",
+    "sparse_attention": "Chosen tokens",
+    "mla_attention": "Latent cache",
+}
 LEVEL_MEANS = {
     "declared": "planned; nothing was compiled",
     "compiles": "to machine code that fits the chip and does not spill",
@@ -50,10 +59,12 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(run: Run, cells: list[Cell]) -> str:
-    """The page as HTML text."""
+    """The page as HTML text: cells in the order of the run, whatever the order in which they were finished."""
+    cells = sorted(cells, key=lambda cell: cell.index)
     columns = _columns(cells)
-    rows: dict[str, dict[tuple[str, str], Cell]] = {}
+    ops: dict[str, dict[str, dict[tuple[str, str], Cell]]] = {}  # op -> problem's name -> (target, toolchain) -> cell
     for cell in cells:
+        rows = ops.setdefault(cell.problem.op, {})
         rows.setdefault(cell.name, {})[cell.target, cell.toolchain] = cell
     numbers = _numbers(cells)
     counts = Counter(kind(cell) for cell in cells)
@@ -63,7 +74,8 @@ def render(run: Run, cells: list[Cell]) -> str:
         cells=cells,
         columns=columns,
         groups=_groups(columns),
-        rows=rows,
+        ops=ops,
+        titles=OP_TITLES,
         numbers=numbers,
         footnotes=[(number, *_used(quirk, cells)) for quirk, number in numbers.items()],
         legend=[(name, LEVEL_MEANS.get(name) or STATUS_MEANS[name], counts[name]) for name in order],
@@ -105,6 +117,27 @@ def brief(cell: Cell) -> str:
     if "linalg_lines" in facts:
         parts.append("linalg")
     return " · ".join(parts)
+
+
+def sizes(problem: Problem) -> list[str]:
+    """A problem's shapes, a phrase each: (B, H, S, D), of packed rows (T, H, D)."""
+    p = problem
+
+    def shape(what: str, total: int | None, heads: int, seq: int, width: int) -> str:
+        lengths = (p.batch, heads, seq, width) if total is None else (total, heads, width)
+        return f"{what} " + "×".join(map(str, lengths))
+
+    queries = shape("q", p.total_q, p.heads_q, p.seq_q, p.head_dim)
+    # Of latent rows the values are a part: one width says both. Elsewhere it is that of the values.
+    width = p.head_dim if p.op == "mla_attention" else p.head_dim_v
+    found = [queries, shape("kv", p.total_k, p.heads_k, p.seq_k, width)]
+    if p.packed:
+        found.append(f"{p.batch} sequences")
+    if p.page_size:
+        found.append(f"pages of {p.page_size}")
+    if p.tokens:
+        found.append(f"{p.tokens} tokens a head")
+    return found
 
 
 def link(text: str) -> str:
@@ -165,5 +198,5 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"kind": kind, "word": word, "brief": brief, "figure": figure, "link": link}
+    environment.filters |= {"kind": kind, "word": word, "brief": brief, "figure": figure, "link": link, "sizes": sizes}
     return environment

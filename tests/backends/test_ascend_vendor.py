@@ -195,6 +195,14 @@ BOTH = [
     ({"seq_q": 0, "batch": 0}, ["batch, seq_q is 0"]),
     ({"head_dim": 64, "head_dim_v": 32}, ["head_dim_v is 32", "head_dim 64"]),
     ({"heads_q": 512, "heads_k": 512}, ["heads_q is 512", "up to 256"]),
+    ({"op": "varlen_attention", "total_q": 9, "total_k": 9}, ["op is varlen_attention"]),
+    ({"op": "paged_attention", "page_size": 16}, ["op is paged_attention"]),
+    ({"op": "sparse_attention", "seq_q": 1, "tokens": 4}, ["op is sparse_attention"]),
+    ({"op": "mla_attention", "heads_k": 1, "page_size": 16}, ["op is mla_attention"]),
+    ({"window_left": 3}, ["window (3, -1) asked for", "called without"]),
+    ({"softcap": True, "sinks": True}, ["softcap, sinks asked for"]),
+    ({"alibi_slopes": True}, ["alibi_slopes asked for"]),
+    ({"bias": True, "mask": True}, ["bias, mask asked for"]),
 ]
 FUSION_ONLY = [
     ({"op": "decode_attention", "seqlens_k": True}, ["op is decode_attention"]),
@@ -205,6 +213,7 @@ FUSION_ONLY = [
     ({"batch": 2097153}, ["batch is 2097153", "up to 2097152"]),
 ]
 INFER_ONLY = [
+    ({"op": "decode_attention", "num_splits": 2}, ["num_splits is 2"]),
     ({"dtype": "fp32"}, ["dtype is fp32", "fp16 and bf16"]),
     ({"needs_grad": True}, ["gradients are asked for", "inference"]),
     ({"dropout": True}, ["dropout_p > 0"]),

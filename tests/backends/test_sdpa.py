@@ -13,8 +13,10 @@ import torch
 from oracle64 import assert_close, masked_attention, oracle, random_call, visible_keys
 
 from portattn.backends.sdpa import MAX_HEAD_DIM, SdpaPath
+from portattn.call import Call
 from portattn.planner import plan
 from portattn.problem import Problem
+from portattn.reference import check
 from portattn.target import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -160,8 +162,98 @@ def test_no_warning_and_no_mask_where_every_key_is_seen(monkeypatch: pytest.Monk
     assert "is_causal" not in given[0]
 
 
+# Seeds give bias and mask four broadcast shapes: whole, (1, 1, Sq, Sk), (B, 1, 1, Sk) and (1, Hq, 1, 1). Rows that
+# attend nothing are among them, and so are keys that no row attends, which hold NaN.
+GIVEN = [{"mask": True}, {"bias": True}, {"bias": True, "mask": True}]
+BROADCAST = range(4)
+
+
+@pytest.mark.parametrize("seed", BROADCAST)
+@pytest.mark.parametrize("given", GIVEN, ids=" ".join)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_bias_and_mask(given: dict[str, bool], heads: tuple[int, int], dtype: str, seed: int) -> None:
+    p = problem(heads_q=heads[0], heads_k=heads[1], seq_q=21, seq_k=37, head_dim_v=24, dtype=dtype, **given)
+    assert SdpaPath().rejects(p, SM_90) is None
+    call = check.random_call(p, seed, device=DEVICE, strides=("plain", "transposed", "sliced", "spare")[seed])
+    assert_right(call)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize("given", GIVEN, ids=" ".join)
+def test_bias_and_mask_with_scales_of_any_sign(given: dict[str, bool], scale: float) -> None:
+    assert_right(check.random_call(problem(seq_q=9, seq_k=20, **given), 1, device=DEVICE, scale=scale))
+
+
+def test_a_float32_bias_is_not_rounded() -> None:
+    """Biases of 100 and 100.1 are the same in bf16, and weights of e^0 and e^0.1 are not."""
+    call = check.random_call(problem(seq_q=3, seq_k=2, dtype="bf16", bias=True), 1, device=DEVICE)
+    call.q, call.bias = call.q * 0.0, torch.tensor([100.0, 100.1], device=DEVICE).expand(2, 4, 3, 2)
+    assert_right(call)
+
+
+def test_a_single_last_row_may_be_causal_beside_a_mask() -> None:
+    p = problem(causal="bottom_right", seq_q=1, seq_k=9, mask=True)
+    assert SdpaPath().rejects(p, SM_90) is None
+    assert_right(check.random_call(p, 2, device=DEVICE))
+
+
+def assert_right(call: Call) -> None:
+    out, lse = SdpaPath().run(call)
+    assert lse is None
+    assert out.dtype == call.q.dtype
+    facts = check.judge(call, out, None)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+
+
+@pytest.mark.parametrize("seed", BROADCAST)
+@pytest.mark.parametrize("given", GIVEN, ids=" ".join)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_gradients_through_bias_and_mask(given: dict[str, bool], heads: tuple[int, int], dtype: str, seed: int) -> None:
+    """Of q, k, v and the bias itself; 0 for keys that no row attends, although they hold NaN."""
+    p = problem(heads_q=heads[0], heads_k=heads[1], seq_q=21, seq_k=37, dtype=dtype, needs_grad=True, **given)
+    call = check.random_call(p, seed, device=DEVICE)
+    names = ["q", "k", "v", *(["bias"] if p.bias else [])]
+    if p.bias:
+        held = call.bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in call.bias.stride())]
+        ours = {"bias": held.contiguous()}
+        call.bias = ours["bias"].requires_grad_().expand_as(call.bias)
+    else:
+        ours = {}
+    ours |= {n: getattr(call, n).requires_grad_() for n in "qkv"}
+    out, _ = SdpaPath().run(call)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    out.backward(weight)
+
+    exact = {n: ours[n].detach().double().nan_to_num(0.0).requires_grad_() for n in names}
+    scores = exact["q"] @ exact["k"].repeat_interleave(p.group, 1).transpose(-1, -2) * call.scale
+    keep = torch.ones_like(scores, dtype=torch.bool) if call.mask is None else call.mask
+    if p.bias:
+        keep = keep & (call.bias != float("-inf"))
+        scores = scores + exact["bias"]
+    idle = ~keep.any(dim=3, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~keep, float("-inf")).masked_fill(idle, 0.0), dim=3).masked_fill(idle, 0)
+    (weights @ exact["v"].repeat_interleave(p.group, 1)).backward(weight.double())
+    tolerance = 1e-5 if dtype == "fp32" else 3e-2
+    for name in names:
+        grad, reference = ours[name].grad, exact[name].grad
+        assert grad is not None
+        torch.testing.assert_close(grad.double(), reference, rtol=tolerance, atol=tolerance)
+
+
 REFUSED = [
-    ({"op": "decode_attention", "seqlens_k": True}, ["decode_attention", "lengths"]),
+    ({"op": "decode_attention", "seqlens_k": True}, ["decode_attention", "no cache"]),
+    ({"op": "varlen_attention", "total_q": 9, "total_k": 9}, ["varlen_attention", "no packed sequences"]),
+    ({"op": "paged_attention", "page_size": 16}, ["paged_attention"]),
+    ({"op": "sparse_attention", "seq_q": 1, "tokens": 4}, ["sparse_attention"]),
+    ({"op": "mla_attention", "heads_k": 1, "page_size": 16}, ["mla_attention"]),
+    ({"window_left": 3, "window_right": 0}, ["window (3, 0) asked for", "has none"]),
+    ({"softcap": True, "alibi_slopes": True}, ["softcap, alibi_slopes asked for"]),
+    ({"sinks": True, "mask": True}, ["sinks asked for"]),
+    ({"mask": True, "bias": True, "causal": "bottom_right"}, ["bottom_right beside bias, mask", "5 × 7"]),
+    ({"mask": True, "causal": "top_left", "seq_q": 1}, ["top_left beside mask"]),
     ({"seqlens_k": True}, ["seqlens_k given"]),
     ({"seqlens_q": True, "leftpad_q": True}, ["seqlens_q, leftpad_q given"]),
     ({"leftpad_k": True}, ["leftpad_k given"]),
@@ -184,6 +276,12 @@ def test_refusals_name_value_and_limit(changes: dict[str, Any], fragments: list[
     assert rejection.hint
     for fragment in fragments:
         assert fragment in rejection.reason
+
+
+@pytest.mark.parametrize("target", [SM_90, MI300])
+@pytest.mark.parametrize("given", GIVEN, ids=" ".join)
+def test_training_with_a_mask_is_planned_on_sdpa(target: Target, given: dict[str, bool]) -> None:
+    assert plan(problem(needs_grad=True, **given), target).path == "sdpa"
 
 
 @pytest.mark.parametrize("target", [SM_90, MI300])

@@ -63,7 +63,7 @@ def test_help_imports_neither_torch_nor_triton():
         ((*PLAN, *SHAPES, "--backend", "cudnn"), "backend is 'cudnn', but rocm knows"),
         ((*PLAN, *SHAPES, "--quirks=+rocm-0999-x"), "'+rocm-0999-x' names no quirk"),
         ((*PLAN, *SHAPES, "--quirks=rocm"), "'rocm' must start with +"),
-        (("plan", "sdpa", *SHAPES), "OP is 'sdpa', but must be one of attention, decode_attention"),
+        (("plan", "sdpa", *SHAPES), "OP is 'sdpa', but must be one of attention, varlen_attention, decode_"),
         (("plan", "attention", "--target", "gfx942", *SHAPES), "target is 'gfx942', but must be BACKEND:ARCH"),
         (("plan", "attention", "--target", "rocm:gfx9", *SHAPES), "arch is 'gfx9', but rocm knows gfx90a"),
         (("plan", "attention", "--target", "tpu:v5", *SHAPES), "backend is 'tpu', but must be one of cuda"),

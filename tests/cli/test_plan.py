@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import msgspec
 import pytest
+import torch
 
+import portattn as library
+from portattn.options import TAKES
 from portattn.planner import Plan
+from portattn.problem import OPS
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
 
@@ -77,6 +83,150 @@ def test_every_option_reaches_the_problem(portattn):
         "bshd",
         False,
     )
+
+
+WHERE = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0")
+# Parameters of the public operations by the option that stands for them, where the names differ.
+PARAMETERS = {
+    "total_q": "cu_seqlens_q", "total_k": "cu_seqlens_k", "page_size": "page_table", "tokens": "indices",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
+    parameters = set(inspect.signature(getattr(library, op)).parameters)
+    known = {name for names in TAKES.values() for name in names}
+    assert set(TAKES[op]) == {name for name in known if PARAMETERS.get(name, name) in parameters}
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def integers(*shape):
+    return meta(*shape, dtype=torch.int32)
+
+
+def floats(*shape):
+    return meta(*shape, dtype=torch.float32)
+
+
+# Options, and the arguments of a call that has this problem.
+SAME = {
+    "attention": (
+        "--q 2,4,8,64 --kv 2,2,16,64 --dv 32 --window 7,0 --softcap --alibi --sinks --bias --mask-by-key",
+        (meta(2, 4, 8, 64), meta(2, 2, 16, 64), meta(2, 2, 16, 32)),
+        {
+            "window": (7, 0), "softcap": 5.0, "alibi_slopes": floats(4), "sinks": floats(4),
+            "bias": floats(1, 1, 8, 16), "mask": meta(2, 1, 1, 16, dtype=torch.bool),
+        },
+    ),
+    "varlen_attention": (
+        "--q 3,4,8,64 --kv 3,2,16,64 --total-q 20 --total-k 40 --window 99,2 --lse",
+        (meta(20, 4, 64), meta(40, 2, 64), meta(40, 2, 64), integers(4), integers(4), 8, 16),
+        {"window": (99, 2), "return_lse": True},
+    ),
+    "decode_attention": (
+        "--q 2,4,1,64 --kv 2,2,16,64 --seqlens-k --leftpad-k --num-splits 3 --layout bshd",
+        (meta(2, 1, 4, 64), meta(2, 16, 2, 64), meta(2, 16, 2, 64), integers(2)),
+        {"leftpad_k": integers(2), "num_splits": 3, "layout": "bshd"},
+    ),
+    "paged_attention": (
+        "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --page-layout hpd --causal --window 7,3",
+        (meta(2, 4, 3, 64), meta(9, 2, 16, 64), meta(9, 2, 16, 64), integers(2, 4), integers(2)),
+        {"page_layout": "hpd", "causal": True, "window": (7, 3)},
+    ),
+    "paged_attention, of a cache with both": (
+        "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --pages-apart",
+        (meta(2, 4, 3, 64), meta(9, 2, 16, 2, 64)[:, 0], meta(9, 2, 16, 2, 64)[:, 1], integers(2, 4), integers(2)),
+        {},
+    ),
+    "paged_attention, packed": (
+        "--q 2,4,3,64 --kv 2,2,64,64 --page-size 16 --total-q 5 --causal",
+        (meta(5, 4, 64), meta(9, 16, 2, 64), meta(9, 16, 2, 64), integers(2, 4), integers(2)),
+        {"cu_seqlens_q": integers(3), "max_seqlen_q": 3, "causal": True},
+    ),
+    "sparse_attention": (
+        "--q 2,4,1,64 --kv 2,2,64,64 --tokens 12 --log-weights --softcap",
+        (meta(2, 4, 1, 64), meta(2, 2, 64, 64), meta(2, 2, 64, 64), integers(2, 4, 12), integers(2, 4)),
+        {"log_weights": floats(2, 4, 12), "softcap": 5.0},
+    ),
+    "sparse_attention, paged": (
+        "--q 2,4,1,64 --kv 2,2,64,64 --tokens 12 --magicpig --page-size 16 --seqlens-k",
+        (meta(2, 4, 1, 64), meta(9, 16, 2, 64), meta(9, 16, 2, 64), integers(2, 4, 12), integers(2, 4)),
+        {"magicpig": (10, 150), "page_table": integers(2, 4), "seqlens_k": integers(2)},
+    ),
+    "mla_attention": (
+        "--q 2,16,2,576 --kv 2,1,128,576 --dv 512 --page-size 64 --causal",
+        (meta(2, 16, 2, 512), meta(2, 16, 2, 64), meta(9, 64, 576), integers(2, 2), integers(2)),
+        {"scale": 0.07, "causal": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_options_make_the_problem_of_a_call(portattn, case):
+    options, arguments, keywords = SAME[case]
+    op = case.partition(",")[0]
+    called = portattn("plan", op, *WHERE, *options.split(), "--dtype", "bf16", "--json")
+    assert called.status == 0, called.err
+    expected = library.plan(op, *arguments, **keywords).problem
+    assert msgspec.convert(called.json, Plan).problem == expected
+
+
+def test_packed_sequences_are_as_long_as_the_longest_unless_options_say_otherwise(portattn):
+    line = ("plan", "varlen_attention", *WHERE, "--q", "3,4,8,64", "--kv", "3,4,16,64", "--dtype", "bf16", "--json")
+    problem = portattn(*line).json["problem"]
+    assert (problem["total_q"], problem["total_k"]) == (24, 48)
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        ("attention", "--window 3", "--window is '3', but must be L,R"),
+        ("attention", "--window a,b", "--window is 'a,b', but must be L,R"),
+        ("attention", "--window -2,0", "--window is '-2,0', but must be L,R, whole numbers from -1"),
+        ("attention", "--num-splits 2", "--num-splits is 2, but attention has none"),
+        ("attention", "--page-size 16", "--page-size is 16, but attention has none"),
+        ("attention", "--magicpig", "--magicpig is True, but attention has none"),
+        ("attention", "--pages-apart", "--pages-apart is True, but goes with --page-size"),
+        ("decode_attention", "--seqlens-q", "--seqlens-q is True, but decode_attention has none"),
+        ("decode_attention", "--num-splits 129", "--num-splits is 129, but must be in 1..128"),
+        ("decode_attention", "--num-splits 0", "--num-splits is 0, but must be in 1..128"),
+        ("varlen_attention", "--bias", "--bias is True, but varlen_attention has none"),
+        ("varlen_attention", "--mask-by-key", "--mask-by-key is True, but varlen_attention has none"),
+        ("varlen_attention", "--layout bshd", "--layout is 'bshd', but varlen_attention has none"),
+        ("varlen_attention", "--total-q 15", "--total-q is 15, but must be at least the longest sequence's rows, 16"),
+        ("paged_attention", "", "--page-size is None, but must be given for paged_attention"),
+        ("paged_attention", "--page-size 0", "--page-size is 0, but must be 1 or more"),
+        ("paged_attention", "--page-size 6", "--kv's S is 16, but must be a multiple of --page-size, 6"),
+        ("paged_attention", "--page-size 16 --total-q 32 --mask", "--mask is True, but goes with queries that are not"),
+        ("paged_attention", "--page-size 16 --page-layout dhp", "page_layout is 'dhp', but must be one of phd, hpd"),
+        ("paged_attention", "--page-size 16 --total-k 32", "--total-k is 32, but paged_attention has none"),
+        ("sparse_attention", "--causal", "--causal is 'bottom_right', but sparse_attention has none"),
+        ("sparse_attention", "", "--tokens is None, but must be given for sparse_attention"),
+        ("sparse_attention", "--tokens 4", "--q's S is 16, but must be 1: tokens are chosen for one query"),
+        ("mla_attention", "--page-size 16", "--dv is None, but must be given for mla_attention"),
+        ("mla_attention", "--page-size 16 --dv 32", "--kv's heads is 2, but must be 1"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_the_op(portattn, op, options, message):
+    line = ("plan", op, *WHERE, "--q", "2,2,16,64", "--kv", "2,2,16,64", "--dtype", "fp16", *options.split())
+    called = portattn(*line)
+    assert (called.status, called.out) == (2, "")
+    assert message in called.err
+    assert len(called.err.splitlines()) == 1
+
+
+def test_a_latent_row_is_wider_than_its_rank(portattn):
+    line = ("plan", "mla_attention", *WHERE, "--q", "1,2,1,64", "--kv", "1,1,16,64", "--dtype", "fp16")
+    assert "--dv is 64, but must be below 64" in portattn(*line, "--page-size", "16", "--dv", "64").err
+
+
+def test_pages_have_a_layout_only_where_there_are_pages(portattn):
+    line = ("plan", "sparse_attention", *WHERE, "--q", "1,2,1,64", "--kv", "1,1,16,64", "--dtype", "fp16")
+    called = portattn(*line, "--tokens", "4", "--page-layout", "hpd")
+    assert "--page-layout is 'hpd', but goes with --page-size" in called.err
 
 
 def test_without_a_target_it_is_this_machines(portattn):

@@ -5,20 +5,32 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from support import Device, assert_right, problem, random_call, run_core
+from support import TILE, Device, assert_right, problem, random_call, run_core
 
 from portattn.core import CORES
-from portattn.lowering import CHOICES, Lowering
+from portattn.lowering import CHOICES, Launch, Lowering
+from portattn.problem import Problem
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())
 # tf32 keeps 10 bits of the mantissa: a product of depth 16 of normal values, through the softmax, is this far off.
 TF32_ERROR = 2e-2
 
+# What a problem of the op needs beyond support.problem(): packed rows, pages, tokens.
+PAGES = {"seq_k": 48, "page_size": 16, "seqlens_k": True, "pages_in_line": True}
+BASE: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "varlen_attention": {"batch": 3, "total_q": 33, "total_k": 70},
+    "decode_attention": {"seq_q": 1},
+    "paged_attention": {"seq_q": 1} | PAGES,
+    "sparse_attention": {"seq_q": 1, "tokens": 24},
+    "mla_attention": {"seq_q": 1, "heads_q": 4, "heads_k": 1, "head_dim": 40, "head_dim_v": 32} | PAGES,
+}
 DENSE = {
     "dense": {"causal": "none"},
     "causal_gqa": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "head_dim_v": 32},
@@ -29,15 +41,61 @@ DENSE = {
     "lengths_bf16_mqa_no_lse": {
         "causal": "bottom_right", "dtype": "bf16", "heads_k": 1, "seqlens_k": True, "return_lse": False,
     },
+    "every_feature": {
+        "window_left": 9, "window_right": 3, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True,
+        "mask": True,
+    },
+}  # fmt: skip
+VARLEN = {
+    "full": {},
+    "causal_gqa_fp16": {"causal": "bottom_right", "heads_q": 4, "heads_k": 2, "dtype": "fp16"},
+    "every_feature_bf16": {
+        "causal": "top_left", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "dtype": "bf16",
+        "return_lse": False,
+    },
 }  # fmt: skip
 DECODE = {
     "full": {"seq_q": 1},
     "lengths_fp16": {"seq_q": 1, "dtype": "fp16", "seqlens_k": True, "leftpad_k": True},
     "causal_bf16_bshd": {"seq_q": 3, "dtype": "bf16", "causal": "bottom_right", "seqlens_k": True, "layout": "bshd"},
     "top_left": {"seq_q": 3, "causal": "top_left", "leftpad_k": True, "return_lse": False},
+    "every_feature": {
+        "seq_q": 3, "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True, "mask": True,
+    },
+}  # fmt: skip
+PAGED = {
+    "a_page_a_tile": {"seq_q": 2, "bias": True, "mask": True},
+    "pages_of_two_tiles_hpd_fp16": {
+        "page_size": 32, "seq_k": 64, "page_layout": "hpd", "pages_in_line": False, "dtype": "fp16", "seq_q": 3,
+        "causal": "bottom_right",
+    },
+    "small_pages_bf16": {"page_size": 6, "seq_k": 42, "dtype": "bf16", "sinks": True},
+    "packed_window": {
+        "batch": 3, "seq_q": 7, "total_q": 12, "causal": "bottom_right", "window_left": 9, "softcap": True,
+        "alibi_slopes": True, "return_lse": False,
+    },
+}  # fmt: skip
+SPARSE = {
+    "cache": {},
+    "pages_weights_fp16": {
+        "page_size": 6, "seq_k": 42, "log_weights": True, "dtype": "fp16", "softcap": True, "alibi_slopes": True,
+        "sinks": True, "seqlens_k": True,
+    },
+    "magicpig_bf16": {"magicpig": True, "dtype": "bf16", "head_dim": 32},
+}  # fmt: skip
+MLA = {
+    "one_query": {},
+    "causal_fp16": {"seq_q": 3, "causal": "bottom_right", "dtype": "fp16", "layout": "bshd"},
+    "packed_small_pages_bf16": {
+        "batch": 3, "seq_q": 7, "total_q": 12, "page_size": 6, "seq_k": 42, "dtype": "bf16", "sinks": True,
+        "window_left": 9,
+    },
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{op.removesuffix('_attention')}-{name}": (op, BASE[op] | ({"heads_q": 4} if op != "attention" else {}) | fields)
+    for op, cases in zip(CORES, (DENSE, VARLEN, DECODE, PAGED, SPARSE, MLA), strict=True)
+    for name, fields in cases.items()
 }
-CASES = {f"attention-{n}": ("attention", f) for n, f in DENSE.items()}
-CASES |= {f"decode-{n}": ("decode_attention", {"heads_q": 4} | f) for n, f in DECODE.items()}
 TILES = [
     {"load": load, "k_tile": k_tile, "block_order": order}
     for load, k_tile, order in itertools.product(CHOICES["load"], CHOICES["k_tile"], CHOICES["block_order"])
@@ -54,26 +112,41 @@ def lacking() -> set[str]:
     return {load for load, name in known.items() if not hasattr(tl, name)}
 
 
+def possible(op: str, p: Problem, lowering: dict[str, str]) -> dict[str, str]:
+    """Of a lowering what the kernel reads, inside the hard limits."""
+    kernel = CORES[op]
+    limits = kernel.limits(p, Lowering(**lowering), Launch(block_m=TILE, block_n=TILE))
+    lowering = lowering | {choice: value for choice, value, _ in limits}
+    return {name: value for name, value in lowering.items() if name in kernel.choices}
+
+
 def check(device: Device, case: str, lowering: dict[str, str], seed: int = 0) -> None:
     if lowering.get("load") in lacking():
         pytest.skip(f"this Triton has no {lowering['load']} loads")
     op, features = CASES[case]
-    lowering = {k: v for k, v in lowering.items() if k in CORES[op].choices}
     call = random_call(problem(op=op, **features), seed, device=device.name)
-    launch = {"splits": 3} if op == "decode_attention" and seed % 2 else {}
+    lowering = possible(op, call.problem, lowering)
+    launch = {"splits": 3} if CORES[op].splits_keys and seed % 2 else {}
     rounded = device.name != "cpu" and call.q.dtype is torch.float32 and lowering.get("dot_precision") == "tf32"
     assert_right(call, *run_core(device, call, lowering, launch), extra=TF32_ERROR if rounded else 0.0)
 
 
 def alone() -> list[tuple[str, str, str]]:
-    """Each value that is no default, for each case whose kernel reads the choice."""
+    """Each value that is no default, for each case whose kernel reads the choice, where nothing forbids it."""
     return [
         (case, name, value)
-        for case, (op, _) in CASES.items()
+        for case, (op, fields) in CASES.items()
         for name in CORES[op].choices
         for value in (CUDA_PRECISIONS if name == "dot_precision" else CHOICES[name])
-        if value != DEFAULTS[name]
+        if value != DEFAULTS[name] and possible(op, problem(op=op, **fields), {name: value})[name] == value
     ]
+
+
+def test_every_value_that_a_kernel_reads_is_among_them() -> None:
+    for op, kernel in CORES.items():
+        seen = {(name, value) for case, name, value in alone() if CASES[case][0] == op}
+        wanted = {(name, v) for name in kernel.choices for v in CHOICES[name] if v not in (DEFAULTS[name], "hf32")}
+        assert seen == wanted
 
 
 @pytest.mark.parametrize(("case", "name", "value"), alone())
@@ -81,7 +154,7 @@ def test_each_value_alone(device: Device, case: str, name: str, value: str) -> N
     check(device, case, {name: value}, seed=1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case, (op, _) in CASES.items() if "load" in CORES[op].choices])
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: "-".join(t.values()))
 def test_every_way_to_load_a_tile(device: Device, case: str, tile: dict[str, str]) -> None:
     check(device, case, tile, seed=2)
@@ -104,9 +177,10 @@ def test_random_combinations(device: Device, case: str, seed: int) -> None:
 @pytest.mark.parametrize("cores", [1, 2, 1000])
 def test_a_persistent_grid_of_any_width(device: Device, op: str, cores: int) -> None:
     """One program for all tiles, a number that divides nothing evenly, and more programs than tiles."""
-    p = problem(op=op, heads_q=3, heads_k=3, batch=1, seq_q=20 if op == "attention" else 1, causal="bottom_right")
+    causal = {} if op == "sparse_attention" else {"causal": "bottom_right"}
+    p = problem(op=op, **BASE[op] | {"heads_q": 3, "heads_k": 3 if op != "mla_attention" else 1} | causal)
     call = random_call(p, device=device.name)
-    launch = {"splits": 2} if op == "decode_attention" else {}
+    launch = {"splits": 2} if CORES[op].splits_keys else {}
     assert_right(call, *run_core(device, call, {"grid": "persistent"}, launch, cores=cores))
 
 
@@ -119,13 +193,16 @@ def test_a_finite_mask_value_survives_scores_below_it(device: Device) -> None:
 
 
 def test_choices_are_read(device: Device) -> None:
-    """A kernel is compiled with every choice that the planner says it reads, and with no other."""
+    """A kernel is compiled with every choice that the planner says it reads, and with no other that could differ."""
     from support import core_plan
 
     from portattn.launch import kernel_calls
 
     for op, kernel in CORES.items():
-        call = random_call(problem(op=op, seq_q=2), device=device.name)
+        call = random_call(problem(op=op, **BASE[op]), device=device.name)
         launches, _, _ = kernel_calls(core_plan(device, call.problem), call, 3)
-        given = {name.lower() for name in launches[0].constexprs} & set(CHOICES)
-        assert given == set(kernel.choices)
+        given = {name.lower(): value for name, value in launches[0].constexprs.items() if name.lower() in CHOICES}
+        # A function that several ops share has all their choices.
+        shared = {name for other in CORES.values() if other.function == kernel.function for name in other.choices}
+        assert set(kernel.choices) <= given.keys() <= shared
+        assert all(given[name] == DEFAULTS[name] for name in given.keys() - set(kernel.choices))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from portattn.core import CORES
 from portattn.matrix import gates
 from portattn.matrix.cells import KernelFacts
-from portattn.matrix.problems import dense
+from portattn.matrix.problems import dense, quick
 from portattn.planner import plan
 from portattn.registry import Registry
 from portattn.target import Target
@@ -27,13 +28,16 @@ def with_tunings(registry: Registry, measured: bool) -> Registry:
     return replace(registry, tunings=tunings)
 
 
-def check(target="cuda:sm_90", dtype="fp16", dot_precision="ieee", registry=None, timed=False, **facts):
+def check(
+    target="cuda:sm_90", dtype="fp16", dot_precision="ieee", registry=None, timed=False, named=None, **facts
+):  # fmt: skip
     """Names of the gates that do not hold, with what explains them."""
     registry = with_tunings(registry or Registry.load(), timed)
     where = Target.parse(target, "triton==3.6.0")
-    made = plan(dense(dtype=dtype, head_dim=64).problem, where, registry)
+    problem = (named or dense(dtype=dtype, head_dim=64)).problem
+    made = plan(problem, where, registry)
     made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
-    kernels = (KernelFacts(function=made.kernel, facts=FITS | facts),)
+    kernels = (KernelFacts(function=CORES[problem.op].function, facts=FITS | facts),)
     return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
 
 
@@ -69,6 +73,14 @@ def test_a_tile_that_was_timed_on_the_chip_may_spill():
 def test_an_exact_fp32_product_needs_no_matrix_instruction():
     assert check(dtype="fp32", mma=0, wgmma=0) == {}
     assert check(dtype="fp32", dot_precision="tf32", mma=0, wgmma=0) == {"matrix instructions": ""}
+
+
+@pytest.mark.parametrize("named", quick(), ids=lambda named: named.name)
+def test_the_kernel_of_every_op_is_looked_at_for_matrix_instructions(named):
+    exact = named.problem.dtype == "fp32"
+    gathers = named.problem.op == "sparse_attention"  # row by row: there is no product of matrices
+    expected = {} if exact or gathers else {"matrix instructions": ""}
+    assert check(named=named, mma=0, wgmma=0) == expected
 
 
 def test_a_quirk_whose_signature_matches_explains_a_gate():

@@ -21,7 +21,9 @@ from portattn.worker import interpret
 from portattn.worker.client import Reply
 
 KEPT = ("op", "group", "head_dim", "head_dim_v", "dtype", "causal", "layout", "aligned", "return_lse",
-        "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")  # fmt: skip
+        "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "packed", "page_size", "page_layout", "pages_in_line",
+        "log_weights", "magicpig", "softcap", "alibi_slopes", "sinks", "bias", "mask", "window",
+        "num_splits")  # fmt: skip
 GOOD = {"error": 0.1, "budget": 0.2, "wrong": 0}
 SM_90 = "cuda:sm_90"
 
@@ -37,7 +39,13 @@ def test_scaling_down_keeps_what_decides_the_code(shrink):
         assert [getattr(small, name) for name in KEPT] == [getattr(named.problem, name) for name in KEPT], named.name
         constexprs = CORES[small.op].constexprs
         assert constexprs(small, *made.specialised) == constexprs(named.problem, *made.specialised)
-        assert (small.seq_q, small.seq_k) <= (named.problem.seq_q, named.problem.seq_k)
+        for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "total_q", "total_k", "tokens"):
+            if getattr(named.problem, name) is not None:
+                assert getattr(small, name) <= getattr(named.problem, name), (named.name, name)
+        assert not small.page_size or small.seq_k % small.page_size == 0
+        if small.window:  # it still hides something
+            assert 0 <= small.window_left < small.seq_k - 1
+            assert small.window_right < small.seq_k
         launch = request_of(made, small, "interpreter", "cpu:generic", "cpu")["launch"]
         assert (launch["splits"] > 1) == (made.launch.splits > 1), named.name
 

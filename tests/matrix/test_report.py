@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from portattn.matrix.cells import Footnote, Gate, KernelFacts, Numerics
-from portattn.matrix.problems import decode, dense
-from portattn.matrix.report import brief, link, render
+from portattn.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
+from portattn.matrix.report import brief, link, render, sizes
+from portattn.problem import OPS
 
 SLOW = Footnote(
     id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported"
@@ -105,7 +106,37 @@ def test_the_first_link_is_found(text, expected):
     assert link(text) == expected
 
 
-def test_problems_keep_their_order(cells, run):
+def test_problems_keep_their_order_whatever_was_finished_first(cells, run):
     page = render(run(cells), cells)
     body = page[page.index("<tbody") :]
     assert body.index(dense(dtype="fp16", head_dim=64).name) < body.index("decode bf16")
+    assert render(run(cells), cells[::-1]) == page
+
+
+def test_rows_are_grouped_by_op(cell, run):
+    named = [*quick(), dense(dtype="bf16", head_dim=64)]  # one more dense problem after the others
+    cells = [cell(index=index, named=one) for index, one in enumerate(named)]
+    page = render(run(cells), cells)
+    assert re.findall(r'<tr class="op">.*?<code>(\w+)</code>', page, re.DOTALL) == list(OPS)
+    assert page.count('<th scope="row">') == len(named)
+    body = page[page.index("<tbody") :]
+    assert body.index("dense full bf16 D=64<") < body.index("varlen_attention")
+    assert "10 problems × 1 target," in page
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        (dense(dtype="fp16", head_dim=192, head_dim_v=128), ["q 4×16×2048×192", "kv 4×16×2048×128"]),
+        (varlen(dtype="fp16", head_dim=64), ["q 8192×16×64", "kv 8192×16×64", "8 sequences"]),
+        (paged("GQA", dtype="fp16", head_dim=64, page_size=48), ["q 16×32×1×64", "kv 16×8×8208×64", "pages of 48"]),
+        (
+            paged("ragged", dtype="fp16", head_dim=64, page_size=16, **RAGGED),
+            ["q 1024×32×64", "kv 16×8×8192×64", "16 sequences", "pages of 16"],
+        ),
+        (sparse(dtype="fp16", head_dim=64), ["q 16×32×1×64", "kv 16×8×32768×64", "1024 tokens a head"]),
+        (mla(dtype="fp16", head_dim=576, head_dim_v=512), ["q 16×128×1×576", "kv 16×1×4096×576", "pages of 64"]),
+    ],
+)
+def test_sizes_say_what_a_problem_is(named, expected):
+    assert sizes(named.problem) == expected

@@ -9,6 +9,8 @@ import pytest
 from portattn.errors import ArgumentError
 from portattn.matrix import select
 from portattn.matrix.problems import SETS, full, quick
+from portattn.options import HAS_LENGTHS, TAKES
+from portattn.problem import OPS
 from portattn.toolchain import Toolchain, installed
 
 ASCEND = Toolchain.parse("triton-ascend==3.1.0")
@@ -30,7 +32,42 @@ def test_the_full_set_covers_what_it_says():
         for dim in (32, 64, 80, 96, 128, 192, 256)
         for causal in ("none", "bottom_right", "top_left")
     }
-    assert {n.problem.op for n in quick()} == {"attention", "decode_attention"}
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_every_op_is_in_every_set(which):
+    assert list(dict.fromkeys(named.problem.op for named in SETS[which]())) == list(OPS)
+
+
+NOTHING = (False, None, "none", "bhsd", "phd")  # and 0, which equals False
+# What the full set leaves out: layouts are strides, which `attention` has; the kernel of pages reads a latent cache.
+LEFT_OUT = {op: {"layout"} for op in OPS if op != "attention"}
+LEFT_OUT["mla_attention"] |= {"window", "softcap", "alibi_slopes", "sinks", "bias", "mask"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_full_set_asks_each_op_for_everything_it_takes(op):
+    found = [named.problem for named in full() if named.problem.op == op]
+    asked = {name for name in TAKES[op] for p in found if getattr(p, name) not in NOTHING}
+    assert asked == set(TAKES[op]) - LEFT_OUT.get(op, set())
+
+
+def test_the_full_set_covers_page_sizes_and_latent_rows():
+    found = [named.problem for named in full()]
+    assert {p.page_size for p in found if p.op == "paged_attention"} == {1, 16, 48, 64, 128, 256}
+    assert {(p.head_dim, p.head_dim_v) for p in found if p.op == "mla_attention"} == {(576, 512), (288, 256)}
+    assert {p.seq_q for p in found if p.op == "mla_attention"} >= {1, 2}
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_problems_are_such_as_a_call_can_have(which):
+    for named in SETS[which]():
+        p = named.problem
+        assert p.seqlens_k or p.op not in HAS_LENGTHS, named.name
+        assert not p.page_size or p.seq_k % p.page_size == 0, named.name
+        assert p.total_q is None or p.seq_q <= p.total_q <= p.batch * p.seq_q, named.name
+        assert p.window_right == -1 or p.causal == "none", named.name
+        assert not p.pages_in_line or (p.op in HAS_LENGTHS and (p.page_layout == "phd" or p.heads_k == 1)), named.name
 
 
 @pytest.mark.parametrize(
@@ -77,7 +114,7 @@ def test_cells_are_numbered_target_by_target_and_have_ids_of_their_own():
     ("call", "message"),
     [
         (lambda: select.targets(["sm_91"], [], None), r"--targets is 'sm_91', but must match one of cuda:sm_80"),
-        (lambda: select.problems("quick", ["sparse*"]), r"--ops is 'sparse\*', but must match an op"),
+        (lambda: select.problems("quick", ["conv*"]), r"--ops is 'conv\*', but must match an op"),
         (lambda: select.parse_toolchains(["triton"]), r"--toolchain is 'triton', but .*NAME==VERSION"),
         (lambda: select.toolchain_of("/nowhere/python"), r"--ascend-python is '/nowhere/python', but cannot be run"),
         (lambda: select.toolchain_of("/bin/false"), r"must be a Python interpreter"),
