@@ -136,7 +136,7 @@ class DenseForward(CoreKernel):
     name = "dense_forward"
     function = "dense_forward"
     op = "attention"
-    choices = (
+    choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
         "q_operand",
     )  # fmt: skip
@@ -167,7 +167,7 @@ class DecodeSplit(CoreKernel):
     function = "decode_split"
     op = "decode_attention"
     splits_keys = True
-    choices = (
+    choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
     )  # fmt: skip
 
@@ -248,7 +248,7 @@ class PagedSplit(DecodeSplit):
 
     name = "paged_split"
     op = "paged_attention"
-    choices = (*DecodeSplit.choices, "page_loop")
+    choices: tuple[str, ...] = (*DecodeSplit.choices, "page_loop")
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
@@ -278,7 +278,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
-    choices = ("exp", "mask_value", "grid")
+    choices: tuple[str, ...] = ("exp", "mask_value", "grid")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:

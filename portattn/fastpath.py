@@ -15,7 +15,7 @@ from portattn.call import TENSORS
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
-from portattn.launch.run import provide_descriptor_memory
+from portattn.launch.run import DescriptorMemory, fresh_memory, provide_descriptor_memory
 from portattn.planned import Plan
 from portattn.problem import Problem
 from portattn.validate import wants_gradients
@@ -95,16 +95,18 @@ class Kept:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        memory: DescriptorMemory | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run with these tensors, in the caller's own layout: (out in that layout, LSE or None).
 
         out, lse, buffers  where results and partial results go; allocated where they are None
+        memory  what descriptors are built in; fresh each time when None
         """
         q = inputs["q"]
         assert q is not None
         if self._index != self._module.current_device():
             with self._module.device(self._index):
-                return self(inputs, out, lse, buffers)
+                return self(inputs, out, lse, buffers, memory)
         if out is None:
             out = q.new_empty(self._out_shape)
         if lse is None and self._lse_shape is not None:
@@ -116,7 +118,7 @@ class Kept:
             "lse": lse,
         }
         if self._scratch:
-            provide_descriptor_memory(q.device)
+            provide_descriptor_memory(memory or fresh_memory(q.device))
         for run, template, places, options in self._launches:
             arguments = template.copy()
             for index, name in places:

@@ -26,6 +26,12 @@ def merge_states(
 
     For packed results, out (Tq, Hq, Dv) and LSE (Hq, Tq), pass out.transpose(0, 1). Raises ArgumentError.
     """
+    for name, several in (("outs", outs), ("lses", lses)):
+        if not isinstance(several, (torch.Tensor, Sequence)) or (
+            isinstance(several, torch.Tensor) and not several.ndim
+        ):
+            limit = "must be a sequence of tensors, or one tensor of them"
+            raise ArgumentError(OP, name, type(several).__name__, limit)
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ArgumentError(OP, "outs and lses", (len(outs), len(lses)), "must be as many, and at least one")
@@ -38,8 +44,9 @@ def merge_states(
             given = (tuple(out.shape), out.dtype, str(out.device))
             limit = f"must be as outs[0], {(tuple(first.shape), first.dtype, str(first.device))}"
             raise ArgumentError(OP, f"outs[{index}]", given, limit)
-        if not out.is_floating_point():
-            raise ArgumentError(OP, f"outs[{index}].dtype", out.dtype, "must be floating-point")
+        if out.ndim < 2 or not out.is_floating_point():
+            kind = (tuple(out.shape), out.dtype)
+            raise ArgumentError(OP, f"outs[{index}]", kind, "must be floating-point, (..., Sq, Dv)")
         if lse.dtype != torch.float32 or lse.shape != first.shape[:-1] or lse.device != first.device:
             given = (tuple(lse.shape), lse.dtype, str(lse.device))
             raise ArgumentError(

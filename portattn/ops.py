@@ -80,7 +80,7 @@ def attention(
     back is forbidden, QuirkConflict when the registry contradicts itself.
     """
     settings = settings_for("attention", backend, validate)
-    features = {
+    features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
         "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k,
     }  # fmt: skip
@@ -129,7 +129,7 @@ def varlen_attention(
     sequence give 0 and -inf. Memory beyond the inputs: the output, and the LSE where it is asked for.
     """
     settings = settings_for("varlen_attention", backend, validate)
-    features = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     request = Request(
         "varlen_attention", settings,
         {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features},
@@ -180,7 +180,7 @@ def decode_attention(
     splits·B·Hq·Sq·(Dv + 1) elements are allocated beside the output. Raises as `attention` does.
     """
     settings = settings_for("decode_attention", backend, validate)
-    features = {
+    features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_k": seqlens_k,
         "leftpad_k": leftpad_k,
     }  # fmt: skip
@@ -239,14 +239,20 @@ def paged_attention(
     partial results of splits·B·Hq·Sq·(Dv + 1) elements (packed: splits·Hq·Tq·(Dv + 1)) are allocated beside the output.
     """
     settings = settings_for("paged_attention", backend, validate)
-    page_table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout)
-    features = {"alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q}
+    table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout)
+    features: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "bias": bias,
+        "mask": mask,
+        "cu_seqlens_q": cu_seqlens_q,
+    }
     request = Request(
         "paged_attention", settings,
-        {"q": q, "k": k_pages, "v": v_pages, "page_table": page_table, "seqlens_k": seqlens_k, **features},
+        {"q": q, "k": k_pages, "v": v_pages, "page_table": table, "seqlens_k": seqlens_k, **features},
         (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout, page_layout),
         lambda: building.paged_call(
-            q, k_pages, v_pages, page_table, seqlens_k, settings=settings, max_seqlen_q=max_seqlen_q, scale=scale,
+            q, k_pages, v_pages, table, seqlens_k, settings=settings, max_seqlen_q=max_seqlen_q, scale=scale,
             causal=causal, window=window, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
             page_layout=page_layout, **features,
         ),
@@ -294,25 +300,26 @@ def sparse_attention(
                  int32. Angles are between q and k as given: keys that were centred before they were hashed must be here
     alibi_slopes (Hq,) or (B, Hq) float32; the query's position is that of the last key
 
-    A causal mask, a window, a mask or a bias are choices of tokens or log_weights here. The rest as in `decode_attention`,
-    with partial results of splits·B·Hq·(Dv + 1) float32 elements where tokens are split over programs.
+    A causal mask, a window, a mask or a bias are choices of tokens or log_weights here. The rest as in
+    `decode_attention`, with partial results of splits·B·Hq·(Dv + 1) float32 elements where tokens are split.
     """
     op = "sparse_attention"
     settings = settings_for(op, backend, validate)
+    table: Any = None
     if page_table is not None:
-        page_table, seqlens_k = _table(op, page_table, seqlens_k, k_cache, page_layout)
+        table, seqlens_k = _table(op, page_table, seqlens_k, k_cache, page_layout)
     sampled = None if magicpig is None else _magicpig(op, magicpig, counts)
-    features = {"alibi_slopes": alibi_slopes, "sinks": sinks, "log_weights": log_weights}
+    features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks, "log_weights": log_weights}
     request = Request(
         op, settings,
         {
-            "q": q, "k": k_cache, "v": v_cache, "indices": indices, "counts": counts, "page_table": page_table,
+            "q": q, "k": k_cache, "v": v_cache, "indices": indices, "counts": counts, "page_table": table,
             "seqlens_k": seqlens_k, **features, "magicpig_bits": sampled and sampled[0],
             "magicpig_tables": sampled and sampled[1],
         },
         (scale, softcap, num_splits, return_lse, layout, page_layout),
         lambda: building.sparse_call(
-            q, k_cache, v_cache, indices, counts, settings=settings, page_table=page_table, seqlens_k=seqlens_k,
+            q, k_cache, v_cache, indices, counts, settings=settings, page_table=table, seqlens_k=seqlens_k,
             magicpig=sampled, scale=scale, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
             page_layout=page_layout, **features,
         ),
@@ -346,8 +353,8 @@ def mla_attention(
 ) -> Result:
     """Multi-head latent attention over a paged latent cache (DeepSeek-V2, arXiv 2405.04434, in its absorbed form).
 
-    q_nope     (B, H, Sq, R): queries with the key up-projection absorbed; R is the latent rank, 512 in DeepSeek's models.
-               Or (B, Sq, H, R) with layout="bshd"; with cu_seqlens_q packed, (Tq, H, R)
+    q_nope     (B, H, Sq, R): queries with the key up-projection absorbed; R is the latent rank, 512 in DeepSeek's
+               models. Or (B, Sq, H, R) with layout="bshd"; with cu_seqlens_q packed, (Tq, H, R)
     q_rope     (B, H, Sq, E): the part of the queries that carries positions, E = 64 there
     kv_pages   (P, page, R + E): latent rows; each is read once, whole as key and its first R columns as value
     page_table, seqlens_k, cu_seqlens_q, max_seqlen_q   as in `paged_attention`
@@ -359,17 +366,23 @@ def mla_attention(
     """
     op = "mla_attention"
     settings = settings_for(op, backend, validate)
-    page_table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd")
-    features = {"alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q}
+    table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd")
+    features: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "bias": bias,
+        "mask": mask,
+        "cu_seqlens_q": cu_seqlens_q,
+    }
     request = Request(
         op, settings,
         {
-            "q": q_nope, "q_rope": q_rope, "k": kv_pages, "v": kv_pages, "page_table": page_table,
+            "q": q_nope, "q_rope": q_rope, "k": kv_pages, "v": kv_pages, "page_table": table,
             "seqlens_k": seqlens_k, **features,
         },
         (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout),
         lambda: building.mla_call(
-            q_nope, q_rope, kv_pages, page_table, seqlens_k, settings=settings, max_seqlen_q=max_seqlen_q, scale=scale,
+            q_nope, q_rope, kv_pages, table, seqlens_k, settings=settings, max_seqlen_q=max_seqlen_q, scale=scale,
             causal=causal, window=window, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
             **features,
         ),
@@ -413,8 +426,8 @@ def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
 def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
     """Plan a call, compile what it needs and allocate its partial results: a handle whose `run` does the rest.
 
-    `prepare("paged_attention", q, k_pages, v_pages, page_table, seqlens_k).run(...)` takes the op's own arguments; later
-    runs may differ in data only. See Prepared. Raises what the call would raise before launching.
+    `prepare("paged_attention", q, k_pages, v_pages, page_table, seqlens_k).run(...)` takes the op's own arguments;
+    later runs may differ in data only. See Prepared. Raises what the call would raise before launching.
     """
     return Prepared(_op("prepare", op), _request("prepare", op, args, kwargs))
 

@@ -11,8 +11,10 @@ from portattn import dispatch, fastpath
 from portattn.compiling import ensure
 from portattn.errors import ArgumentError
 from portattn.launch import has_rows, kernel_calls
+from portattn.launch.run import DescriptorMemory
 from portattn.planned import Plan
 from portattn.request import Request, Result, collecting, finished
+from portattn.validate import wants_gradients
 
 
 class Prepared:
@@ -21,9 +23,11 @@ class Prepared:
     plan   how it runs
     run    `run(*args, out=None, lse=None, **kwargs)` with the operation's own arguments
 
-    Partial results of a split are allocated once and belong to the handle: use one handle on one stream at a time.
-    `run` allocates nothing when `out` is given (and `lse`, where one is returned), never waits for the device, and
-    can be captured in a CUDA graph, which replays with lengths, tables and data changed in place.
+    Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
+    handle: use one handle on one stream at a time.
+    `run` allocates nothing when `out` is given (and `lse`, where one is returned), never waits for the device unless
+    validate=True asks for it, and can be captured in a CUDA graph, which replays with lengths, tables and data changed
+    in place.
     """
 
     def __init__(self, op: Callable[..., Any], request: Request) -> None:
@@ -32,7 +36,8 @@ class Prepared:
         self._kept: fastpath.Kept | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
         self._name = self.plan.problem.op
-        self._shapes = _description(request)
+        self._types = tuple(map(type, request.values))
+        self._description = _description(request)
         self._out_shape, self._lse_shape = fastpath.results(self.plan.problem)
         q = request.tensors["q"]
         if not self.plan.kernel or self._key is None or call.copied or not has_rows(self.plan):
@@ -46,6 +51,7 @@ class Prepared:
             return
         self._kept = fastpath.Kept(self.plan, request.settings, launches, out, lse)
         self._buffers = self._kept.buffers(q)
+        self._memory = DescriptorMemory(q.device, held={})
 
     def run(
         self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
@@ -60,15 +66,17 @@ class Prepared:
         with collecting() as requests:
             self._op(*args, **kwargs)
         request = requests[0]
-        q = request.tensors["q"]
         self._check(request)
+        q = request.tensors["q"]
         self._check_result("out", out, self._out_shape, q)
         self._check_result("lse", lse, self._lse_shape, q)
         if lse is not None and not request.return_lse:
             raise ArgumentError(self._name, "lse", tuple(lse.shape), "return_lse is False: none is computed")
         if self._kept is not None:
+            if self._settings.validate == "always":
+                request.build()  # reads lengths and ids back, as asked
             dispatch.note(self.plan)
-            found = self._kept(request.tensors, out, lse, self._buffers)
+            found = self._kept(request.tensors, out, lse, self._buffers, self._memory)
             return found if request.return_lse else found[0]  # type: ignore[return-value]
         call = request.build()
         result = finished(call, *dispatch.run(call, request.settings))
@@ -83,12 +91,13 @@ class Prepared:
             raise ArgumentError(
                 self._name, "settings", request.settings, f"the call was prepared with {self._settings}"
             )
-        if request.key() == self._key is not None:
+        # Types first: a value that is no plain one (a tensor, say) may not even compare.
+        if tuple(map(type, request.values)) == self._types and request.key() == self._key is not None:
             return
-        for name, was in self._shapes.items():
-            now = _description(request)[name]
-            if now != was:
-                raise ArgumentError(self._name, name, now, f"the call was prepared with {was}")
+        now = _description(request)
+        for name, was in self._description.items():
+            if type(now[name]) is not type(was) or now[name] != was:
+                raise ArgumentError(self._name, name, now[name], f"the call was prepared with {was!r}")
 
     def _check_result(self, name: str, tensor: Any, shape: tuple[int, ...], q: torch.Tensor) -> None:
         if tensor is None:
@@ -102,12 +111,34 @@ class Prepared:
             raise ArgumentError(self._name, name, (str(tensor.device), tensor.stride()), limit)
 
 
+# What the caller knows tensors and the other arguments by, where kernels have other names or none.
+_CACHE = {"k": "k_cache", "v": "v_cache"}
+_TENSORS = {
+    "decode_attention": _CACHE,
+    "paged_attention": {"k": "k_pages", "v": "v_pages"},
+    "sparse_attention": _CACHE | {"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
+    "mla_attention": {"q": "q_nope", "k": "kv_pages", "v": "kv_pages"},
+}
+_VALUES = {
+    "attention": ("scale", "causal", "window", "softcap", "dropout_p", "return_lse", "layout"),
+    "varlen_attention": ("max_seqlen_q", "max_seqlen_k", "scale", "causal", "window", "softcap", "return_lse"),
+    "decode_attention": ("scale", "causal", "window", "softcap", "num_splits", "return_lse", "layout"),
+    "paged_attention": (
+        "max_seqlen_q", "scale", "causal", "window", "softcap", "num_splits", "return_lse", "layout", "page_layout",
+    ),
+    "sparse_attention": ("scale", "softcap", "num_splits", "return_lse", "layout", "page_layout"),
+    "mla_attention": ("max_seqlen_q", "scale", "causal", "window", "softcap", "num_splits", "return_lse", "layout"),
+}  # fmt: skip
+
+
 def _description(request: Request) -> dict[str, Any]:
-    """Everything of a request but its data, by name."""
-    found: dict[str, Any] = {"the other arguments": request.values}
+    """Everything of a request but its data, by the names that its caller uses."""
+    names = _TENSORS.get(request.op, {})
+    found: dict[str, Any] = dict(zip(_VALUES[request.op], request.values, strict=True))
     for name, t in request.tensors.items():
-        given = isinstance(t, torch.Tensor)
+        given, name = isinstance(t, torch.Tensor), names.get(name, name)
         found[name] = (tuple(t.shape), t.stride(), t.dtype, str(t.device)) if given else type(t).__name__
         if given and t.device.type != "cpu":
             found[f"{name}'s address, modulo {fastpath.POINTER_ALIGNMENT}"] = t.data_ptr() % fastpath.POINTER_ALIGNMENT
-    return found
+    tensors = [t for t in request.tensors.values() if isinstance(t, torch.Tensor)]
+    return found | {"whether gradients are asked for": wants_gradients(*tensors)}

@@ -22,6 +22,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
 MAX_SIZE = 2**31 - 1  # kernels count rows, keys, batches and heads in int32
 MAX_SPLITS = 128  # programs that share one row's keys
+ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
 UNLIMITED = -1  # a side of a window that hides nothing
 
 
@@ -169,8 +170,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def features(self) -> dict[str, Any]:
         """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`."""
-        rows = self.seq_q
-        if self.packed:
+        seq_q = rows = self.seq_q
+        if self.packed and self.num_splits:
+            # A demanded number of splits promises results that do not depend on the other sequences of the batch:
+            # nothing may be chosen by how many or how long they are.
+            seq_q = rows = ANY_LENGTH
+        elif self.packed:
             # The lengths are on the device: what is known is how long a sequence is on average.
             rows = -(-(self.total_q or 0) // max(self.batch, 1))
         return {
@@ -196,13 +201,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "return_lse": self.return_lse,
             "aligned": self.aligned,
             "large": self.large,
-            # A demanded number of splits promises results that do not depend on the other sequences of the batch:
-            # nothing may be chosen by their number then.
             "batch": 1 if self.num_splits else self.batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
             "group": self.group,
-            "seq_q": self.seq_q,
+            "seq_q": seq_q,
             "seq_k": self.seq_k,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata as metadata
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,41 @@ def no_interpreter() -> str:
     if numpy >= Version("2.4") and Version("3.7") > TRITON:
         return f"Triton {TRITON}'s interpreter needs numpy<2.4, and this is {numpy} (triton issue 9171)"
     return ""
+
+
+@functools.cache
+def quick_interpreter() -> None:
+    """Let Triton's interpreter, once a process, leave out what takes two thirds of its time here.
+
+    It looks through all of triton.language at each call of a device function, to patch what it has patched at the
+    launch, and computes every int32 sum and product again in int64 for an assertion that is off.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, no_scope = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", lambda: None)
+
+    def patch_once(fn: Any) -> Any:
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        if not languages or any(tl.core.is_builtin(language.load) for language in languages):
+            return patch(fn)
+        return no_scope()
+
+    interpreter._patch_lang = patch_once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+@contextmanager
+def overflow_raises() -> Iterator[None]:
+    """Inside the block the interpreter raises where an int32 sum, difference or product of a kernel overflows."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    before, builder.options = builder.options, interpreter.InterpreterOptions(debug=True)
+    try:
+        yield
+    finally:
+        builder.options = before
 
 
 @dataclass(frozen=True)
@@ -95,6 +133,8 @@ def run_core(
     """Run the core kernel on a call into outputs (and partial results) that held NaN before."""
     from portattn import launch as launching
 
+    if device.path == "interpreter":
+        quick_interpreter()
     with poisoned():
         return launching.run_core(core_plan(device, call.problem, lowering, launch), call, cores)
 
@@ -103,19 +143,22 @@ poisoned = check.nan_filled_memory
 
 
 def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None, extra: float = 0.0) -> None:
-    """out and lse against the float64 oracle, within the library's own budget (portattn/reference/check.py).
+    """out and LSE of any op, shaped as the call's own, against the float64 oracle within the library's budget.
 
-    `extra` is added to both budgets (for products that are deliberately less exact than the dtype).
+    The budget is that of portattn/reference/check.py; `extra` is added to it, for products that are deliberately less
+    exact than the dtype.
     """
     p = call.problem
-    assert out.shape == (p.batch, p.heads_q, p.seq_q, p.head_dim_v)
+    assert out.shape == call.new_out().shape
+    assert out.transpose(1, 2).is_contiguous() if p.packed or p.layout == "bshd" else out.is_contiguous()
     assert out.dtype == DTYPES[p.dtype]
     assert (lse is not None) == p.return_lse
     facts = check.judge(call, out, lse)
     assert not facts["wrong"], f"{facts['wrong']} elements are NaN or infinite where they must not be, or the reverse"
     assert facts["error"] <= facts["budget"] + extra, f"error {facts['error']:.3g}, budget {facts['budget']:.3g}"
     if lse is not None:
-        assert lse.shape == out.shape[:3]
+        assert lse.shape == call.new_lse().shape
+        assert lse.is_contiguous()
         assert lse.dtype == torch.float32
         error, budget = facts["lse_error"], facts["lse_budget"]
         assert error <= budget + extra, f"LSE error {error:.3g}, budget {budget:.3g}"

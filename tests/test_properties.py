@@ -13,6 +13,7 @@ from support import DTYPES, TILE, Device, assert_right, random_call, run_core
 
 import portattn
 from portattn import ArgumentError, Problem
+from portattn.core import CORES
 
 
 def bounded(examples: int) -> settings:
@@ -61,14 +62,52 @@ def test_valid_arguments_are_right(p: Problem, scale: float | None, strides: str
     assert_right(call, out.transpose(1, 2) if bshd else out, lse)
 
 
-@bounded(25)
-@given(problems(most=20), scales, layouts, st.integers(0, 2**16), st.integers(1, 4))
+@st.composite
+def problems_of_any_op(draw: st.DrawFn) -> Problem:
+    """Small ones, with any of the features that the op has."""
+    op, flag = draw(st.sampled_from(list(CORES))), st.booleans()
+    fields: dict[str, Any] = {n: draw(flag) for n in ("softcap", "alibi_slopes", "sinks", "return_lse")}
+    fields |= {"seq_q": 1, "seq_k": draw(st.integers(0, 24)), "heads_k": draw(st.integers(1, 2))}
+    fields |= {"head_dim": draw(st.integers(1, 40)), "head_dim_v": draw(st.integers(1, 40))}
+    if op == "sparse_attention":
+        fields |= {"tokens": draw(st.integers(1, 20)), "log_weights": draw(flag), "magicpig": draw(flag)}
+    else:
+        fields |= {"seq_q": draw(st.integers(0, 19 if op == "attention" else 4))}
+        fields |= {"causal": draw(st.sampled_from(["none", "bottom_right", "top_left"]))}
+        fields |= {"window_left": draw(st.sampled_from([-1, 0, 3, 17]))}
+        fields |= {"window_right": draw(st.sampled_from([-1, 0, 3])) if fields["causal"] == "none" else -1}
+    if op == "mla_attention":
+        fields |= {"heads_k": 1, "head_dim": fields["head_dim"] + fields["head_dim_v"]}
+    if op in ("paged_attention", "mla_attention") or (op == "sparse_attention" and draw(flag)):
+        page = draw(st.sampled_from([1, 3, 8, 16, 20]))
+        fields |= {"page_size": page, "seq_k": page * draw(st.integers(0, -(-24 // page)))}
+        fields |= {"page_layout": draw(st.sampled_from(["phd", "hpd"])) if op != "mla_attention" else "phd"}
+    if op == "varlen_attention" or (op in ("paged_attention", "mla_attention") and draw(flag)):
+        fields |= {"total_q": draw(st.integers(0, 20)), "seq_q": draw(st.integers(1, 20))}
+        fields |= {"total_k": draw(st.integers(0, 30))} if op == "varlen_attention" else {}
+    else:
+        fields |= {"layout": draw(st.sampled_from(["bhsd", "bshd"]))}
+        fields |= {n: op != "sparse_attention" and draw(flag) for n in ("bias", "mask")}
+    if op in ("attention", "decode_attention"):
+        fields |= {n: draw(flag) for n in ("seqlens_k", "leftpad_k")}
+        fields |= {n: op == "attention" and draw(flag) for n in ("seqlens_q", "leftpad_q")}
+    elif op == "sparse_attention":
+        fields |= {"seqlens_k": draw(flag)}
+    return Problem(
+        op=op, batch=draw(st.integers(0, 3)), heads_q=fields["heads_k"] * draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from(sorted(DTYPES))), aligned=False, **fields,
+    )  # fmt: skip
+
+
+@bounded(120)
+@given(problems_of_any_op(), scales, layouts, st.integers(0, 2**16), st.integers(1, 4), st.booleans())
 def test_the_core_kernels_are_right(
-    device: Device, p: Problem, scale: float | None, strides: str, seed: int, splits: int
+    device: Device, p: Problem, scale: float | None, strides: str, seed: int, splits: int, extremes: bool
 ) -> None:
-    call = random_call(p, seed, scale=scale, strides=strides, device=device.name)
-    launch = {"block_m": TILE, "block_n": TILE, "splits": splits if p.op == "decode_attention" else 1}
-    assert_right(call, *run_core(device, call, launch=launch))
+    call = random_call(p, seed, scale=scale, strides=strides, device=device.name, extremes=extremes)
+    page_loop = "flat_masked" if p.page_size % TILE or seed % 2 else "per_page"
+    launch = {"splits": splits if CORES[p.op].splits_keys else 1}
+    assert_right(call, *run_core(device, call, {"page_loop": page_loop}, launch))
 
 
 sizes = st.lists(st.integers(0, 4), min_size=0, max_size=5).map(tuple)

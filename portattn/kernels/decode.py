@@ -134,9 +134,8 @@ def decode_split(
             v_rows = row_source(v_base, source_rows, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
         slopes, bias_rows, mask_rows = None, None, None
         if alibi_slopes is not None:
-            slopes = tl.load(
-                alibi_slopes + sequence.to(tl.int64) * alibi_stride_b + head, mask=sequence < batches, other=0
-            )
+            there = row_valid & (sequence < batches)
+            slopes = tl.load(alibi_slopes + sequence.to(tl.int64) * alibi_stride_b + head, mask=there, other=0)
         if bias is not None:
             bias_rows = bias + slot_0 * bias_stride_b
             if not BIAS_BY_KEY:

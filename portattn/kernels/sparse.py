@@ -160,7 +160,7 @@ def sparse_split(
                 scores = capped(scores, softcap)
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + batch * alibi_stride_b + head)
-                scores -= slope * (end - 1 - token).to(tl.float32)
+                scores -= slope * (end - 1 - row).to(tl.float32)
             if log_weights is not None:
                 weights = log_weights + batch * weights_stride_b + head.to(tl.int64) * weights_stride_h
                 weight = tl.load(weights + place, mask=keep, other=0.0)

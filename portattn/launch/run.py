@@ -98,18 +98,30 @@ def _deciding_to_interpret() -> Iterator[None]:
         yield
 
 
+class DescriptorMemory:
+    """What Triton asks for global memory in which a kernel builds its descriptors.
+
+    held  the memory by its size, handed out again and again, where launches never overlap; None for fresh memory
+    """
+
+    def __init__(self, device: torch.device, held: dict[int, torch.Tensor] | None = None) -> None:
+        self.device, self.held = device, held
+
+    def __call__(self, size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        if self.held is not None and size in self.held:
+            return self.held[size]
+        memory = torch.empty(size, dtype=torch.int8, device=self.device)
+        if self.held is not None:
+            self.held[size] = memory
+        return memory
+
+
 @functools.lru_cache(maxsize=64)
-def _allocator(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
-    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    return allocate
+def fresh_memory(device: torch.device) -> DescriptorMemory:
+    return DescriptorMemory(device)
 
 
-_ours: list[Callable[..., Any]] = []
-
-
-def provide_descriptor_memory(device: torch.device) -> None:
+def provide_descriptor_memory(memory: DescriptorMemory) -> None:
     """Descriptors that a kernel builds for itself live in global memory, which its launcher must provide.
 
     An allocator that the user has given Triton is left in place.
@@ -119,10 +131,8 @@ def provide_descriptor_memory(device: torch.device) -> None:
 
     current = _allocation._allocator
     current = current.get() if hasattr(current, "get") else current
-    if isinstance(current, _allocation.NullAllocator) or current in _ours:
-        mine = _allocator(device)
-        _ours[:] = [*_ours, mine] if mine not in _ours else _ours
-        triton.set_allocator(mine)
+    if isinstance(current, (_allocation.NullAllocator, DescriptorMemory)) and current is not memory:
+        triton.set_allocator(memory)
 
 
 def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -144,7 +154,7 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             if launch.constexprs.get("LOAD") == "descriptor" and not interpreted:
-                provide_descriptor_memory(q.device)
+                provide_descriptor_memory(fresh_memory(q.device))
             kernel[launch.grid](**launch.arguments, **launch.constexprs, **({} if interpreted else launch.options()))
 
 

@@ -116,6 +116,11 @@ def aligned(tensor: torch.Tensor) -> bool:
     )
 
 
+def in_line(pages: torch.Tensor) -> bool:
+    """Whether the rows of (P, H, page, D) pages are, head by head, the rows of one matrix."""
+    return pages.shape[0] <= 1 or pages.stride(0) == pages.shape[2] * pages.stride(2)
+
+
 def reachable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a contiguous copy where a tile spans more elements than 32-bit offsets reach."""
     columns = next_power_of_two(tensor.shape[3])

@@ -89,7 +89,12 @@ def attention_call(
     check_flag(op, "return_lse", return_lse)
     splits = check_splits(op, num_splits)
 
-    lengths = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
+    lengths: dict[str, Any] = {
+        "seqlens_q": seqlens_q,
+        "seqlens_k": seqlens_k,
+        "leftpad_q": leftpad_q,
+        "leftpad_k": leftpad_k,
+    }
     for name, length in lengths.items():
         if length is not None:
             check_int32(op, name, length, (batch,), "(batch,)", q.device)

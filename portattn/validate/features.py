@@ -11,6 +11,8 @@ from portattn.launch.kernelcall import INT32_MAX
 from portattn.problem import UNLIMITED
 from portattn.validate.checks import check_number, check_place
 
+FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
+
 
 class Features:
     """What a call asks for beyond its shapes, checked. `problem` and `call` are what goes into either.
@@ -29,10 +31,10 @@ class Features:
         is causal. `reach` is more than any distance between a query and a key."""
         left = right = UNLIMITED
         if window is not None:
-            if not isinstance(window, (tuple, list)) or len(window) != 2:
-                raise ArgumentError(
-                    self.op, "window", window, "must be (left, right), keys before and after the query's own"
-                )
+            # A list could not be part of the key by which a call is found again (portattn/fastpath.py).
+            if not isinstance(window, tuple) or len(window) != 2:
+                limit = "must be a tuple (left, right), keys before and after the query's own"
+                raise ArgumentError(self.op, "window", window, limit)
             left, right = (self._side(name, side) for name, side in zip(("left", "right"), window, strict=True))
         left, right = (UNLIMITED if side >= reach else side for side in (left, right))
         if causal == "none" and right == 0:
@@ -52,8 +54,9 @@ class Features:
         if softcap is None:
             return
         value = check_number(self.op, "softcap", softcap)
-        if value < 0.0:
-            raise ArgumentError(self.op, "softcap", softcap, "must be above 0, or None or 0 for none")
+        if value < FLOAT32_TINY and value != 0.0:
+            limit = f"must be at least {FLOAT32_TINY:.4g}, float32's smallest normal number, or None or 0 for none"
+            raise ArgumentError(self.op, "softcap", softcap, limit)
         self.problem["softcap"], self.call["softcap"] = value > 0.0, value
 
     def alibi_slopes(self, slopes: Any, batch: int, heads_q: int) -> None:
@@ -78,12 +81,12 @@ class Features:
     def bias(self, bias: Any, shape: tuple[int, int, int, int]) -> None:
         if bias is not None:
             self._tensor("bias", bias, (torch.float32, self.dtype))
-            self._add("bias", self._broadcast("bias", bias, shape))
+            self._add_scores("bias", bias, shape)
 
     def mask(self, mask: Any, shape: tuple[int, int, int, int]) -> None:
         if mask is not None:
             self._tensor("mask", mask, (torch.bool,))
-            self._add("mask", self._broadcast("mask", mask, shape))
+            self._add_scores("mask", mask, shape)
 
     def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):
@@ -109,6 +112,11 @@ class Features:
             self.copied = True
             return tensor.contiguous().expand(shape)
         return view
+
+    def _add_scores(self, name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
+        view = self._broadcast(name, tensor, shape)
+        self._add(name, view)
+        self.problem[f"{name}_by_key"] = all(view.stride(axis) == 0 or view.shape[axis] == 1 for axis in (1, 2))
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.problem[name], self.call[name] = True, tensor

@@ -7,7 +7,7 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Problem
+from portattn.problem import Op, Problem
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -19,6 +19,7 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
+    in_line,
     is_large,
     reachable,
     wants_gradients,
@@ -26,7 +27,7 @@ from portattn.validate.checks import (
 from portattn.validate.features import Features
 from portattn.validate.paged import Queries, check_table
 
-OP = "mla_attention"
+OP: Op = "mla_attention"
 
 
 def mla_call(
@@ -34,7 +35,7 @@ def mla_call(
     q_rope: torch.Tensor,
     kv_pages: torch.Tensor,
     page_table: torch.Tensor,
-    seqlens_k: torch.Tensor,
+    seqlens_k: torch.Tensor | None,
     *,
     settings: Settings,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -66,10 +67,9 @@ def mla_call(
     page_size = kv_pages.shape[1]
     if page_size < 1:
         raise ArgumentError(OP, "kv_pages's page_size", page_size, "must be at least 1")
-    check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device)
+    capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
-    capacity = page_table.shape[1] * page_size if kv_pages.shape[0] else 0
     if values.reads(settings, q_nope.device):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, kv_pages.shape[0])
@@ -91,6 +91,7 @@ def mla_call(
         dtype=DTYPES[q_nope.dtype],  # type: ignore[arg-type]
         seqlens_k=True,
         page_size=page_size,
+        pages_in_line=in_line(k),
         num_splits=splits,
         return_lse=return_lse,
         aligned=all(aligned(t) for t in views),

@@ -9,7 +9,8 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Problem
+from portattn.launch.kernelcall import INT32_MAX
+from portattn.problem import Op, Problem
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -24,6 +25,7 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
+    in_line,
     is_large,
     reachable,
     wants_gradients,
@@ -33,14 +35,18 @@ from portattn.validate.features import Features
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import beginnings, packed
 
-OP = "paged_attention"
+OP: Op = "paged_attention"
 PAGE_AXES = {"phd": ("pages", "page_size", "heads", "head_dim"), "hpd": ("pages", "heads", "page_size", "head_dim")}
+
+
+def check_page_layout(op: str, page_layout: Any) -> None:
+    if not isinstance(page_layout, str) or page_layout not in PAGE_AXES:
+        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}")
 
 
 def check_pages(op: str, names: tuple[str, str], k: Any, v: Any, page_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Two caches of pages as (P, Hk, page, D) views."""
-    if not isinstance(page_layout, str) or page_layout not in PAGE_AXES:
-        raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}")
+    check_page_layout(op, page_layout)
     for name, pages in zip(names, (k, v), strict=True):
         check_tensor(op, name, pages, PAGE_AXES[page_layout])
     if page_layout == "phd":
@@ -52,8 +58,10 @@ def check_pages(op: str, names: tuple[str, str], k: Any, v: Any, page_layout: An
     return k, v
 
 
-def check_table(op: str, table: Any, seqlens_k: Any, batch: int, device: torch.device) -> None:
-    """page_table (B, pages a sequence) and seqlens_k (B,)."""
+def check_table(
+    op: str, table: Any, seqlens_k: Any, batch: int, device: torch.device, cache: torch.Tensor, page_size: int
+) -> int:
+    """Check page_table (B, pages a sequence) and seqlens_k (B,) over a cache; the tokens that a sequence can have."""
     if not isinstance(table, torch.Tensor) or table.ndim != 2:
         shape = tuple(table.shape) if isinstance(table, torch.Tensor) else type(table).__name__
         limit = "must be an int32 torch.Tensor of shape (batch, pages a sequence), or a PageTable"
@@ -61,6 +69,12 @@ def check_table(op: str, table: Any, seqlens_k: Any, batch: int, device: torch.d
     check_int32(op, "page_table", table, (batch, table.shape[1]), "(batch, pages a sequence)", device, contiguous=False)
     if seqlens_k is not None:
         check_int32(op, "seqlens_k", seqlens_k, (batch,), "(batch,)", device)
+    # Without a page there is nothing to read, whatever the table says.
+    capacity = table.shape[1] * page_size if cache.shape[0] else 0
+    if capacity > INT32_MAX:
+        limit = f"pages of {page_size} tokens must hold at most {INT32_MAX} of a sequence, and these hold {capacity}"
+        raise ArgumentError(op, "page_table.shape", tuple(table.shape), limit)
+    return capacity
 
 
 class Queries:
@@ -128,12 +142,8 @@ class Queries:
         if self.is_packed:
             for name, tensor in (("bias", bias), ("mask", mask)):
                 if tensor is not None:
-                    raise ArgumentError(
-                        features.op,
-                        name,
-                        tuple(tensor.shape),
-                        "has no shape that packed queries broadcast to: pad them",
-                    )
+                    given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                    raise ArgumentError(features.op, name, given, "packed queries take none: pad them")
         shape = (self.batch, heads, self.rows, capacity)
         features.bias(bias, shape)
         features.mask(mask, shape)
@@ -144,7 +154,7 @@ def paged_call(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
-    seqlens_k: torch.Tensor,
+    seqlens_k: torch.Tensor | None,
     *,
     settings: Settings,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -171,11 +181,9 @@ def paged_call(
     check_equal(OP, "k_pages's head_dim", k.shape[3], "q's", head_dim)
     check_width(OP, "q", head_dim)
     check_width(OP, "v_pages", v.shape[3])
-    check_table(OP, page_table, seqlens_k, queries.batch, q.device)
+    capacity = check_table(OP, page_table, seqlens_k, queries.batch, q.device, k, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
-    # Without a page there is nothing to read, whatever the table says.
-    capacity = page_table.shape[1] * page_size if k.shape[0] else 0
     if values.reads(settings, q.device):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
@@ -196,6 +204,7 @@ def paged_call(
         dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
         seqlens_k=True,
         page_size=page_size,
+        pages_in_line=in_line(views[1]) and in_line(views[2]),
         page_layout=page_layout,  # type: ignore[arg-type]
         num_splits=splits,
         return_lse=return_lse,

@@ -9,7 +9,7 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Problem
+from portattn.problem import Op, Problem
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -29,9 +29,9 @@ from portattn.validate.checks import (
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features
-from portattn.validate.paged import check_pages, check_table
+from portattn.validate.paged import check_page_layout, check_pages, check_table
 
-OP = "sparse_attention"
+OP: Op = "sparse_attention"
 LEAST_TABLES = 2  # MagicPIG samples what is found in two tables or more
 
 
@@ -58,6 +58,7 @@ def sparse_call(
 ) -> Call:
     """Check everything and build the Call; magicpig's numbers are (Hq,) tensors by now. Raises ArgumentError."""
     check_layout(OP, layout)
+    check_page_layout(OP, page_layout)
     check_tensor(OP, "q", q, AXES[layout])
     if page_table is None:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -82,9 +83,11 @@ def sparse_call(
         if seqlens_k is not None:
             check_int32(OP, "seqlens_k", seqlens_k, (batch,), "(batch,)", q.device)
     else:
-        check_table(OP, page_table, seqlens_k, batch, q.device)
-        page_size, capacity = k.shape[2], page_table.shape[1] * k.shape[2] if k.shape[0] else 0
-    places = indices.shape[2] if isinstance(indices, torch.Tensor) and indices.ndim == 3 else 0
+        page_size = k.shape[2]
+        capacity = check_table(OP, page_table, seqlens_k, batch, q.device, k, page_size)
+    if isinstance(indices, torch.Tensor) and indices.ndim != 3:
+        raise ArgumentError(OP, "indices.ndim", indices.ndim, "must be 3: (batch, heads_q, places)")
+    places = indices.shape[2] if isinstance(indices, torch.Tensor) else 0
     shape = (batch, heads_q, places)
     check_int32(OP, "indices", indices, shape, "(batch, heads_q, places)", q.device, contiguous=False)
     check_int32(OP, "counts", counts, shape[:2], "(batch, heads_q)", q.device, contiguous=False)
@@ -147,9 +150,9 @@ def sparse_call(
 
 def _weights(
     log_weights: Any, magicpig: Any, shape: tuple[int, ...], device: torch.device, settings: Settings
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """The Call's fields of log_weights (B, Hq, Lmax) and of MagicPIG's two (Hq,) tensors."""
-    found = {}
+    found: dict[str, Any] = {}
     if log_weights is not None:
         if not isinstance(log_weights, torch.Tensor) or log_weights.dtype != torch.float32:
             kind = getattr(log_weights, "dtype", type(log_weights).__name__)

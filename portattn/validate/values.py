@@ -42,6 +42,8 @@ def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest
     for index, (before, value) in enumerate(itertools.pairwise(values), 1):
         if value < before:
             raise ArgumentError(op, f"{name}[{index}]", value, f"must be at least {name}[{index - 1}], {before}")
+        if value > total:
+            raise ArgumentError(op, f"{name}[{index}]", value, f"must be at most the packed rows, {total}")
         if value - before > longest:
             raise ArgumentError(
                 op,
@@ -49,18 +51,16 @@ def cu_seqlens(op: str, side: str, beginnings: torch.Tensor, total: int, longest
                 value - before,
                 f"must be at most max_seqlen_{side}, {longest}",
             )
-    if values[-1] > total:
-        raise ArgumentError(op, f"{name}[{len(values) - 1}]", values[-1], f"must be at most the packed rows, {total}")
 
 
 def page_table(op: str, table: torch.Tensor, seqlens_k: torch.Tensor | None, page_size: int, pages: int) -> None:
     """Every page id that a sequence's length reaches. seqlens_k has been checked, or is None for full tables."""
     rows = table.tolist()
-    sizes = seqlens_k.tolist() if seqlens_k is not None else [len(row) * page_size for row in rows]
-    for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+    full = [len(row) * page_size if pages else 0 for row in rows]  # of a cache without pages, no table reaches any
+    for index, (row, size) in enumerate(zip(rows, full if seqlens_k is None else seqlens_k.tolist(), strict=True)):
         for place in range(-(-size // page_size)):
             if not 0 <= row[place] < pages:
-                limit = f"must be in 0..{pages - 1}, the pages of the cache" if pages else "the cache has no page"
+                limit = f"must be in 0..{pages - 1}, the pages of the cache"
                 raise ArgumentError(op, f"page_table[{index}, {place}]", row[place], limit)
 
 

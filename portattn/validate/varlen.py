@@ -7,7 +7,7 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Problem
+from portattn.problem import Op, Problem
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -27,7 +27,7 @@ from portattn.validate.checks import (
 )
 from portattn.validate.features import Features
 
-OP = "varlen_attention"
+OP: Op = "varlen_attention"
 AXES = ("tokens", "heads", "head_dim")
 
 

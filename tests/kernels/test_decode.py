@@ -42,14 +42,6 @@ def test_several_queries(device: Device, causal: str, splits: int, seq_q: int) -
     assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_16_bit_dtypes_are_right(device: Device, dtype: str, splits: int) -> None:
-    p = decode(dtype=dtype, seqlens_k=True, seq_q=2, causal="bottom_right")
-    call = random_call(p, seed=3, device=device.name, scale=-0.4 if splits == 3 else None)
-    assert_right(call, *run_core(device, call, launch={"splits": splits}))
-
-
 @pytest.mark.parametrize("splits", [2, 3, 4, 7, 20])
 def test_splits_agree_with_one(device: Device, splits: int) -> None:
     """More splits than key tiles (four) leave some programs with nothing: their share counts for nothing."""
@@ -99,35 +91,9 @@ def test_empty_and_smallest_sizes(device: Device, sizes: dict) -> None:
         assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 1), (20, 24), (80, 80), (96, 16), (16, 192), (256, 256)])
-def test_any_head_dim(device: Device, head_dim: int, head_dim_v: int) -> None:
-    call = random_call(decode(head_dim=head_dim, head_dim_v=head_dim_v, batch=1), device=device.name)
-    for splits in (1, 2):
-        assert_right(call, *run_core(device, call, launch={"splits": splits}))
-
-
-@pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])
-def test_any_strides(device: Device, strides: str) -> None:
-    p = decode(layout="bshd", head_dim=20, aligned=False, seq_q=2, causal="bottom_right")
-    call = random_call(p, seed=5, device=device.name, strides=strides)
-    for splits in (1, 2):
-        assert_right(call, *run_core(device, call, launch={"splits": splits}))
-
-
 def test_more_packed_rows_than_a_tile(device: Device) -> None:
     call = random_call(decode(heads_q=12, heads_k=2, seq_q=5, causal="bottom_right"), device=device.name)
     assert_right(call, *run_core(device, call, launch={"block_m": 16, "splits": 2}))
-
-
-def test_lengths_beyond_the_cache_are_clamped(device: Device) -> None:
-    call = random_call(decode(seqlens_k=True, leftpad_k=True), device=device.name)
-    call.k, call.v = call.k.nan_to_num(0.5), call.v.nan_to_num(0.5)
-    call.seqlens_k = torch.tensor([9999, -1], dtype=torch.int32, device=device.name)
-    call.leftpad_k = torch.tensor([-4, 7], dtype=torch.int32, device=device.name)
-    meant = replace(call)
-    meant.seqlens_k = torch.tensor([50, 0], dtype=torch.int32, device=device.name)
-    meant.leftpad_k = torch.tensor([0, 7], dtype=torch.int32, device=device.name)
-    assert_right(meant, *run_core(device, call, launch={"splits": 2}))
 
 
 @pytest.mark.parametrize("splits", [1, 3])

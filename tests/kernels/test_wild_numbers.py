@@ -1,0 +1,203 @@
+"""Lengths, page ids, beginnings, counts and tokens of any int32 value: clamped, and nothing outside is touched.
+
+Under the interpreter every address of every load and store is checked against the tensors of the launch, and no int32
+may overflow on the way to it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run
+from opcalls import watched
+from support import Device, assert_right, core_plan, overflow_raises, poisoned, quick_interpreter, random_call
+
+from portattn import dispatch
+from portattn.call import Call
+from portattn.launch import kernel_calls
+from portattn.problem import Problem
+from portattn.reference import blockwise
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+WILD = (LOWEST, HIGHEST, -1, -7, 1000, 2**30, 23, 40)
+# What a sequence has of its own. Beginnings of packed sequences are not: where one begins says where another ends.
+OWN = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "page_table", "indices", "counts")
+
+
+def int32(device: Device, *values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device.name)
+
+
+def run_watched(
+    monkeypatch: pytest.MonkeyPatch, device: Device, call: Call, parts: int = 1, **lowering: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    quick_interpreter()
+    plan = core_plan(device, call.problem, {"page_loop": page_loops(call.problem)[0]} | lowering, {"splits": parts})
+    with watched(monkeypatch) as kernels, overflow_raises(), poisoned():
+        launches, out, lse = kernel_calls(plan, call, cores=3)
+        dispatch.launch_all(launches, plan, call.q)
+    assert kernels
+    assert lse is not None
+    return out, lse
+
+
+def wild(call: Call, bad: int, seed: int) -> Call:
+    """The call with wild values in what sequence number `bad` has of its own, and among them some that are not."""
+    chosen = random.Random(seed)
+    changes = {}
+    for name in OWN:
+        tensor = getattr(call, name)
+        if tensor is not None:
+            changes[name] = tensor.clone()
+            row = [chosen.choice([*WILD, *range(5)]) for _ in range(tensor[bad].numel())]
+            changes[name][bad] = torch.tensor(row, dtype=torch.int32).view(tensor[bad].shape)
+    return replace(call, **changes)
+
+
+def rows_of(call: Call, result: tuple[torch.Tensor, torch.Tensor], b: int) -> list[torch.Tensor]:
+    """Output and LSE of sequence b."""
+    if call.cu_seqlens_q is None:
+        return [x[b] for x in result]
+    first, end = call.cu_seqlens_q[b : b + 2].tolist()
+    return [x[0, :, first:end] for x in result]
+
+
+LOADS = [
+    (name, load, features)
+    for name in OPS
+    if name != "varlen"
+    for load in ("pointer", "block_ptr", "descriptor")
+    if load == "pointer" or name in ("dense", "padded", "decode", "whole pages")
+    for features in ("plain", "more")
+    if load == "pointer" or features == "plain"
+]
+MORE: dict[str, dict[str, Any]] = {
+    "sparse": {"magicpig": True, "alibi_slopes": True},
+    "sparse paged": {"log_weights": True, "alibi_slopes": True},
+    "ragged": {"causal": "bottom_right", "window_left": 5, "alibi_slopes": True},
+    "mla ragged": {"causal": "top_left", "window_left": 5, "alibi_slopes": True},
+}
+SCORED = {"window_left": 5, "window_right": 3, "alibi_slopes": True, "bias": True, "mask": True}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("name", "load", "features"), LOADS)
+def test_garbage_stays_with_its_sequence(
+    monkeypatch: pytest.MonkeyPatch, device: Device, name: str, load: str, features: str
+) -> None:
+    """The others are right, bit for bit as they are without it."""
+    heads = {"heads_q": 1, "heads_k": 1} if name in ("dense", "padded") else {"heads_q": 2, "heads_k": 1}
+    fields = (MORE.get(name, SCORED) if features == "more" else {}) | {"batch": 3} | heads
+    if load == "descriptor" and name == "whole pages":
+        fields |= {"page_layout": "phd", "pages_in_line": True}
+    parts = 2 if name in SPLITTING else 1
+    call = random_call(problem(name, **fields), 3, device=device.name)
+    clean = run(device, call, parts, load=load)
+    assert_right(call, *clean)
+    for seed in range(2):
+        beside = run_watched(monkeypatch, device, wild(call, 1, seed), parts, load=load)
+        for b in (0, 2):
+            for ours, same in zip(rows_of(call, beside, b), rows_of(call, clean, b), strict=True):
+                assert torch.equal(ours, same)
+
+
+BEGINNINGS = {
+    "falling": [0, 20, 0, 22],
+    "beyond the rows": [0, HIGHEST, 5, 22],
+    "not from 0 on": [13, 15, 18, 20],
+    "highest": [HIGHEST] * 4,
+    "lowest": [LOWEST] * 4,
+    "first one highest": [HIGHEST, 3, LOWEST, 7],
+    "backwards": [22, 17, 9, 0],
+    "all at the end": [0, 22, 22, 1],
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["varlen", "ragged", "mla ragged"])
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_packed_sequences_that_begin_anywhere(
+    monkeypatch: pytest.MonkeyPatch, device: Device, name: str, case: str
+) -> None:
+    """Every row is written, whoever owns it."""
+    fields = {"heads_q": 1 if name == "varlen" else 3, "total_q": 22, "causal": "bottom_right", "alibi_slopes": True}
+    call = random_call(problem(name, **fields, sinks=True), 4, device=device.name)
+    for tensor in ("q", "k", "v", "q_rope"):
+        if getattr(call, tensor) is not None:
+            getattr(call, tensor).nan_to_num_(0.5)
+    call.cu_seqlens_q = int32(device, *BEGINNINGS[case])
+    if call.cu_seqlens_k is not None:
+        call.cu_seqlens_k = int32(device, *reversed(BEGINNINGS[case]))
+    out, lse = run_watched(monkeypatch, device, call)
+    assert torch.isfinite(out).all()
+    assert not torch.isnan(lse).any()
+
+
+def test_rows_that_the_last_sequence_claims_beyond_the_end(device: Device) -> None:
+    call = random_call(problem("varlen", causal="bottom_right"), 5, device=device.name)
+    call.q, call.k, call.v = (x.nan_to_num(0.5) for x in (call.q, call.k, call.v))
+    meant = replace(call, cu_seqlens_q=int32(device, 0, 7, 20, 33), cu_seqlens_k=int32(device, 0, 30, 40, 70))
+    wilder = replace(call, cu_seqlens_q=int32(device, 0, 7, 20, HIGHEST), cu_seqlens_k=int32(device, 0, 30, 40, 71))
+    for ours, same in zip(run(device, wilder), run(device, meant), strict=True):
+        assert torch.equal(ours, same)
+    check(device, meant)
+
+
+# leftpad, seqlens -> what they mean in a storage of 37 rows
+EXTREMES = {
+    "longest after padding": ((5, 5), (HIGHEST, HIGHEST), (5, 5), (32, 32)),
+    "negative length": ((5, 0), (LOWEST, LOWEST), (5, 0), (0, 0)),
+    "negative padding": ((LOWEST, LOWEST), (HIGHEST, 20), (0, 0), (37, 20)),
+    "padding beyond the storage": ((HIGHEST, HIGHEST), (HIGHEST, 3), (37, 37), (0, 0)),
+    "one of each": ((LOWEST, HIGHEST), (LOWEST, LOWEST), (0, 37), (0, 0)),
+}
+
+
+def assert_clamped(device: Device, path: str, p: Problem, case: str, side: str, parts: int = 1) -> None:
+    """Extreme lengths of queries or keys mean the clamped ones."""
+    plain = msgspec.structs.replace(p, **{f"seqlens_{side}": False, f"leftpad_{side}": False})
+    clean = random_call(plain, 8, device=device.name)
+    pad, length, clamped_pad, clamped_length = (int32(device, *values) for values in EXTREMES[case])
+    names = f"leftpad_{side}", f"seqlens_{side}"
+    given = replace(clean, problem=p, **dict(zip(names, (pad, length), strict=True)))
+    meant = replace(clean, problem=p, **dict(zip(names, (clamped_pad, clamped_length), strict=True)))
+    if path == "core":
+        assert_right(meant, *run(device, given, parts))
+        return
+    with poisoned(), torch.no_grad():
+        assert_right(meant, *blockwise.run(given))
+
+
+@pytest.mark.parametrize("path", ["core", "reference"])
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("case", EXTREMES)
+def test_keys_of_any_length_mean_the_clamped_one(device: Device, path: str, causal: str, case: str) -> None:
+    dense = problem("dense", seq_q=18, causal=causal, seqlens_k=True, leftpad_k=True)
+    assert_clamped(device, path, dense, case, "k")
+    assert_clamped(device, path, problem("decode", causal=causal), case, "k", parts=3)
+
+
+@pytest.mark.parametrize("path", ["core", "reference"])
+@pytest.mark.parametrize("case", EXTREMES)
+def test_queries_of_any_length_mean_the_clamped_one(device: Device, path: str, case: str) -> None:
+    p = problem("dense", seq_q=37, causal="bottom_right", seqlens_q=True, leftpad_q=True)
+    assert_clamped(device, path, p, case, "q")
+
+
+@pytest.mark.parametrize("backend", ["reference", "core"])
+def test_any_length_is_taken_by_a_call_that_is_not_validated(device: Device, backend: str) -> None:
+    import portattn
+
+    call = random_call(problem("dense"), seed=10, device=device.name)
+    given = {"seqlens_k": int32(device, HIGHEST, LOWEST), "leftpad_k": int32(device, 5, 5)}
+    meant = {"seqlens_k": int32(device, 32, 0), "leftpad_k": int32(device, 5, 5)}
+    path = device.path if backend == "core" else backend
+    with portattn.settings(validate="never", backend=path):
+        found, expected = (portattn.attention(call.q, call.k, call.v, **lengths) for lengths in (given, meant))
+    assert torch.equal(found, expected)
+    assert not found[1].any()

@@ -1,0 +1,231 @@
+"""Shared by the tests of the public operations: random calls as their users make them, and memory that is watched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import Device
+
+import portattn
+from portattn import corepath, dispatch
+from portattn.call import Call
+from portattn.launch.kernelcall import spans
+from portattn.lowering import Launch
+from portattn.problem import UNLIMITED, Problem
+from portattn.reference import check
+
+SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
+PAGED = {"seq_k": 40, "page_size": 8, "seqlens_k": True}
+LATENT = PAGED | {"op": "mla_attention", "heads_k": 1, "head_dim": 24, "head_dim_v": 16}
+# Every op as it is called: three sequences, several small tiles of keys with a ragged end.
+CALLS: dict[str, dict[str, Any]] = {
+    "attention": {
+        "op": "attention", "seq_q": 19, "seq_k": 37, "seqlens_q": True, "seqlens_k": True, "leftpad_q": True,
+        "leftpad_k": True,
+    },
+    "varlen": {"op": "varlen_attention", "seq_q": 19, "seq_k": 37, "total_q": 33, "total_k": 70},
+    "decode": {"op": "decode_attention", "seq_q": 3, "seq_k": 37, "seqlens_k": True, "leftpad_k": True},
+    "paged": PAGED | {"op": "paged_attention", "seq_q": 3},
+    "ragged": PAGED | {"op": "paged_attention", "seq_q": 19, "total_q": 33},
+    "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True},
+    "sparse paged": PAGED | {"op": "sparse_attention", "seq_q": 1, "tokens": 20},
+    "mla": LATENT | {"seq_q": 3},
+    "mla ragged": LATENT | {"seq_q": 19, "total_q": 33},
+}  # fmt: skip
+LENGTHS = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")
+SCORE_FEATURES = ("alibi_slopes", "sinks", "bias", "mask")
+
+
+def problem(name: str, **fields: Any) -> Problem:
+    return Problem(**(SMALL | CALLS[name] | fields))
+
+
+def given(call: Call) -> dict[str, Any]:
+    """The arguments by which a user would make this call, in the layouts of its problem."""
+    p = call.problem
+    found: dict[str, Any] = {"scale": call.scale, "return_lse": p.return_lse, "softcap": call.softcap or None}
+    found |= {n: getattr(call, n) for n in SCORE_FEATURES if getattr(call, n) is not None}
+    if p.op != "sparse_attention":
+        sides = (None if side == UNLIMITED else side for side in (p.window_left, p.window_right))
+        causal = {"none": False, "bottom_right": True, "top_left": "top_left"}[p.causal]
+        found |= {"causal": causal, "window": tuple(sides)}
+    if p.op == "varlen_attention":
+        cu_seqlens = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+        most = {"max_seqlen_q": p.seq_q, "max_seqlen_k": p.seq_k}
+        return found | {n: getattr(call, n)[0].transpose(0, 1) for n in "qkv"} | cu_seqlens | most
+    found |= {n: getattr(call, n) for n in LENGTHS if getattr(call, n) is not None} | {"layout": p.layout}
+    if p.num_splits:
+        found["num_splits"] = p.num_splits
+    if p.page_size:
+        found["page_table"] = call.page_table
+        if p.op != "mla_attention":
+            found["page_layout"] = p.page_layout
+    if p.packed:
+        found["cu_seqlens_q"] = call.cu_seqlens_q
+    if p.op == "sparse_attention":
+        found["validate"] = False  # tokens beyond a sequence, which random calls have, are passed over where none reads
+        found |= {n: getattr(call, n) for n in ("indices", "counts", "log_weights") if getattr(call, n) is not None}
+        if call.magicpig_bits is not None:
+            found["magicpig"] = (call.magicpig_bits, call.magicpig_tables)
+    if p.op == "mla_attention":
+        return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
+    names = {"attention": ("k", "v"), "paged_attention": ("k_pages", "v_pages")}.get(p.op, ("k_cache", "v_cache"))
+    return found | {"q": _queries(p, call.q)} | dict(zip(names, (_keys(p, call.k), _keys(p, call.v)), strict=True))
+
+
+def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:
+    assert q is not None
+    if p.packed:
+        return q[0].transpose(0, 1)
+    return q.transpose(1, 2) if p.layout == "bshd" else q
+
+
+def _keys(p: Problem, k: torch.Tensor) -> torch.Tensor:
+    swapped = p.page_layout == "phd" if p.page_size else p.layout == "bshd"
+    return k.transpose(1, 2) if swapped else k
+
+
+def perform(op: str, arguments: dict[str, Any], **changes: Any) -> Any:
+    return getattr(portattn, op)(**(arguments | changes))
+
+
+def changed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Other data of the same kind at other addresses: other queries and values, and shorter sequences of keys."""
+    found = {}
+    for n, t in arguments.items():
+        if isinstance(t, torch.Tensor):
+            t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+            if n in ("q", "q_nope", "q_rope", "v", "v_pages", "v_cache", "kv_pages"):
+                t = t.mul_(-0.5)
+            if n in ("seqlens_k", "counts"):
+                t = t.floor_divide_(2)
+        found[n] = t
+    return found
+
+
+def as_call(p: Problem, out: torch.Tensor) -> torch.Tensor:
+    """A result in the caller's layout as (B, Hq, Sq, Dv), or packed (1, Hq, Tq, Dv)."""
+    if p.packed:
+        return out.transpose(0, 1)[None]
+    return out.transpose(1, 2) if p.layout == "bshd" else out
+
+
+def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """A result in the caller's layout against the float64 oracle, within the library's budget."""
+    p = call.problem
+    assert out.is_contiguous()
+    if lse is not None:
+        assert lse.is_contiguous()
+        lse = lse[None] if p.packed else lse
+    facts = check.judge(call, as_call(p, out), lse)
+    assert not facts["wrong"], facts
+    assert facts["error"] <= facts["budget"], facts
+    if lse is not None:
+        assert facts["lse_error"] <= facts["lse_budget"], facts
+
+
+def paths(device: Device) -> dict[str, dict[str, str]]:
+    """The two ways that every call can go here, as keyword arguments."""
+    return {"reference": {"backend": "reference"}, "core": {"backend": device.path}}
+
+
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without a tuning entry (all those for a CPU) get tiles of 16 × 16, so that small problems have several."""
+    monkeypatch.setattr(corepath, "Launch", lambda: Launch(block_m=16, block_n=16))
+    dispatch.forget_plans()
+
+
+@contextlib.contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Inside the block the interpreter raises where a kernel touches an address outside the launch's tensors.
+
+    Yields the kernels that ran: an empty list means that nothing was watched.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    builder, launch_all = interpreter.InterpreterBuilder, dispatch.launch_all
+    load, store = builder.create_masked_load, builder.create_masked_store
+    tensors: list[tuple[str, int, int]] = []  # name, first byte, end
+    kernels: list[str] = []
+
+    def check_addresses(what: str, pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[np.broadcast_to(np.asarray(mask.data).astype(bool), pointers.data.shape)].astype(
+            np.int64
+        )
+        size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        inside = np.zeros(addresses.shape, dtype=bool)
+        for _, first, end in tensors:
+            inside |= (addresses >= first) & (addresses + size <= end)
+        if not inside.all():
+            address = int(addresses[~inside][0])
+            name, first, end = min(tensors, key=lambda t: min(abs(address - t[1]), abs(address - t[2])))
+            raise AssertionError(f"{what} at byte {address - first} of {name}, which has {end - first}")
+
+    def launch_watched(launches: Any, plan: Any, q: torch.Tensor) -> None:
+        given = [item for launch in launches for item in launch.arguments.items()]
+        tensors[:] = [(n, t.data_ptr(), t.data_ptr() + spans(t)) for n, t in given if isinstance(t, torch.Tensor)]
+        kernels.extend(launch.function for launch in launches)
+        launch_all(launches, plan, q)
+
+    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        check_addresses("load", pointers, mask)
+        return load(self, pointers, mask, *rest, **named)
+
+    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check_addresses("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "create_masked_load", watched_load)
+        patch.setattr(builder, "create_masked_store", watched_store)
+        patch.setattr(dispatch, "launch_all", launch_watched)
+        yield kernels
+
+
+class _Interpreted:
+    """A kernel under the interpreter that takes what the compiled one takes: compiler options, by `kernel[grid]`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: self._kernel[grid](*arguments)
+
+
+def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors count as an H100's: plans are for one, calls are kept, and kernels run under the interpreter."""
+    from portattn import Target, compiling, fastpath, prepared
+    from portattn.launch.run import has_rows, load_kernels
+    from portattn.request import Request
+
+    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+
+    def kernels(module: str, interpreted: bool) -> Any:
+        loaded = load_kernels(module, interpreted=True)
+        return SimpleNamespace(**{n: _Interpreted(k) for n, k in vars(loaded).items() if hasattr(k, "arg_names")})
+
+    def launch_all(launches: Any, plan: Any, q: torch.Tensor) -> None:
+        for launch in launches if has_rows(plan) else ():
+            kernel = getattr(load_kernels(launch.module, interpreted=True), launch.function)
+            kernel[launch.grid](**launch.arguments, **launch.constexprs)
+
+    def key(request: Request) -> Any:
+        if not all(t is None or isinstance(t, torch.Tensor) for t in request.tensors.values()):
+            return None
+        return fastpath.key_of(request.op, request.tensors, request.values)
+
+    monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
+    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(Request, "key", key)
+    monkeypatch.setattr(fastpath, "load_kernels", kernels)
+    monkeypatch.setattr(fastpath, "provide_descriptor_memory", lambda device: None)
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
+    for module in (compiling, prepared):
+        monkeypatch.setattr(module, "ensure", lambda *arguments: None)
+    dispatch.forget_plans()

@@ -1,0 +1,39 @@
+"""With a demanded number of splits, nothing that decides a sequence's arithmetic depends on the rest of the batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn import Problem, Registry, plan
+from portattn.core import CORES
+
+OPS = {
+    "decode_attention": {},
+    "paged_attention": {"page_size": 16},
+    "mla_attention": {"page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512},
+    "sparse_attention": {"tokens": 640},
+}
+PACKED = ("paged_attention", "mla_attention")
+
+
+def problem(op: str, batch: int, rows: int, packed: bool) -> Problem:
+    """`batch` sequences of one row, and when packed one more of `rows`."""
+    fields = {"heads_q": 32, "heads_k": 8, "head_dim": 128, "dtype": "bf16", "seq_k": 8192, "seqlens_k": True} | OPS[op]
+    if packed:
+        fields |= {"total_q": batch + rows, "seq_q": max(rows, 1)}
+    return Problem(op=op, batch=batch + int(packed), num_splits=1, **({"seq_q": 1} | fields))
+
+
+@pytest.mark.parametrize(("op", "packed"), [*((op, False) for op in OPS), *((op, True) for op in PACKED)])
+def test_one_split_is_one_tile_whatever_the_batch(op: str, packed: bool) -> None:
+    batches = [(1, 1), (64, 1), (64, 2048), (500, 7)] if packed else [(1, 0), (64, 0), (500, 0)]
+    for target in Registry.load().targets("triton==3.6.0"):
+        if target.backend == "ascend":
+            continue  # community Triton compiles nothing for it
+        chosen = set()
+        for batch, rows in batches:
+            made = plan(problem(op, batch, rows, packed), target)
+            lowering, launch = made.specialised
+            choices = tuple(getattr(lowering, name) for name in CORES[op].choices if name != "grid")
+            chosen.add((choices, launch))
+        assert len(chosen) == 1, f"{target.name}: {chosen}"

@@ -1,0 +1,277 @@
+"""On an accelerator, at the sizes of use: graphs replay, nothing waits, nothing is allocated, batches do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import portattn
+
+pytestmark = pytest.mark.gpu
+
+WHERE = "cuda"
+# Query heads, heads of keys, width; latent rank and positions; tokens a page, pages of a sequence.
+HQ, HK, D, RANK, ROPE, PAGE, COLUMNS = 8, 2, 64, 128, 64, 16, 20
+S = PAGE * COLUMNS
+Pieces = tuple[torch.Tensor, ...]
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(WHERE, dtype)
+
+
+def integers(seed: int, low: int, high: int, *shape: int) -> torch.Tensor:
+    """int32 in low..high."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int32).to(WHERE)
+
+
+def beginnings(seed: int, batch: int, total: int) -> torch.Tensor:
+    """cu_seqlens (B + 1,) of sequences that have `total` rows together, some of them none."""
+    cuts = integers(seed, 0, total, batch - 1).sort().values
+    ends = torch.tensor([0, total], dtype=torch.int32, device=WHERE)
+    return torch.cat([ends[:1], cuts.int(), ends[1:]])
+
+
+def table(seed: int, batch: int) -> torch.Tensor:
+    """Every page once, in random order."""
+    order = torch.randperm(batch * COLUMNS, generator=torch.Generator().manual_seed(seed))
+    return order.view(batch, COLUMNS).int().to(WHERE)
+
+
+def chosen(seed: int, batch: int, places: int = 100) -> dict[str, torch.Tensor]:
+    return {
+        "indices": integers(seed, -1, S - 1, batch, HQ, places),
+        "counts": integers(seed + 1, 0, places, batch, HQ),
+        "log_weights": normal(seed + 2, batch, HQ, places, dtype=torch.float32),
+    }
+
+
+def data(name: str, seed: int, batch: int = 4, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+    """Arguments of an operation by name; another seed changes all data, and no shape."""
+
+    def draw(place: int, *shape: int) -> torch.Tensor:
+        return normal(100 * seed + place, *shape, dtype=dtype)
+
+    lengths = {"seqlens_k": integers(seed, 0, S, batch)}
+    cache = {"k_cache": draw(1, batch, HK, S, D), "v_cache": draw(2, batch, HK, S, D)}
+    pages = {"k_pages": draw(1, batch * COLUMNS, PAGE, HK, D), "v_pages": draw(2, batch * COLUMNS, PAGE, HK, D)}
+    paged = lengths | {"page_table": table(seed, batch)}
+    latent = {"kv_pages": draw(3, batch * COLUMNS, PAGE, RANK + ROPE), "scale": 0.1}
+    total, ragged = 37 * batch, {"cu_seqlens_q": beginnings(seed, batch, 37 * batch), "causal": True}
+    return {
+        "attention": lambda: {
+            "q": draw(0, batch, HQ, 130, D), "k": draw(1, batch, HK, S, D), "v": draw(2, batch, HK, S, D),
+            "seqlens_q": integers(seed + 50, 0, 130, batch), **lengths, "causal": True, "sinks": draw(4, HQ),
+        },
+        "varlen_attention": lambda: {
+            "q": draw(0, total, HQ, D), "k": draw(1, 2 * total, HK, D), "v": draw(2, 2 * total, HK, D), **ragged,
+            "cu_seqlens_k": beginnings(seed + 60, batch, 2 * total), "max_seqlen_q": total, "max_seqlen_k": 2 * total,
+        },
+        "decode_attention": lambda: {"q": draw(0, batch, HQ, 1, D), **cache, **lengths},
+        "paged_attention": lambda: {"q": draw(0, batch, HQ, 2, D), **pages, **paged, "causal": True},
+        "ragged": lambda: {"q": draw(0, total, HQ, D), **pages, **paged, **ragged},
+        "sparse_attention": lambda: {"q": draw(0, batch, HQ, 1, D), **cache, **lengths, **chosen(seed, batch)},
+        "sparse over pages": lambda: {
+            "q": draw(0, batch, HQ, 1, D), "k_cache": pages["k_pages"], "v_cache": pages["v_pages"], **paged,
+            **chosen(seed, batch), "magicpig": (8, 60),
+        },
+        "mla_attention": lambda: {
+            "q_nope": draw(0, batch, HQ, 1, RANK), "q_rope": draw(5, batch, HQ, 1, ROPE), **latent, **paged,
+        },
+        "ragged mla": lambda: {
+            "q_nope": draw(0, total, HQ, RANK), "q_rope": draw(5, total, HQ, ROPE), **latent, **paged, **ragged,
+        },
+    }[name]() | {"return_lse": True}  # fmt: skip
+
+
+NAMES = (
+    "attention", "varlen_attention", "decode_attention", "paged_attention", "ragged", "sparse_attention",
+    "sparse over pages", "mla_attention", "ragged mla",
+)  # fmt: skip
+SPLIT = NAMES[2:]
+OPS = {"ragged": "paged_attention", "sparse over pages": "sparse_attention", "ragged mla": "mla_attention"}
+
+
+def operation(name: str) -> str:
+    return OPS.get(name, name)
+
+
+def perform(name: str, arguments: dict[str, Any], **changes: Any) -> Pieces:
+    return getattr(portattn, operation(name))(**(arguments | changes))
+
+
+def prepared(name: str, arguments: dict[str, Any], **changes: Any) -> Callable[[], Pieces]:
+    """A run into memory that is there before."""
+    arguments = arguments | changes
+    handle = portattn.prepare(operation(name), **arguments)
+    out, lse = (torch.full_like(t, float("nan")) for t in perform(name, arguments))
+    return lambda: handle.run(**arguments, out=out, lse=lse)
+
+
+def same(found: Pieces, expected: Pieces) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert not one.isnan().any()
+        assert torch.equal(one, other)
+
+
+def captured(run: Callable[[], Pieces]) -> tuple[Callable[[], None], Pieces]:
+    """A graph of the run: what replays it, and the results that it fills."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph.replay, found
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Inside the block torch raises where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("how", ["plain", "prepared"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_replays_with_data_changed_in_place(name: str, how: str, splits: int | None) -> None:
+    """Lengths, page tables, beginnings, counts, tokens and all values: as a fresh call gives it, bit for bit."""
+    if splits and name not in SPLIT:
+        pytest.skip("nothing is split")
+    changes = {"num_splits": splits} if splits else {}
+    arguments = data(name, seed=0)
+    run = prepared(name, arguments, **changes) if how == "prepared" else lambda: perform(name, arguments, **changes)
+    replay, found = captured(run)
+    assert portattn.last_plan().path == "triton"
+    for seed in (1, 2, 0):
+        for n, tensor in data(name, seed).items():
+            if isinstance(tensor, torch.Tensor):
+                arguments[n].copy_(tensor)
+        replay()
+        torch.cuda.synchronize()
+        results = [t.clone() for t in found]
+        same(results, perform(name, data(name, seed), **changes))
+        same(results, perform(name, arguments, **changes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_call_never_waits_for_the_device(name: str) -> None:
+    arguments, other = data(name, seed=0), data(name, seed=1)
+    run = prepared(name, arguments)
+    expected = perform(name, arguments), perform(name, other)
+    run()
+    with nothing_waits():
+        found = perform(name, arguments), perform(name, other)
+        results = run()
+    same(found[0], expected[0])
+    same(found[1], expected[1])
+    same(results, expected[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_first_call_waits_only_to_compile(name: str) -> None:
+    """Validation reads nothing back by itself: with the kernels compiled, a call of a new shape does not wait."""
+    perform(name, data(name, seed=0))
+    portattn.dispatch.forget_plans()
+    arguments = data(name, seed=1)
+    with nothing_waits():
+        perform(name, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prepared_run_allocates_nothing(name: str) -> None:
+    arguments = data(name, seed=0)
+    run = prepared(name, arguments, **({"num_splits": 3} if name in SPLIT else {}))
+    expected = [t.clone() for t in run()]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    found = run()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    same(found, expected)
+
+
+def test_a_prepared_run_with_descriptors_allocates_nothing() -> None:
+    """Descriptors that a kernel builds for itself live in memory that its launcher provides."""
+    q, k, v = (normal(i, 2, 8, 512, 128) for i in range(3))
+    handle = portattn.prepare("attention", q, k, v, backend="triton")
+    if handle.plan.lowering.load != "descriptor":
+        pytest.skip("no descriptor is planned here")
+    out = torch.empty_like(q)
+    handle.run(q, k, v, backend="triton", out=out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    handle.run(q, k, v, backend="triton", out=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_partial_results_are_reused() -> None:
+    arguments = data("decode_attention", seed=0) | {"num_splits": 3}
+    handle = portattn.prepare("decode_attention", **arguments)
+    places = [t.data_ptr() for t in handle._buffers.values()]
+    assert len(places) == 2
+    for seed in (0, 1):
+        same(handle.run(**(data("decode_attention", seed) | {"num_splits": 3})),
+             perform("decode_attention", data("decode_attention", seed), num_splits=3))  # fmt: skip
+    assert [t.data_ptr() for t in handle._buffers.values()] == places
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_core_path_and_the_reference_path_agree(name: str) -> None:
+    arguments = data(name, seed=3)
+    out, lse = perform(name, arguments)
+    assert portattn.last_plan().path == "triton"
+    expected, expected_lse = perform(name, arguments, backend="reference")
+    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)
+
+
+LARGE = {"D": 128, "HQ": 32, "HK": 8, "RANK": 512, "ROPE": 64, "PAGE": 64, "COLUMNS": 32, "S": 2048}
+
+
+def alone(arguments: dict[str, Any], b: int) -> dict[str, Any]:
+    """Sequence b as a call of its own, over the same pages."""
+    found = dict(arguments)
+    names = {"page_table", "seqlens_k", "indices", "counts", "log_weights"}
+    if "cu_seqlens_q" in found:
+        first, end = found["cu_seqlens_q"][b : b + 2].tolist()
+        found |= {n: found[n][first:end] for n in ("q", "q_nope", "q_rope") if n in found}
+        found["cu_seqlens_q"] = found["cu_seqlens_q"][b : b + 2] - first
+    else:
+        names |= {"q", "q_nope", "q_rope"}
+    if "page_table" not in found:
+        names |= {"k_cache", "v_cache"}
+    return found | {n: found[n][b : b + 1] for n in names if n in found}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_sequence_is_bit_for_bit_the_same_among_64(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """With num_splits=1, at heads of 128, and latent rows of 576: B = 1, 3 and 64 give the same bits."""
+    for size, value in LARGE.items():
+        monkeypatch.setitem(globals(), size, value)
+    arguments = data(name, seed=0, batch=64, dtype=dtype) | {"num_splits": 1}
+    out, lse = perform(name, arguments)
+    assert portattn.last_plan().path == "triton"
+    for b in (0, 1, 17, 62, 63):
+        found = perform(name, alone(arguments, b))
+        if "cu_seqlens_q" in arguments:
+            own = slice(*arguments["cu_seqlens_q"][b : b + 2].tolist())
+            same(found, (out[own], lse[:, own]))
+        else:
+            same(found, (out[b : b + 1], lse[b : b + 1]))
+    if "cu_seqlens_q" not in arguments:
+        few = data(name, seed=0, batch=64, dtype=dtype) | {"num_splits": 1}
+        sequences = [n for n, t in few.items() if isinstance(t, torch.Tensor) and t.shape[0] == 64]
+        same(perform(name, few | {n: few[n][10:13] for n in sequences}), (out[10:13], lse[10:13]))

@@ -1,0 +1,201 @@
+"""A Request: collected instead of performed, found again by its key, and the settings that a call's own words make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opcalls import CALLS, assert_right, changed, given, perform, pretend_accelerator, problem
+from support import Device, random_call
+
+import portattn
+from portattn import dispatch
+from portattn.config import Settings
+from portattn.request import Request, collecting, settings_for
+
+
+def tensors(*shape: int) -> list[torch.Tensor]:
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def test_collected_requests_are_not_performed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "run", lambda *arguments: pytest.fail("something ran"))
+    q, k, v = tensors(1, 2, 3, 8)
+    with collecting() as requests:
+        assert portattn.attention(q, k, v) is None
+        assert portattn.decode_attention(q, k, v, None, return_lse=True) is None
+        assert portattn.attention(q, [k], v) is None, "nothing is validated either"
+    assert [r.op for r in requests] == ["attention", "decode_attention", "attention"]
+    assert requests[0].tensors["q"] is q
+    assert requests[1].return_lse
+    assert requests[0].build().problem.op == "attention"
+    with pytest.raises(portattn.ArgumentError, match="k is 'list'"):
+        requests[2].build()
+
+
+def test_collecting_ends_with_its_block() -> None:
+    q, k, v = tensors(1, 2, 3, 8)
+    with collecting() as outer:
+        with collecting() as inner:
+            portattn.attention(q, k, v)
+        portattn.attention(q, k, v)
+    assert (len(outer), len(inner)) == (1, 1)
+    with pytest.raises(RuntimeError, match="stop"), collecting():
+        raise RuntimeError("stop")
+    assert isinstance(portattn.attention(q, k, v), torch.Tensor)
+
+
+def test_calls_on_a_cpu_are_not_kept() -> None:
+    q, k, v = tensors(1, 2, 3, 8)
+    with collecting() as requests:
+        portattn.attention(q, k, v)
+        portattn.attention(*(t.to("meta") for t in (q, k, v)))
+        portattn.attention(q.to("meta"), [k], v)
+        portattn.attention(None, k, v)
+    assert [r.key() is None for r in requests] == [True, False, True, True]
+
+
+SETTINGS = {
+    # (backend, validate) of the call -> the settings that it runs under
+    (None, None): Settings(backend="vendor", validate="auto"),
+    ("vendor", None): Settings(backend="vendor", validate="auto"),
+    ("reference", None): Settings(backend="reference", validate="auto"),
+    (None, True): Settings(backend="vendor", validate="always"),
+    (None, False): Settings(backend="vendor", validate="never"),
+    ("reference", False): Settings(backend="reference", validate="never"),
+}
+
+
+@pytest.mark.parametrize("own", SETTINGS, ids=str)
+def test_a_calls_own_words_change_the_settings(own: tuple[str | None, bool | None]) -> None:
+    with portattn.settings(backend="vendor", cache_dir="") as current:
+        assert settings_for("attention", *own) == SETTINGS[own]
+        if own in ((None, None), ("vendor", None)):
+            assert settings_for("attention", *own) is current
+
+
+def kept_calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Requests that were built, which is what a kept call is spared."""
+    built: list[Request] = []
+    run = dispatch.run
+
+    def noted(call: Any, settings: Settings, key: Any = None) -> Any:
+        built.append(call)
+        return run(call, settings, key)
+
+    monkeypatch.setattr(dispatch, "run", noted)
+    return built
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kept_call_gives_what_a_first_one_gives(
+    device: Device, monkeypatch: pytest.MonkeyPatch, name: str, splits: int | None
+) -> None:
+    if device.path != "interpreter" or (splits and problem(name).op in ("attention", "varlen_attention")):
+        pytest.skip("kernels are interpreted here only, and some split nothing")
+    pretend_accelerator(monkeypatch)
+    built = kept_calls(monkeypatch)
+    fields: dict[str, Any] = {} if name.startswith("sparse") else {"causal": "bottom_right"}
+    call = random_call(problem(name, num_splits=splits or 0, softcap=True, sinks=True, **fields), seed=1)
+    op, arguments = call.problem.op, given(call)
+    first = perform(op, arguments)
+    assert_right(call, *first)
+    assert portattn.last_plan().path == "triton"
+    made = portattn.last_plan()
+    assert len(built) == 1
+    again = perform(op, arguments)
+    assert len(built) == 1, "a second call is not built again"
+    assert portattn.last_plan() is made
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+        assert one.stride() == other.stride()
+    other = changed(arguments)
+    kept = perform(op, other)
+    assert len(built) == 1
+    dispatch.forget_plans()
+    fresh = perform(op, other)
+    assert len(built) == 2
+    for one, two in zip(kept, fresh, strict=True):
+        assert torch.equal(one, two)
+        assert not torch.equal(one, first[0] if one.ndim == first[0].ndim else first[1])
+
+
+def test_only_what_is_asked_for_is_returned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.path != "interpreter":
+        pytest.skip("kernels are interpreted here only")
+    pretend_accelerator(monkeypatch)
+    q, k, v = tensors(1, 2, 3, 16)
+    for _ in range(2):
+        assert isinstance(portattn.attention(q, k, v), torch.Tensor)
+        assert isinstance(portattn.attention(q, k, v, return_lse=True), tuple)
+
+
+def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that decides a plan, or what is compiled, may be answered by a call that was kept for something else."""
+    if device.path != "interpreter":
+        pytest.skip("kernels are interpreted here only")
+    pretend_accelerator(monkeypatch)
+    built = kept_calls(monkeypatch)
+    q, k, v = tensors(1, 2, 3, 16)
+    portattn.attention(q, k, v)
+    shifted = torch.zeros(97)[1:].view(1, 2, 3, 16)
+    others: list[Any] = [
+        lambda: portattn.attention(q, k, v, causal=True),
+        lambda: portattn.attention(q, k, v, window=(1, 0)),
+        lambda: portattn.attention(q, k, v, scale=1.0),
+        lambda: portattn.attention(q, k, v, sinks=torch.zeros(2)),
+        lambda: portattn.attention(q, k, v, layout="bshd"),
+        lambda: portattn.attention(q, shifted, v),
+        lambda: portattn.attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
+        lambda: portattn.attention(q[:, :, :2], k, v),
+        lambda: portattn.attention(q.half(), k.half(), v.half()),
+        lambda: portattn.decode_attention(q, k, v, None),
+        lambda: portattn.attention(q, k, v, validate=False),
+    ]
+    for count, other in enumerate(others, 2):
+        other()
+        assert len(built) == count
+    portattn.attention(q, k, v)
+    assert len(built) == len(others) + 1
+    with pytest.raises(portattn.ArgumentError, match="return_lse is 1"):
+        portattn.attention(q, k, v, return_lse=1)
+    with pytest.raises(portattn.ArgumentError, match="window is"):  # unhashable: never kept, and never looked up
+        portattn.attention(q, k, v, window=[1, 0])
+
+
+def test_validated_calls_are_validated_every_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.path != "interpreter":
+        pytest.skip("kernels are interpreted here only")
+    pretend_accelerator(monkeypatch)
+    q, k, v = tensors(2, 2, 3, 16)
+    lengths = torch.tensor([3, 1], dtype=torch.int32)
+    for _ in range(2):
+        portattn.attention(q, k, v, seqlens_k=lengths, validate=True)
+    lengths[1] = 4
+    with pytest.raises(portattn.ArgumentError, match=r"seqlens_k\[1\] is 4"):
+        portattn.attention(q, k, v, seqlens_k=lengths, validate=True)
+    portattn.attention(q, k, v, seqlens_k=lengths, validate=False)
+
+
+@pytest.mark.parametrize("asking", ["plan", "explain", "prepare"])
+def test_a_wrong_name_of_an_operation_is_named(asking: str) -> None:
+    for op in ("atention", "", 3, ["attention"], None):
+        with pytest.raises(portattn.ArgumentError) as error:
+            getattr(portattn, asking)(op)
+        asker = "prepare" if asking == "prepare" else "plan"
+        assert str(error.value).startswith(f"{asker}: op is {op!r}, but must be ")
+        assert "one of attention, varlen_attention, decode_attention, paged_attention" in str(error.value)
+
+
+def test_planning_raises_what_the_operation_raises() -> None:
+    q, k, v = tensors(1, 2, 3, 8)
+    for asking in (portattn.plan, portattn.explain, portattn.prepare):
+        with pytest.raises(portattn.ArgumentError, match="v is 'NoneType'"):
+            asking("attention", q, k, None)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+            asking("attention", q, k)
+        with pytest.raises(portattn.PathUnavailable, match="gradients"):
+            asking("attention", q.clone().requires_grad_(), k, v, backend="interpreter")

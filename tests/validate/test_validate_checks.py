@@ -1,0 +1,193 @@
+"""What a Problem records of how tensors lie in memory, and when they are copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from good_calls import OPS, good, perform, ragged, sparse_paged
+
+import portattn
+from portattn.call import Call
+from portattn.config import Settings
+from portattn.request import collecting
+from portattn.validate import attention_call
+from portattn.validate.checks import reachable, wants_gradients
+
+K = (2, 2, 7, 16)
+
+
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    return attention_call("attention", q, k, v, names=("q", "k", "v"), settings=Settings())
+
+
+def test_aligned_is_what_descriptors_need() -> None:
+    def aligned(q: torch.Tensor) -> bool:
+        return call(q, torch.zeros(1, 1, 7, q.shape[3]), torch.zeros(1, 1, 7, q.shape[3])).problem.aligned
+
+    assert aligned(torch.zeros(1, 1, 5, 16))
+    assert aligned(torch.zeros(1, 1, 5, 20))  # 80-byte rows
+    assert not aligned(torch.zeros(1, 1, 5, 17)[..., :16])  # 68-byte rows
+    assert not aligned(torch.zeros(1, 1, 16, 5).transpose(2, 3))  # rows are not contiguous
+    assert not aligned(torch.zeros(81)[1:].view(1, 1, 5, 16))  # the base is off by four bytes
+    assert not aligned(torch.zeros(1, 1, 1, 17)[..., :16])  # one row: a descriptor is encoded with its stride too
+
+
+def test_every_tensor_must_be_aligned() -> None:
+    odd = torch.zeros(2 * 2 * 7 * 16 + 1)[1:].view(K)
+    assert call(torch.zeros(K), torch.zeros(K), torch.zeros(K)).problem.aligned
+    for place in range(3):
+        tensors = [odd if i == place else torch.zeros(K) for i in range(3)]
+        assert not call(*tensors).problem.aligned
+
+
+def test_needs_grad_only_where_autograd_will_ask() -> None:
+    for asking in range(3):
+        tensors = [torch.zeros(K, requires_grad=i == asking) for i in range(3)]
+        assert call(*tensors).problem.needs_grad
+        with torch.no_grad():
+            assert not call(*tensors).problem.needs_grad
+
+
+def test_every_differentiable_tensor_asks_for_gradients() -> None:
+    """Of every op: a kernel without a backward must not be taken for any of them."""
+    extra = {
+        "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4), "bias": torch.zeros(1),
+        "log_weights": torch.zeros(2, 4, 3),
+    }  # fmt: skip
+    for op in OPS:
+        names = [n for n, t in good(op).items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        names += ["sinks", "alibi_slopes"] + ["bias"] * (op not in ("varlen_attention", "sparse_attention"))
+        names += ["log_weights"] * (op == "sparse_attention")
+        for name in names:
+            given = good(op) | ({name: extra[name]} if name in extra else {})
+            assert not portattn.plan(op, **given).problem.needs_grad
+            given[name] = given[name].clone().requires_grad_()
+            assert portattn.plan(op, **given).problem.needs_grad, (op, name)
+
+
+def test_wants_gradients_sees_forward_mode_too() -> None:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2))
+        assert wants_gradients(None, dual)
+        assert not wants_gradients(None, torch.zeros(2))
+    assert not wants_gradients(None)
+
+
+def test_rows_too_far_apart_for_32_bit_offsets_are_copied() -> None:
+    near = torch.zeros(1, 1, 3, 16)
+    assert reachable(near) is near
+    far = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")
+    assert reachable(far).stride(2) == 16
+    within = torch.empty_strided((1, 1, 3, 16), (0, 0, (2**31 - 1 - 16) // 256, 1), device="meta")
+    assert reachable(within) is within
+
+
+def built(op: str, arguments: dict[str, Any]) -> Call:
+    with collecting() as requests:
+        perform(op, arguments)
+    return requests[0].build()
+
+
+CALLS = {op: (op, good(op)) for op in OPS} | {
+    "ragged": ("paged_attention", ragged("paged_attention")),
+    "ragged mla": ("mla_attention", ragged("mla_attention")),
+    "sparse over pages": ("sparse_attention", sparse_paged()),
+}
+# Sizes of the good calls' Problems: batch, heads, rows and keys, widths, packed rows, and tokens a page.
+SIZES = {
+    "attention": (2, 4, 2, 5, 7, 16, 16, None, None, 0),
+    "varlen_attention": (2, 4, 2, 5, 7, 16, 16, 9, 12, 0),
+    "decode_attention": (2, 4, 2, 1, 7, 16, 16, None, None, 0),
+    "paged_attention": (2, 4, 2, 1, 12, 16, 16, None, None, 4),
+    "sparse_attention": (2, 4, 2, 1, 7, 16, 16, None, None, 0),
+    "mla_attention": (2, 4, 1, 1, 12, 24, 16, None, None, 4),
+    "ragged": (2, 4, 2, 3, 12, 16, 16, 3, None, 4),
+    "ragged mla": (2, 4, 1, 3, 12, 24, 16, 3, None, 4),
+    "sparse over pages": (2, 4, 2, 1, 12, 16, 16, None, None, 4),
+}
+TENSORS = {"q": "q", "k": "k", "v": "v", "k_cache": "k", "v_cache": "v", "k_pages": "k", "v_pages": "v",
+           "kv_pages": "k", "q_nope": "q", "q_rope": "q_rope"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_holds_views_of_what_was_given(name: str) -> None:
+    op, arguments = CALLS[name]
+    call = built(op, arguments)
+    p = call.problem
+    found = (p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.head_dim, p.head_dim_v, p.total_q, p.total_k)
+    assert (*found, p.page_size) == SIZES[name]
+    for n, tensor in arguments.items():
+        if isinstance(tensor, torch.Tensor):
+            view = getattr(call, TENSORS.get(n, n))
+            assert view.data_ptr() == tensor.data_ptr(), n
+            assert view.numel() == tensor.numel(), n
+    assert call.v.shape == (*call.k.shape[:3], 16)
+    assert not call.copied
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_scale_and_its_sign(name: str) -> None:
+    op, arguments = CALLS[name]
+    for scale in (-0.5, 0, -0.0, 1e-3, 7):
+        call = built(op, arguments | {"scale": scale})
+        assert call.scale == scale
+        assert isinstance(call.scale, float)
+        assert call.problem.negative_scale == (scale == -0.5)
+    if op != "mla_attention":
+        assert built(op, arguments).scale == 0.25
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_that_is_copied_is_said_to_be(name: str) -> None:
+    """Of any op, and any of its tensors that kernels read by 32-bit offsets."""
+    op, arguments = CALLS[name]
+    shapes = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    assert not built(op, shapes).copied
+    for n, tensor in shapes.items():
+        if n not in TENSORS:
+            continue
+        strides = [2**26 if stride != 1 else 1 for stride in tensor.stride()]
+        far = torch.empty_strided(tensor.shape, strides, device="meta")
+        call = built(op, shapes | {n: far})
+        assert call.copied, n
+        assert getattr(call, TENSORS[n]).is_contiguous(), n
+
+
+def test_a_copied_tensor_is_said_to_be_one() -> None:
+    """A call that is kept would be given the caller's own tensor, with the copy's strides."""
+    q = torch.zeros(1, 1, 1, 16, device="meta")
+    k = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")
+    made = call(q, k, torch.empty(1, 1, 3, 16, device="meta"))
+    assert made.copied
+    assert made.k.is_contiguous()
+    assert not call(q, *[torch.empty(1, 1, 3, 16, device="meta")] * 2).copied
+
+
+def test_a_bias_whose_keys_lie_too_far_apart_is_copied() -> None:
+    q, k = torch.zeros(1, 1, 1, 16, device="meta"), torch.empty(1, 1, 3, 16, device="meta")
+    for name, dtype in (("bias", torch.float32), ("mask", torch.bool)):
+        far = torch.empty_strided((1, 1, 1, 3), (0, 0, 0, 2**30), device="meta", dtype=dtype)
+        made = attention_call("attention", q, k, k, names=("q", "k", "v"), settings=Settings(), **{name: far})
+        assert made.copied
+        assert getattr(made, name).stride(3) == 1
+
+
+def test_large_is_what_32_bit_byte_offsets_do_not_reach() -> None:
+    k = torch.empty(1, 1, 2**23, 64, device="meta")
+    q = torch.empty(1, 1, 1, 64, device="meta")
+    assert call(q, k, k).problem.large
+    assert not call(q, k[:, :, :-1], k[:, :, :-1]).problem.large
+
+
+def test_shapes_without_data_are_planned_for_every_op() -> None:
+    """On the meta device nothing is read back, whatever is demanded."""
+    for op, given in [*((op, good(op)) for op in OPS), ("sparse_attention", sparse_paged())]:
+        shapes = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+        out = getattr(portattn, op)(**shapes, validate=True)
+        assert out.device.type == "meta"
+        assert out.shape == getattr(portattn, op)(**given).shape
+    for op in ("paged_attention", "mla_attention"):
+        shapes = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in ragged(op).items()}
+        assert getattr(portattn, op)(**shapes, validate=True).shape == (3, 4, 16)

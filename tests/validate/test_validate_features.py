@@ -1,0 +1,156 @@
+"""Windows, caps, slopes, sinks, biases, masks and splits: what is refused, and what the Problem makes of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from good_calls import BIASED, NAN, OPS, SCORES, SPLIT, WINDOWED, assert_refused, good, perform
+
+import portattn
+
+EVEN, ROWS = torch.zeros(8)[::2], torch.zeros(2, 8)[:, ::2]  # rows and columns two elements apart
+WINDOW = "must be a tuple (left, right), keys before and after the query's own"
+SIDE = "must be an integer ≥ 0, or None or -1 for no limit"
+CAP = "must be at least 1.175e-38, float32's smallest normal number, or None or 0 for none"
+SLOPES = "must be (heads_q,) or (batch, heads_q), (4,) or (2, 4)"
+
+BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
+    "unknown causal": (WINDOWED, {"causal": "lower_right"}, "causal is 'lower_right'", "or 'top_left'"),
+    "causal is 2": (WINDOWED, {"causal": 2}, "causal is 2", "must be True (bottom_right), False"),
+    "causal is None": (WINDOWED, {"causal": None}, "causal is None", "must be True (bottom_right), False"),
+    "causal is 1.0": (WINDOWED, {"causal": 1.0}, "causal is 1.0", "must be True (bottom_right), False"),
+    "window is a number": (WINDOWED, {"window": 4}, "window is 4", WINDOW),
+    "window is a list": (WINDOWED, {"window": [3, 0]}, "window is [3, 0]", WINDOW),
+    "window of three": (WINDOWED, {"window": (1, 2, 3)}, "window is (1, 2, 3)", WINDOW),
+    "window of one": (WINDOWED, {"window": (1,)}, "window is (1,)", WINDOW),
+    "window below -1": (WINDOWED, {"window": (-2, 0)}, "window's left is -2", SIDE),
+    "window's right below -1": (WINDOWED, {"window": (0, -3)}, "window's right is -3", SIDE),
+    "window of floats": (WINDOWED, {"window": (3.0, 0)}, "window's left is 3.0", SIDE),
+    "window of bools": (WINDOWED, {"window": (0, True)}, "window's right is True", SIDE),
+    "window of tensors": (WINDOWED, {"window": (torch.tensor(3), 0)}, "window's left is tensor(3)", SIDE),
+    "negative softcap": (OPS, {"softcap": -1.0}, "softcap is -1.0", CAP),
+    "softcap vanishes in float32": (OPS, {"softcap": 1e-39}, "softcap is 1e-39", CAP),
+    "softcap is NaN": (OPS, {"softcap": NAN}, "softcap is nan", "must be a finite number"),
+    "softcap is infinite": (OPS, {"softcap": float("inf")}, "softcap is inf", "must be a finite number"),
+    "softcap is True": (OPS, {"softcap": True}, "softcap is True", "must be a finite number"),
+    "softcap is a tensor": (OPS, {"softcap": torch.tensor(1.0)}, "softcap is tensor(1.)", "must be a finite number"),
+    "slopes are a list": (OPS, {"alibi_slopes": [0.5] * 4}, "alibi_slopes is 'list'", "must be a torch.Tensor"),
+    "slopes in half": (
+        OPS, {"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes.dtype is torch.float16", "must be torch.float32",
+    ),
+    "slopes of another head": (OPS, {"alibi_slopes": torch.zeros(2)}, "alibi_slopes.shape is (2,)", SLOPES),
+    "slopes of another batch": (OPS, {"alibi_slopes": torch.zeros(3, 4)}, "alibi_slopes.shape is (3, 4)", SLOPES),
+    "slopes of one batch": (OPS, {"alibi_slopes": torch.zeros(1, 4)}, "alibi_slopes.shape is (1, 4)", SLOPES),
+    "slopes elsewhere": (
+        OPS, {"alibi_slopes": torch.zeros(4, device="meta")}, "alibi_slopes.device is 'meta'", "must be q's, cpu",
+    ),
+    "slopes not contiguous": (OPS, {"alibi_slopes": ROWS}, "alibi_slopes.stride(-1) is 2", "must be 1"),
+    "sinks are a number": (OPS, {"sinks": 0.5}, "sinks is 'float'", "must be a torch.Tensor"),
+    "sinks in another dtype": (OPS, {"sinks": torch.zeros(4).half()}, "sinks.dtype is torch.float16", "torch.float32"),
+    "sinks of another head": (OPS, {"sinks": torch.zeros(3)}, "sinks.shape is (3,)", "must be (heads_q,), (4,)"),
+    "sinks of a batch": (OPS, {"sinks": torch.zeros(2, 4)}, "sinks.shape is (2, 4)", "must be (heads_q,), (4,)"),
+    "sinks elsewhere": (OPS, {"sinks": torch.zeros(4, device="meta")}, "sinks.device is 'meta'", "must be q's, cpu"),
+    "sinks not contiguous": (OPS, {"sinks": EVEN}, "sinks.stride() is (2,)", "must be contiguous"),
+    "bias is a list": (BIASED, {"bias": [[0.0]]}, "bias is 'list'", "must be a torch.Tensor"),
+    "bias in another dtype": (BIASED, {"bias": torch.zeros(1).half()}, "bias.dtype is torch.float16", "torch.float32"),
+    "bias is bool": (BIASED, {"bias": torch.zeros(1).bool()}, "bias.dtype is torch.bool", "must be torch.float32"),
+    "bias elsewhere": (BIASED, {"bias": torch.zeros(1, device="meta")}, "bias.device is 'meta'", "must be q's, cpu"),
+    "mask is an array": (BIASED, {"mask": torch.ones(1).bool().numpy()}, "mask is 'ndarray'", "must be a torch.Tensor"),
+    "mask of floats": (BIASED, {"mask": torch.zeros(1)}, "mask.dtype is torch.float32", "must be torch.bool"),
+    "mask of bytes": (BIASED, {"mask": torch.zeros(1).byte()}, "mask.dtype is torch.uint8", "must be torch.bool"),
+    "mask elsewhere": (
+        BIASED, {"mask": torch.zeros(1, device="meta").bool()}, "mask.device is 'meta'", "must be q's, cpu",
+    ),
+    "no split": (SPLIT, {"num_splits": 0}, "num_splits is 0", "must be None or an integer in 1..128"),
+    "negative splits": (SPLIT, {"num_splits": -1}, "num_splits is -1", "must be None or an integer in 1..128"),
+    "too many splits": (SPLIT, {"num_splits": 129}, "num_splits is 129", "must be None or an integer in 1..128"),
+    "half a split": (SPLIT, {"num_splits": 1.5}, "num_splits is 1.5", "must be None or an integer in 1..128"),
+    "splits are True": (SPLIT, {"num_splits": True}, "num_splits is True", "must be None or an integer in 1..128"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "bad"), [(op, name) for name, (ops, *_) in BAD.items() for op in ops], ids=lambda value: value
+)
+def test_errors_name_argument_value_and_limit(op: str, bad: str) -> None:
+    _, changes, what, limit = BAD[bad]
+    assert_refused(op, good(op) | changes, what, limit)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize("op", BIASED)
+def test_what_does_not_broadcast_is_refused(op: str, name: str) -> None:
+    full = SCORES[op]
+    for axis in range(4):
+        shape = tuple(size + 1 if i == axis else size for i, size in enumerate(full))
+        wrong = torch.zeros(shape, dtype=torch.bool if name == "mask" else torch.float32)
+        limit = f"must broadcast to (batch, heads_q, seq_q, seq_k), {full}"
+        assert_refused(op, good(op) | {name: wrong}, f"{name}.shape is {shape}", limit)
+    assert_refused(op, good(op) | {name: wrong[None]}, f"{name}.shape is {(1, *shape)}", "must broadcast to")
+    heads = torch.zeros(2, *full[2:], dtype=wrong.dtype)  # as many as key heads, and not as query heads
+    assert_refused(op, good(op) | {name: heads}, f"{name}.shape is {(2, *full[2:])}", "must broadcast to")
+
+
+@pytest.mark.parametrize("op", BIASED)
+def test_what_broadcasts_is_a_view(op: str) -> None:
+    b, h, s, t = SCORES[op]
+    for shape in ((), (1,), (t,), (s, t), (1, t), (s, 1), (h, 1, 1), (b, 1, 1, t), (1, h, s, t), (b, h, s, t)):
+        bias, mask = torch.zeros(shape), torch.ones(shape, dtype=torch.bool)
+        problem = portattn.plan(op, **good(op), bias=bias, mask=mask).problem
+        assert problem.bias
+        assert problem.mask
+        perform(op, good(op), bias=bias, mask=mask)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sinks_and_bias_may_be_float32_beside_half_tensors(op: str) -> None:
+    half = {
+        n: t.half() if isinstance(t, torch.Tensor) and t.dtype == torch.float32 else t for n, t in good(op).items()
+    }  # fmt: skip
+    for dtype in (torch.float16, torch.float32):
+        perform(op, half, sinks=torch.zeros(4, dtype=dtype))
+        if op in BIASED:
+            perform(op, half, bias=torch.zeros(1, dtype=dtype))
+    assert_refused(op, half | {"sinks": torch.zeros(4).bfloat16()}, "sinks.dtype is torch.bfloat16",
+                   "must be torch.float32 or torch.float16")  # fmt: skip
+
+
+REACH = {"attention": 12, "varlen_attention": 21, "decode_attention": 8, "paged_attention": 13, "mla_attention": 13}
+
+
+@pytest.mark.parametrize("op", WINDOWED)
+def test_a_window_has_one_form(op: str) -> None:
+    """(causal, left, right) of the Problem: what hides nothing is -1, and a right side of 0 is a causal mask."""
+
+    def made(window: Any, causal: Any = False) -> tuple[str, int, int]:
+        p = portattn.plan(op, **good(op), window=window, causal=causal).problem
+        return p.causal, p.window_left, p.window_right
+
+    for none in (None, (None, None), (-1, -1), (-1, None), (REACH[op], REACH[op]), (2**40, None)):
+        assert made(none) == ("none", -1, -1)
+        assert made(none, True) == ("bottom_right", -1, -1)
+        assert made(none, "top_left") == ("top_left", -1, -1)
+    assert made((3, 0)) == made((3, None), True) == made((3, 0), True) == made((3, 2), True) == ("bottom_right", 3, -1)
+    assert made((None, 0)) == made(None, True)
+    assert made((3, 2), "top_left") == ("top_left", 3, -1)
+    assert made((3, 2)) == ("none", 3, 2)
+    assert made((REACH[op] - 1, REACH[op] - 1)) == ("none", REACH[op] - 1, REACH[op] - 1)
+    assert made((None, 2)) == ("none", -1, 2)
+    assert made((0, None)) == ("none", 0, -1)
+    assert made((2, 2**40)) == ("none", 2, -1)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_softcap_has_one_form(op: str) -> None:
+    for none in (None, 0, 0.0):
+        assert not portattn.plan(op, **good(op), softcap=none).problem.softcap
+    assert portattn.plan(op, **good(op), softcap=1e-30).problem.softcap
+
+
+@pytest.mark.parametrize("op", SPLIT)
+def test_num_splits_is_recorded(op: str) -> None:
+    assert portattn.plan(op, **good(op)).problem.num_splits == 0
+    for splits in (1, 128):
+        assert portattn.plan(op, **good(op), num_splits=splits).problem.num_splits == splits
