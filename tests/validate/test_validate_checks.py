@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from good_calls import OPS, good, perform, ragged, sparse_paged
+from good_calls import LAID_OUT, OPS, good, perform, ragged, sparse_paged
 
 import portattn
 from portattn.call import Call
@@ -125,6 +126,40 @@ def test_the_call_holds_views_of_what_was_given(name: str) -> None:
             assert view.numel() == tensor.numel(), n
     assert call.v.shape == (*call.k.shape[:3], 16)
     assert not call.copied
+
+
+@pytest.mark.parametrize("op", LAID_OUT)
+def test_tokens_before_heads_is_the_same_problem(op: str) -> None:
+    arguments = good(op)
+    names = ["q", "q_nope", "q_rope"]
+    names += [] if "page_table" in arguments else ["k", "v", "k_cache", "v_cache"]
+    swapped = {n: arguments[n].transpose(1, 2).contiguous() for n in names if n in arguments}
+    one, other = built(op, arguments), built(op, arguments | swapped | {"layout": "bshd"})
+    assert other.problem == msgspec.structs.replace(one.problem, layout="bshd")
+    assert (other.q.shape, other.k.shape, other.v.shape) == (one.q.shape, one.k.shape, one.v.shape)
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "sparse over pages", "ragged"])
+def test_heads_before_tokens_of_a_page_is_the_same_problem(name: str) -> None:
+    op, arguments = CALLS[name]
+    pages = {n: t.transpose(1, 2).contiguous() for n, t in arguments.items() if n[1:] in ("_pages", "_cache")}
+    assert len(pages) == 2
+    one, other = built(op, arguments), built(op, arguments | pages | {"page_layout": "hpd"})
+    meant = {"page_layout": "hpd", "pages_in_line": other.problem.pages_in_line}
+    assert other.problem == msgspec.structs.replace(one.problem, **meant)
+    assert (other.k.shape, other.v.shape) == (one.k.shape, one.v.shape)
+
+
+def test_what_is_asked_of_sparse_attention_is_recorded() -> None:
+    arguments = good("sparse_attention")
+    p = built("sparse_attention", arguments).problem
+    assert (p.tokens, p.log_weights, p.magicpig, p.seqlens_k) == (3, False, False, False)
+    p = built("sparse_attention", arguments | {"log_weights": torch.zeros(2, 4, 3)}).problem
+    assert (p.log_weights, p.magicpig) == (True, False)
+    call = built("sparse_attention", arguments | {"magicpig": (7, 90), "seqlens_k": torch.tensor([7, 5]).int()})
+    assert (call.problem.log_weights, call.problem.magicpig, call.problem.seqlens_k) == (False, True, True)
+    assert call.magicpig_bits.tolist() == [7] * 4
+    assert call.magicpig_tables.tolist() == [90] * 4
 
 
 @pytest.mark.parametrize("name", CALLS)

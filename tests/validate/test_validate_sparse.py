@@ -196,6 +196,12 @@ def test_every_length_there_is_when_none_is_given() -> None:
     assert (made.seq_k, made.page_size, made.seqlens_k) == (12, 4, False)
 
 
+def test_fewest_bits_and_tables_are_right() -> None:
+    one, two = torch.ones(4).int(), torch.full((4,), 2).int()
+    for magicpig in ((1, 2), (one, two), (2**15 - 1, 2**15 - 1)):
+        assert torch.isfinite(perform(OP, good(OP), magicpig=magicpig)).all()
+
+
 def test_integers_and_tensors_say_the_same() -> None:
     torch.manual_seed(0)
     given = good(OP) | {"q": torch.randn(2, 4, 1, 16), "k_cache": torch.randn(CACHE), "v_cache": torch.randn(CACHE)}
