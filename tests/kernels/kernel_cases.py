@@ -56,8 +56,8 @@ def run(device: Device, call: Call, splits: int = 1, **lowering: str) -> tuple[t
     return run_core(device, call, {"page_loop": page_loops(call.problem)[0]} | lowering, {"splits": splits})
 
 
-def check(device: Device, call: Call, splits: int = 1, **lowering: str) -> None:
-    assert_right(call, *run(device, call, splits, **lowering))
+def check(device: Device, call: Call, splits: int = 1, extra: float = 0.0, **lowering: str) -> None:
+    assert_right(call, *run(device, call, splits, **lowering), extra)
 
 
 def with_lengths(call: Call, keys: Sequence[int], queries: Sequence[int] | None = None) -> Call:
