@@ -35,6 +35,46 @@ def test_aligned_is_what_descriptors_need() -> None:
     assert not aligned(torch.zeros(1, 1, 1, 17)[..., :16])  # one row: a descriptor is encoded with its stride too
 
 
+def test_what_one_row_or_one_column_is_apart_does_not_matter() -> None:
+    """An axis of one element has a stride that nothing is multiplied by, but for that of a descriptor's rows."""
+
+    def aligned(*strides: int, shape: tuple[int, ...] = (1, 1, 5, 16)) -> bool:
+        q = torch.zeros(2000).as_strided(shape, strides)
+        return call(q, q, q).problem.aligned
+
+    assert aligned(81, 83, 16, 1)
+    assert not aligned(81, 83, 17, 1)
+    assert not aligned(82, 80, 16, 1, shape=(2, 1, 5, 16))
+    assert aligned(3, 5, 4, 7, shape=(1, 1, 5, 1))
+    assert not aligned(3, 5, 32, 2)
+
+
+def test_pages_in_line_are_rows_of_one_matrix() -> None:
+    def in_line(k: torch.Tensor, v: torch.Tensor) -> bool:
+        arguments = good("paged_attention") | {"k_pages": k, "v_pages": v, "validate": False}
+        return portattn.plan("paged_attention", **arguments).problem.pages_in_line
+
+    k, spread = torch.zeros(5, 4, 2, 16), torch.zeros(5, 2, 4, 2, 16)[:, 0]
+    assert in_line(k, k)
+    assert not in_line(spread, k)
+    assert not in_line(k, spread)
+    assert in_line(k[:1], spread[:1])  # one page is one matrix
+    heads_first = torch.zeros(5, 2, 4, 16).transpose(1, 2)
+    assert not in_line(heads_first, heads_first)
+    latent = good("mla_attention")
+    assert portattn.plan("mla_attention", **latent).problem.pages_in_line
+    latent["kv_pages"] = torch.zeros(5, 2, 4, 24)[:, 0]
+    assert not portattn.plan("mla_attention", **latent).problem.pages_in_line
+
+
+def test_a_last_axis_of_one_element_is_contiguous() -> None:
+    column = torch.zeros(4, 2, dtype=torch.int32).T[:, :1]
+    assert column.stride(-1) == 2
+    perform("paged_attention", good("paged_attention") | {"page_table": column, "seqlens_k": column[:, 0].clone()})
+    one = torch.zeros(2, 4, 2, dtype=torch.int32)[..., ::2]
+    perform("sparse_attention", good("sparse_attention") | {"indices": one, "counts": one[..., 0].contiguous()})
+
+
 def test_every_tensor_must_be_aligned() -> None:
     odd = torch.zeros(2 * 2 * 7 * 16 + 1)[1:].view(K)
     assert call(torch.zeros(K), torch.zeros(K), torch.zeros(K)).problem.aligned

@@ -200,6 +200,8 @@ def test_the_problem_records_what_was_asked() -> None:
     assert (p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.head_dim, p.head_dim_v) == (2, 4, 2, 5, 7, 16, 16)
     assert (p.seqlens_q, p.seqlens_k, p.leftpad_q, p.leftpad_k) == (True, False, False, True)
     assert (p.negative_scale, p.dropout, p.return_lse, p.dtype, p.layout) == (True, True, True, "fp32", "bhsd")
+    p = call(**good("attention")).problem
+    assert (p.negative_scale, p.dropout, p.return_lse, p.seqlens_q, p.leftpad_k) == (False,) * 5
 
 
 def test_the_default_scale_is_that_of_the_keys_width() -> None:
