@@ -88,7 +88,8 @@ def test_what_does_not_broadcast_is_refused(op: str, name: str) -> None:
         wrong = torch.zeros(shape, dtype=torch.bool if name == "mask" else torch.float32)
         limit = f"must broadcast to (batch, heads_q, seq_q, seq_k), {full}"
         assert_refused(op, good(op) | {name: wrong}, f"{name}.shape is {shape}", limit)
-    assert_refused(op, good(op) | {name: wrong[None]}, f"{name}.shape is {(1, *shape)}", "must broadcast to")
+    five = torch.zeros(1, *full, dtype=wrong.dtype)
+    assert_refused(op, good(op) | {name: five}, f"{name}.shape is {(1, *full)}", "must broadcast to")
     heads = torch.zeros(2, *full[2:], dtype=wrong.dtype)  # as many as key heads, and not as query heads
     assert_refused(op, good(op) | {name: heads}, f"{name}.shape is {(2, *full[2:])}", "must broadcast to")
 
@@ -102,6 +103,40 @@ def test_what_broadcasts_is_a_view(op: str) -> None:
         assert problem.bias
         assert problem.mask
         perform(op, good(op), bias=bias, mask=mask)
+
+
+@pytest.mark.parametrize("op", BIASED)
+def test_what_is_the_same_for_all_rows_is_recorded(op: str) -> None:
+    """Kernels read such a bias or mask once for a whole tile of rows."""
+    b, h, s, t = SCORES[op]
+    given = good(op)
+    if s == 1:  # then the queries' axis is no difference: make it one
+        given |= {n: given[n].expand(-1, -1, 3, -1) for n in ("q", "q_nope", "q_rope") if n in given}
+        s = 3
+    for shape, expected in {
+        (t,): True, (1, 1, 1, t): True, (b, 1, 1, t): True, (1, 1): True, (): True,
+        (s, t): False, (s, 1): False, (h, 1, t): False, (b, h, s, t): False, (1, 1, s, 1): False,
+    }.items():  # fmt: skip
+        p = portattn.plan(op, **given, bias=torch.zeros(shape)).problem
+        assert (p.bias, p.bias_by_key, p.mask, p.mask_by_key) == (True, expected, False, False), shape
+        p = portattn.plan(op, **given, mask=torch.ones(shape).bool()).problem
+        assert (p.bias, p.bias_by_key, p.mask, p.mask_by_key) == (False, False, True, expected), shape
+    one = {n: tensor[:, :1, :1] if n.startswith("q") else tensor for n, tensor in given.items()}
+    one |= {n: tensor[:, :1] for n, tensor in one.items() if n in ("k", "v", "k_cache", "v_cache")}
+    one |= {n: tensor[:, :, :1] for n, tensor in one.items() if n in ("k_pages", "v_pages")}
+    assert portattn.plan(op, **one, bias=torch.zeros(b, 1, 1, t)).problem.bias_by_key  # one row is all rows
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_asked_for_is_recorded(op: str) -> None:
+    p = portattn.plan(op, **good(op)).problem
+    assert (p.softcap, p.alibi_slopes, p.sinks, p.bias, p.mask) == (False,) * 5
+    for name, value in (("softcap", 2.0), ("alibi_slopes", torch.zeros(4)), ("sinks", torch.zeros(4))):
+        p = portattn.plan(op, **good(op), **{name: value}).problem
+        assert {n: getattr(p, n) for n in ("softcap", "alibi_slopes", "sinks")} == {
+            n: n == name for n in ("softcap", "alibi_slopes", "sinks")
+        }
+    assert portattn.plan(op, **good(op), alibi_slopes=torch.zeros(2, 4)).problem.alibi_slopes
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -146,7 +181,8 @@ def test_a_window_has_one_form(op: str) -> None:
 def test_no_softcap_has_one_form(op: str) -> None:
     for none in (None, 0, 0.0):
         assert not portattn.plan(op, **good(op), softcap=none).problem.softcap
-    assert portattn.plan(op, **good(op), softcap=1e-30).problem.softcap
+    for least in (torch.finfo(torch.float32).tiny, 1e-30, 5):
+        assert portattn.plan(op, **good(op), softcap=least).problem.softcap
 
 
 @pytest.mark.parametrize("op", SPLIT)
