@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # check_head_dim_size_flash). Wider ones are left to a path that holds Sq × Sk scores in memory.
 MAX_HEAD_DIM = 256
 
+_ALIGNMENT = 16  # bytes that torch's fused kernels load at once
+
 
 class SdpaPath(VendorPath):
     """torch.nn.functional.scaled_dot_product_attention: dense attention, differentiable, with dropout.
@@ -109,10 +111,27 @@ class SdpaPath(VendorPath):
             # Here only the memory-efficient kernel serves, and it has no GQA: repeated heads cost group × (K + V),
             # SDPA's fall-back would hold Sq × Sk scores of every head.
             k, v, gqa = k.repeat_interleave(p.group, dim=1), v.repeat_interleave(p.group, dim=1), False
-        # Fused kernels need rows that are contiguous.
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        q, k, v = (_aligned(t) for t in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **given)
         return (out if idle is None else out.masked_fill(idle[..., None], 0.0)).to(call.q.dtype), None
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its rows are not contiguous or do not all begin at a multiple of 16 bytes.
+
+    torch's memory-efficient kernel checks the shape and not the addresses: with rows of 25 fp16 elements it gave NaN
+    that lay between them, and with fp32 it found no kernel to launch (torch 2.11 on an H200).
+    """
+    import torch
+
+    size = tensor.element_size()
+    misplaced = tensor.device.type != "cpu" and (
+        tensor.data_ptr() % _ALIGNMENT != 0 or any(s * size % _ALIGNMENT for s in tensor.stride()[:-1])
+    )
+    if tensor.stride(-1) == 1 and not misplaced:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
 
 
 def _hides(p: Problem) -> bool:

@@ -94,6 +94,15 @@ def test_rows_that_are_not_contiguous() -> None:
     assert_close(SdpaPath().run(strided)[0], oracle(call)[0], call)
 
 
+@pytest.mark.parametrize("strides", ["spare", "transposed", "sliced"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_strides(strides: str, heads: tuple[int, int], dtype: str) -> None:
+    """Rows that begin anywhere: torch's own kernels do not check where."""
+    p = problem(causal="bottom_right", heads_q=heads[0], heads_k=heads[1], seq_q=21, seq_k=37, dtype=dtype)
+    assert_right(check.random_call(p, 1, device=DEVICE, strides=strides))
+
+
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
