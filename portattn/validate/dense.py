@@ -9,11 +9,9 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Problem
 from portattn.validate import values
+from portattn.validate.building import build
 from portattn.validate.checks import (
-    DTYPES,
-    aligned,
     check_causal,
     check_equal,
     check_flag,
@@ -23,9 +21,6 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
-    is_large,
-    reachable,
-    wants_gradients,
 )
 from portattn.validate.features import Features
 
@@ -109,39 +104,25 @@ def attention_call(
     features.bias(bias, (batch, heads_q, seq_q, seq_k))
     features.mask(mask, (batch, heads_q, seq_q, seq_k))
 
-    given, (q, k, v) = (q, k, v), (reachable(q), reachable(k), reachable(v))
-    problem = Problem(
-        op=op,  # type: ignore[arg-type]
-        batch=batch,
-        heads_q=heads_q,
-        heads_k=k.shape[1],
-        seq_q=seq_q,
-        seq_k=seq_k,
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
-        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
-        seqlens_q=seqlens_q is not None,
-        seqlens_k=seqlens_k is not None,
-        leftpad_q=leftpad_q is not None,
-        leftpad_k=leftpad_k is not None,
-        num_splits=splits,
-        return_lse=return_lse,
-        layout=layout,  # type: ignore[arg-type]
-        aligned=aligned(q) and aligned(k) and aligned(v),
-        large=is_large(q, k, v),
-        needs_grad=wants_gradients(q, k, v, sinks, bias, alibi_slopes),
-        dropout=dropout_p > 0.0,
-        negative_scale=scale < 0.0,
-        **features.problem,
-    )
-    return Call(
-        problem=problem,
-        q=q,
-        k=k,
-        v=v,
+    return build(
+        op,
+        {"q": q, "k": k, "v": v},
+        features,
         scale=scale,
-        **lengths,
-        dropout_p=dropout_p,
-        copied=features.copied or any(a is not b for a, b in zip((q, k, v), given, strict=True)),
-        **features.call,
+        problem={
+            "batch": batch,
+            "heads_q": heads_q,
+            "heads_k": k.shape[1],
+            "seq_q": seq_q,
+            "seq_k": seq_k,
+            "head_dim": head_dim,
+            "head_dim_v": v.shape[3],
+            **{name: length is not None for name, length in lengths.items()},
+            "num_splits": splits,
+            "return_lse": return_lse,
+            "layout": layout,
+            "dropout": dropout_p > 0.0,
+        },
+        call={**lengths, "dropout_p": dropout_p},
+        differentiable=(q, k, v, sinks, bias, alibi_slopes),
     )

@@ -7,11 +7,10 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Op, Problem
+from portattn.problem import Op
 from portattn.validate import values
+from portattn.validate.building import build
 from portattn.validate.checks import (
-    DTYPES,
-    aligned,
     check_causal,
     check_flag,
     check_like,
@@ -19,10 +18,6 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
-    in_line,
-    is_large,
-    reachable,
-    wants_gradients,
 )
 from portattn.validate.features import Features
 from portattn.validate.paged import Queries, check_table
@@ -79,38 +74,23 @@ def mla_call(
     splits = check_splits(OP, num_splits)
     features = Features(OP, q_nope.device, q_nope.dtype)
     queries.features(features, alignment, capacity, window, softcap, alibi_slopes, sinks, bias, mask)
-    given = (*queries.tensors, kv_pages[:, None])
-    views = [reachable(t) for t in given]
-    k = views[2]
-    problem = Problem(
-        op=OP,
-        heads_k=1,
-        seq_k=capacity,
-        head_dim=rank + rope,
-        head_dim_v=rank,
-        dtype=DTYPES[q_nope.dtype],  # type: ignore[arg-type]
-        seqlens_k=True,
-        page_size=page_size,
-        pages_in_line=in_line(k),
-        num_splits=splits,
-        return_lse=return_lse,
-        aligned=all(aligned(t) for t in views),
-        large=is_large(*views),
-        needs_grad=wants_gradients(q_nope, q_rope, kv_pages, sinks, bias, alibi_slopes),
-        negative_scale=scale < 0.0,
-        **queries.problem,
-        **features.problem,
-    )
-    return Call(
-        problem=problem,
-        q=views[0],
-        q_rope=views[1],
-        k=k,
-        v=k[..., :rank],
+    q, rotated = queries.tensors
+    return build(
+        OP,
+        {"q": q, "q_rope": rotated, "k": kv_pages[:, None]},
+        features,
         scale=scale,
-        seqlens_k=seqlens_k,
-        page_table=page_table,
-        copied=features.copied or any(a is not b for a, b in zip(views, given, strict=True)),
-        **queries.call,
-        **features.call,
+        problem={
+            "heads_k": 1,
+            "seq_k": capacity,
+            "head_dim": rank + rope,
+            "head_dim_v": rank,
+            "seqlens_k": True,
+            "page_size": page_size,
+            "num_splits": splits,
+            "return_lse": return_lse,
+            **queries.problem,
+        },
+        call={"seqlens_k": seqlens_k, "page_table": page_table, **queries.call},
+        differentiable=(q_nope, q_rope, kv_pages, sinks, bias, alibi_slopes),
     )

@@ -10,11 +10,10 @@ from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX
-from portattn.problem import Op, Problem
+from portattn.problem import Op
 from portattn.validate import values
+from portattn.validate.building import build
 from portattn.validate.checks import (
-    DTYPES,
-    aligned,
     check_causal,
     check_equal,
     check_flag,
@@ -25,10 +24,6 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
-    in_line,
-    is_large,
-    reachable,
-    wants_gradients,
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features
@@ -193,37 +188,23 @@ def paged_call(
     splits = check_splits(OP, num_splits)
     features = Features(OP, q.device, q.dtype)
     queries.features(features, alignment, capacity, window, softcap, alibi_slopes, sinks, bias, mask)
-    given = (queries.tensors[0], k, v)
-    views = [reachable(t) for t in given]
-    problem = Problem(
-        op=OP,
-        heads_k=k.shape[1],
-        seq_k=capacity,
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
-        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
-        seqlens_k=True,
-        page_size=page_size,
-        pages_in_line=in_line(views[1]) and in_line(views[2]),
-        page_layout=page_layout,  # type: ignore[arg-type]
-        num_splits=splits,
-        return_lse=return_lse,
-        aligned=all(aligned(t) for t in views),
-        large=is_large(*views),
-        needs_grad=wants_gradients(q, k, v, sinks, bias, alibi_slopes),
-        negative_scale=scale < 0.0,
-        **queries.problem,
-        **features.problem,
-    )
-    return Call(
-        problem=problem,
-        q=views[0],
-        k=views[1],
-        v=views[2],
+    return build(
+        OP,
+        {"q": queries.tensors[0], "k": k, "v": v},
+        features,
         scale=scale,
-        seqlens_k=seqlens_k,
-        page_table=page_table,
-        copied=features.copied or any(a is not b for a, b in zip(views, given, strict=True)),
-        **queries.call,
-        **features.call,
+        problem={
+            "heads_k": k.shape[1],
+            "seq_k": capacity,
+            "head_dim": head_dim,
+            "head_dim_v": v.shape[3],
+            "seqlens_k": True,
+            "page_size": page_size,
+            "page_layout": page_layout,
+            "num_splits": splits,
+            "return_lse": return_lse,
+            **queries.problem,
+        },
+        call={"seqlens_k": seqlens_k, "page_table": page_table, **queries.call},
+        differentiable=(q, k, v, sinks, bias, alibi_slopes),
     )

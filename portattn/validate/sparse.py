@@ -9,11 +9,10 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Op, Problem
+from portattn.problem import Op
 from portattn.validate import values
+from portattn.validate.building import build
 from portattn.validate.checks import (
-    DTYPES,
-    aligned,
     check_equal,
     check_flag,
     check_int32,
@@ -23,9 +22,6 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
-    is_large,
-    reachable,
-    wants_gradients,
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features
@@ -105,46 +101,31 @@ def sparse_call(
     features.softcap(softcap)
     features.alibi_slopes(alibi_slopes, batch, heads_q)
     features.sinks(sinks, heads_q)
-    given = (q, k, v)
-    views = [reachable(t) for t in given]
-    problem = Problem(
-        op=OP,
-        batch=batch,
-        heads_q=heads_q,
-        heads_k=k.shape[1],
-        seq_q=1,
-        seq_k=capacity,
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
-        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
-        seqlens_k=seqlens_k is not None,
-        page_size=page_size,
-        page_layout=page_layout if page_size else "phd",  # type: ignore[arg-type]
-        tokens=places,
-        log_weights=log_weights is not None,
-        magicpig=magicpig is not None,
-        num_splits=splits,
-        return_lse=return_lse,
-        layout=layout,  # type: ignore[arg-type]
-        aligned=all(aligned(t) for t in views),
-        large=is_large(*views),
-        needs_grad=wants_gradients(q, k, v, log_weights, sinks, alibi_slopes),
-        negative_scale=scale < 0.0,
-        **features.problem,
-    )
-    return Call(
-        problem=problem,
-        q=views[0],
-        k=views[1],
-        v=views[2],
+    return build(
+        OP,
+        {"q": q, "k": k, "v": v},
+        features,
         scale=scale,
-        seqlens_k=seqlens_k,
-        page_table=page_table,
-        indices=indices,
-        counts=counts,
-        copied=any(a is not b for a, b in zip(views, given, strict=True)),
-        **extra,
-        **features.call,
+        problem={
+            "batch": batch,
+            "heads_q": heads_q,
+            "heads_k": k.shape[1],
+            "seq_q": 1,
+            "seq_k": capacity,
+            "head_dim": head_dim,
+            "head_dim_v": v.shape[3],
+            "seqlens_k": seqlens_k is not None,
+            "page_size": page_size,
+            "page_layout": page_layout if page_size else "phd",
+            "tokens": places,
+            "log_weights": log_weights is not None,
+            "magicpig": magicpig is not None,
+            "num_splits": splits,
+            "return_lse": return_lse,
+            "layout": layout,
+        },
+        call={"seqlens_k": seqlens_k, "page_table": page_table, "indices": indices, "counts": counts, **extra},
+        differentiable=(q, k, v, log_weights, sinks, alibi_slopes),
     )
 
 

@@ -7,11 +7,10 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Op, Problem
+from portattn.problem import Op
 from portattn.validate import values
+from portattn.validate.building import build
 from portattn.validate.checks import (
-    DTYPES,
-    aligned,
     check_causal,
     check_equal,
     check_flag,
@@ -21,9 +20,6 @@ from portattn.validate.checks import (
     check_size,
     check_tensor,
     check_width,
-    is_large,
-    reachable,
-    wants_gradients,
 )
 from portattn.validate.features import Features
 
@@ -95,36 +91,24 @@ def varlen_call(
     features.softcap(softcap)
     features.alibi_slopes(alibi_slopes, batch, q.shape[1])
     features.sinks(sinks, q.shape[1])
-    given = packed(q), packed(k), packed(v)
-    views = [reachable(t) for t in given]
-    problem = Problem(
-        op=OP,
-        batch=batch,
-        heads_q=q.shape[1],
-        heads_k=k.shape[1],
-        # No sequence is longer than all rows: what a caller claims beyond changes nothing.
-        seq_q=min(max_seqlen_q, q.shape[0]),
-        seq_k=min(max_seqlen_k, k.shape[0]),
-        head_dim=head_dim,
-        head_dim_v=v.shape[2],
-        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
-        total_q=q.shape[0],
-        total_k=k.shape[0],
-        return_lse=return_lse,
-        aligned=all(aligned(t) for t in views),
-        large=is_large(*views),
-        needs_grad=wants_gradients(q, k, v, sinks, alibi_slopes),
-        negative_scale=scale < 0.0,
-        **features.problem,
-    )
-    return Call(
-        problem=problem,
-        q=views[0],
-        k=views[1],
-        v=views[2],
+    return build(
+        OP,
+        {"q": packed(q), "k": packed(k), "v": packed(v)},
+        features,
         scale=scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        copied=features.copied or any(a is not b for a, b in zip(views, given, strict=True)),
-        **features.call,
+        problem={
+            "batch": batch,
+            "heads_q": q.shape[1],
+            "heads_k": k.shape[1],
+            # No sequence is longer than all rows: what a caller claims beyond changes nothing.
+            "seq_q": min(max_seqlen_q, q.shape[0]),
+            "seq_k": min(max_seqlen_k, k.shape[0]),
+            "head_dim": head_dim,
+            "head_dim_v": v.shape[2],
+            "total_q": q.shape[0],
+            "total_k": k.shape[0],
+            "return_lse": return_lse,
+        },
+        call={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+        differentiable=(q, k, v, sinks, alibi_slopes),
     )

@@ -1,0 +1,50 @@
+"""The last step of every validator: its tensors as kernels can reach them, and the Problem and Call of all it found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from portattn.call import Call
+from portattn.problem import Problem
+from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
+from portattn.validate.features import Features
+
+
+def build(
+    op: str,
+    tensors: Mapping[str, torch.Tensor],
+    features: Features,
+    *,
+    scale: float,
+    problem: Mapping[str, Any],
+    call: Mapping[str, Any],
+    differentiable: tuple[torch.Tensor | None, ...],
+) -> Call:
+    """The Call of checked arguments.
+
+    tensors         q, k, v and q_rope by the Call's names, with the axes that a Call has; without v it is the first
+                    head_dim_v columns of k
+    problem, call   the other fields of either that are this op's own
+    differentiable  what gradients could be asked for
+    """
+    views = {name: reachable(tensor) for name, tensor in tensors.items()}
+    copied = features.copied or any(views[name] is not tensor for name, tensor in tensors.items())
+    columns = [*views.values()]
+    if "v" not in views:
+        views["v"] = views["k"][..., : problem["head_dim_v"]]
+    paged = bool(problem.get("page_size")) and op != "sparse_attention"  # whose tokens lie anywhere
+    made = Problem(
+        op=op,  # type: ignore[arg-type]
+        dtype=DTYPES[views["q"].dtype],  # type: ignore[arg-type]
+        pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
+        aligned=all(aligned(tensor) for tensor in columns),
+        large=is_large(*columns),
+        needs_grad=wants_gradients(*differentiable),
+        negative_scale=scale < 0.0,
+        **problem,
+        **features.problem,
+    )
+    return Call(problem=made, scale=scale, copied=copied, **views, **call, **features.call)
