@@ -93,6 +93,9 @@ class SdpaPath(VendorPath):
         p = call.problem
         q, scale = _with_positive_scale(call.q, call.scale)
         k, v, gqa = call.k, call.v, p.group > 1
+        if p.causal == "top_left" and p.seq_k > p.seq_q:
+            # What no query attends may be NaN, and torch's kernels multiply it by 0.
+            k, v = k[:, :, : p.seq_q], v[:, :, : p.seq_q]
         idle = None
         given: dict[str, Any] = {}
         if p.bias or p.mask:

@@ -37,6 +37,7 @@ class Call:
     indices, counts  (B, Hq, Lmax) and (B, Hq) int32: tokens that each head attends, and how many places hold one
     log_weights      (B, Hq, Lmax) float32, added to the scores of those tokens
     magicpig_bits, magicpig_tables   int32 (Hq,): bits a hash table (MagicPIG's K) and number of tables (its L)
+    magicpig         the same two as numbers, for all heads; (0, 0) where they are tensors or not given
     alibi_slopes     (B, Hq) float32; stride 0 over B where all sequences have the same
     sinks            (Hq,) float32: a further score of each row, which has no value
     bias, mask       (B, Hq, Sq, Sk) views, broadcast by strides of 0: added to the scores; True = attend
@@ -66,6 +67,7 @@ class Call:
     log_weights: torch.Tensor | None = None
     magicpig_bits: torch.Tensor | None = None
     magicpig_tables: torch.Tensor | None = None
+    magicpig: tuple[int, int] = (0, 0)
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -85,6 +87,20 @@ class Call:
         if p.layout == "bshd" or p.packed:
             return self.empty(batch, rows, p.heads_q, p.head_dim_v).transpose(1, 2)
         return self.empty(batch, p.heads_q, rows, p.head_dim_v)
+
+    def hashing(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """MagicPIG's K and L as (Hq,) int32 tensors, made anew of numbers; None where they are not asked for."""
+        import torch
+
+        if self.magicpig_bits is not None and self.magicpig_tables is not None:
+            return self.magicpig_bits, self.magicpig_tables
+        if not self.problem.magicpig:
+            return None
+        bits, tables = (
+            torch.full((self.problem.heads_q,), number, dtype=torch.int32, device=self.q.device)
+            for number in self.magicpig
+        )
+        return bits, tables
 
     def new_lse(self) -> torch.Tensor:
         """An uninitialised LSE (B, Hq, Sq) float32; packed: (1, Hq, Tq)."""

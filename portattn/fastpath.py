@@ -15,7 +15,7 @@ from portattn.call import TENSORS
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
-from portattn.launch.run import DescriptorMemory, fresh_memory, provide_descriptor_memory
+from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
 from portattn.planned import Plan
 from portattn.problem import Problem
 from portattn.validate import wants_gradients
@@ -23,7 +23,7 @@ from portattn.validate import wants_gradients
 MAX_KEPT = 8192  # distinct call sites kept; past that all are forgotten and kept anew
 
 
-def key_of(op: str, tensors: Mapping[str, torch.Tensor | None], values: tuple[Hashable, ...]) -> Hashable:
+def key_of(op: str, tensors: Mapping[str, torch.Tensor | None], values: Mapping[str, Hashable]) -> Hashable:
     """What decides a call's plan and its kernels' specialisation. `values` are the call's other arguments."""
     given = tensors.values()
     return (
@@ -34,8 +34,8 @@ def key_of(op: str, tensors: Mapping[str, torch.Tensor | None], values: tuple[Ha
             for t in given
         ],
         wants_gradients(*given),
-        values,
-        tuple(map(type, values)),  # 1 == True == 1.0, and validation tells them apart
+        tuple(values.values()),
+        tuple(map(type, values.values())),  # 1 == True == 1.0, and validation tells them apart
     )
 
 
@@ -118,13 +118,18 @@ class Kept:
             "lse": lse,
         }
         if self._scratch:
-            provide_descriptor_memory(memory or fresh_memory(q.device))
+            with descriptor_memory(memory or fresh_memory(q.device)):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+        return out, lse
+
+    def _launch(self, tensors: Mapping[str, Any]) -> None:
         for run, template, places, options in self._launches:
             arguments = template.copy()
             for index, name in places:
                 arguments[index] = tensors[name]
             run(*arguments, **options)
-        return out, lse
 
 
 def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:

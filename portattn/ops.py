@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from portattn import validate as building
-from portattn.config import current
+from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.pagetable import PageTable
 from portattn.planner import Plan
@@ -18,6 +17,7 @@ from portattn.prepared import Prepared
 from portattn.problem import OPS, Problem
 from portattn.request import Request, Result, collecting, perform, plan_request, settings_for
 from portattn.target import Target
+from portattn.validate.values import reads
 
 Window = tuple[int | None, int | None]
 
@@ -74,7 +74,8 @@ def attention(
 
     Returns out in q's dtype and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing to attend
     gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included. Memory beyond the
-    inputs: the output, and the LSE where it is asked for.
+    inputs: the output, the LSE where it is asked for, 256 bytes a program while a launch that uses tensor descriptors
+    runs, and a copy of q, k or v whose rows lie more than 2³¹ elements apart within a tile.
 
     Raises ArgumentError (argument, value, limit), PathUnavailable when a named path cannot run this or falling
     back is forbidden, QuirkConflict when the registry contradicts itself.
@@ -84,14 +85,15 @@ def attention(
         "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
         "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k,
     }  # fmt: skip
+    values: dict[str, Any] = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout_p": dropout_p,
+        "return_lse": return_lse, "layout": layout,
+    }  # fmt: skip
     request = Request(
-        "attention", settings, {"q": q, "k": k, "v": v, **features},
-        (scale, causal, window, softcap, dropout_p, return_lse, layout),
+        "attention", settings, {"q": q, "k": k, "v": v, **features}, values,
         lambda: building.attention_call(
-            "attention", q, k, v, names=("q", "k", "v"), settings=settings, scale=scale, causal=causal, window=window,
-            softcap=softcap, return_lse=return_lse, layout=layout, dropout_p=dropout_p, **features,
+            "attention", q, k, v, names=("q", "k", "v"), settings=settings, **values, **features
         ),
-        return_lse,
     )  # fmt: skip
     return perform(request)
 
@@ -119,26 +121,26 @@ def varlen_attention(
 
     q             (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
     k, v          (Tk, Hk, D) and (Tk, Hk, Dv), likewise by cu_seqlens_k
-    cu_seqlens_*  (B + 1,) int32 on q's device, from 0 on, never falling. They stay on the device. Sequences may have
-                  no rows, and their queries and keys may differ in number
-    max_seqlen_*  rows of the longest sequence, or more; kernels do not depend on them, the reference path's memory does
+    cu_seqlens_*  (B + 1,) int32 on q's device, from 0 on, never falling (else the result is undefined, and still
+                  nothing outside the tensors is read). They stay on the device. Sequences may have no rows, and their
+                  queries and keys may differ in number
+    max_seqlen_*  rows of the longest sequence, or more: with less, what longer sequences give is undefined
     causal        as in `attention`, each sequence for itself
     alibi_slopes  (Hq,) or (B, Hq) float32
 
     The rest as in `attention`. Returns out (Tq, Hq, Dv) and, with return_lse, the LSE (Hq, Tq). Rows after the last
-    sequence give 0 and -inf. Memory beyond the inputs: the output, and the LSE where it is asked for.
+    sequence give 0 and -inf.
     """
     settings = settings_for("varlen_attention", backend, validate)
     features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    values: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": scale, "causal": causal, "window": window,
+        "softcap": softcap, "return_lse": return_lse,
+    }  # fmt: skip
     request = Request(
         "varlen_attention", settings,
-        {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features},
-        (max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, return_lse),
-        lambda: building.varlen_call(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, settings=settings, scale=scale,
-            causal=causal, window=window, softcap=softcap, return_lse=return_lse, **features,
-        ),
-        return_lse,
+        {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features}, values,
+        lambda: building.varlen_call(q, k, v, cu_seqlens_q, cu_seqlens_k, settings=settings, **values, **features),
     )  # fmt: skip
     return perform(request)
 
@@ -173,7 +175,7 @@ def decode_attention(
     leftpad_k   (B,) int32: padding rows before a sequence's first key
     causal      with Sq > 1, True lets query i see what ends Sq-1-i keys before the last (speculative decoding)
     num_splits  programs that share a row's keys; None for what fits the chip best. Any number gives the same result to
-                rounding; 1 gives each sequence bit for bit the same result whatever the rest of the batch is
+                rounding; in the kernels 1 gives each sequence bit for bit the same result whatever the batch is
     bias, mask  broadcast to (B, Hq, Sq, Smax)
 
     The rest as in `attention`. Where keys are split over programs, float32 partial results of
@@ -184,15 +186,16 @@ def decode_attention(
         "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_k": seqlens_k,
         "leftpad_k": leftpad_k,
     }  # fmt: skip
+    values: dict[str, Any] = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits,
+        "return_lse": return_lse, "layout": layout,
+    }  # fmt: skip
     request = Request(
-        "decode_attention", settings, {"q": q, "k": k_cache, "v": v_cache, **features},
-        (scale, causal, window, softcap, num_splits, return_lse, layout),
+        "decode_attention", settings, {"q": q, "k": k_cache, "v": v_cache, **features}, values,
         lambda: building.attention_call(
-            "decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), settings=settings, scale=scale,
-            causal=causal, window=window, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
+            "decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), settings=settings, **values,
             **features,
         ),
-        return_lse,
     )  # fmt: skip
     return perform(request)
 
@@ -227,10 +230,11 @@ def paged_attention(
     k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or (P, Hk, page, D) with page_layout="hpd"; any page size
                  and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D)
     page_table   (B, pages a sequence) int32 on q's device: page ids of each sequence in order; entries past its length
-                 are never used. Or a PageTable
+                 are never used. Or a PageTable, whose lengths each call computes (six small kernels; in a hot path
+                 give `table.pages` and `table.seqlens(page_size)`)
     seqlens_k    (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
     cu_seqlens_q (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
-    max_seqlen_q rows of the longest sequence of packed queries, or more, if known; kernels do not depend on it
+    max_seqlen_q rows of the longest sequence of packed queries, or more, if known
     causal       True: a sequence's last query sees its last key
     bias, mask   broadcast to (B, Hq, Sq, pages a sequence · page); not with packed queries
 
@@ -239,7 +243,7 @@ def paged_attention(
     partial results of splits·B·Hq·Sq·(Dv + 1) elements (packed: splits·Hq·Tq·(Dv + 1)) are allocated beside the output.
     """
     settings = settings_for("paged_attention", backend, validate)
-    table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout)
+    table, seqlens_k = _table("paged_attention", settings, page_table, seqlens_k, k_pages, page_layout)
     features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
@@ -247,16 +251,16 @@ def paged_attention(
         "mask": mask,
         "cu_seqlens_q": cu_seqlens_q,
     }
+    values: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+        "num_splits": num_splits, "return_lse": return_lse, "layout": layout, "page_layout": page_layout,
+    }  # fmt: skip
     request = Request(
         "paged_attention", settings,
-        {"q": q, "k": k_pages, "v": v_pages, "page_table": table, "seqlens_k": seqlens_k, **features},
-        (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout, page_layout),
+        {"q": q, "k": k_pages, "v": v_pages, "page_table": table, "seqlens_k": seqlens_k, **features}, values,
         lambda: building.paged_call(
-            q, k_pages, v_pages, table, seqlens_k, settings=settings, max_seqlen_q=max_seqlen_q, scale=scale,
-            causal=causal, window=window, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
-            page_layout=page_layout, **features,
+            q, k_pages, v_pages, table, seqlens_k, settings=settings, **values, **features
         ),
-        return_lse,
     )  # fmt: skip
     return perform(request)
 
@@ -296,8 +300,9 @@ def sparse_attention(
                  (minus that of a sampling probability); -inf masks
     magicpig     (K, L): the tokens were sampled by L hash tables of K bits each, a token being taken when two tables
                  or more find it; the kernel computes each one's sampling probability u from the angle between query and
-                 key, and takes log u off its score (Chen et al., "MagicPIG", arXiv 2410.16179). Integers, or (Hq,)
-                 int32. Angles are between q and k as given: keys that were centred before they were hashed must be here
+                 key, and takes log u off its score (Chen et al., "MagicPIG", arXiv 2410.16179). Two integers, for
+                 which the kernel is compiled, or (Hq,) int32 tensors.
+                 Angles are between q and k as given: keys that were centred before they were hashed must be here
     alibi_slopes (Hq,) or (B, Hq) float32; the query's position is that of the last key
 
     A causal mask, a window, a mask or a bias are choices of tokens or log_weights here. The rest as in
@@ -307,23 +312,28 @@ def sparse_attention(
     settings = settings_for(op, backend, validate)
     table: Any = None
     if page_table is not None:
-        table, seqlens_k = _table(op, page_table, seqlens_k, k_cache, page_layout)
-    sampled = None if magicpig is None else _magicpig(op, magicpig, counts)
+        table, seqlens_k = _table(op, settings, page_table, seqlens_k, k_cache, page_layout)
+    bits, tables = (None, None) if magicpig is None else _magicpig(op, magicpig, counts)
     features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks, "log_weights": log_weights}
+    sampling = {
+        f"magicpig_{name}": tensor if isinstance(tensor, torch.Tensor) else None
+        for name, tensor in (("bits", bits), ("tables", tables))
+    }
+    values: dict[str, Any] = {
+        "scale": scale, "softcap": softcap, "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
+        "page_layout": page_layout,
+    }  # fmt: skip
     request = Request(
         op, settings,
         {
             "q": q, "k": k_cache, "v": v_cache, "indices": indices, "counts": counts, "page_table": table,
-            "seqlens_k": seqlens_k, **features, "magicpig_bits": sampled and sampled[0],
-            "magicpig_tables": sampled and sampled[1],
+            "seqlens_k": seqlens_k, **features, **sampling,
         },
-        (scale, softcap, num_splits, return_lse, layout, page_layout),
+        values | {"magicpig": None if bits is sampling["magicpig_bits"] else (bits, tables)},
         lambda: building.sparse_call(
             q, k_cache, v_cache, indices, counts, settings=settings, page_table=table, seqlens_k=seqlens_k,
-            magicpig=sampled, scale=scale, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
-            page_layout=page_layout, **features,
+            magicpig=None if bits is None else (bits, tables), **values, **features,
         ),
-        return_lse,
     )  # fmt: skip
     return perform(request)
 
@@ -366,7 +376,7 @@ def mla_attention(
     """
     op = "mla_attention"
     settings = settings_for(op, backend, validate)
-    table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd")
+    table, seqlens_k = _table(op, settings, page_table, seqlens_k, kv_pages, "phd")
     features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
@@ -374,19 +384,20 @@ def mla_attention(
         "mask": mask,
         "cu_seqlens_q": cu_seqlens_q,
     }
+    values: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+        "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
+    }  # fmt: skip
     request = Request(
         op, settings,
         {
             "q": q_nope, "q_rope": q_rope, "k": kv_pages, "v": kv_pages, "page_table": table,
             "seqlens_k": seqlens_k, **features,
         },
-        (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout),
+        values,
         lambda: building.mla_call(
-            q_nope, q_rope, kv_pages, table, seqlens_k, settings=settings, max_seqlen_q=max_seqlen_q, scale=scale,
-            causal=causal, window=window, softcap=softcap, num_splits=num_splits, return_lse=return_lse, layout=layout,
-            **features,
+            q_nope, q_rope, kv_pages, table, seqlens_k, settings=settings, **values, **features
         ),
-        return_lse,
     )  # fmt: skip
     return perform(request)
 
@@ -448,41 +459,36 @@ def _request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _table(
-    op: str, table: Any, seqlens_k: torch.Tensor | None, pages: Any, page_layout: str
+    op: str, settings: Settings, table: Any, seqlens_k: torch.Tensor | None, pages: Any, page_layout: str
 ) -> tuple[Any, torch.Tensor | None]:
     """Page ids and lengths as tensors; a PageTable's lengths follow from the size of the pages."""
     if not isinstance(table, PageTable):
         return table, seqlens_k
     if seqlens_k is not None:
-        raise ArgumentError(
-            op, "seqlens_k", tuple(seqlens_k.shape), "goes with a tensor of page ids; a PageTable has its own"
-        )
+        given = tuple(seqlens_k.shape) if isinstance(seqlens_k, torch.Tensor) else seqlens_k
+        raise ArgumentError(op, "seqlens_k", given, "goes with a tensor of page ids; a PageTable has its own")
     if not isinstance(pages, torch.Tensor) or pages.ndim < 3:
         return table.pages, None  # validation says what is wrong with the pages
-    return table.pages, table.seqlens(pages.shape[2 if page_layout == "hpd" else 1])
+    page_size = pages.shape[2 if page_layout == "hpd" else 1]
+    if reads(settings, table.counts):
+        table.check(op, page_size)
+    return table.pages, table.seqlens(page_size)
 
 
-def _magicpig(op: str, magicpig: Any, counts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and L as (Hq,) int32 tensors on the device of `counts` (B, Hq)."""
+def _magicpig(op: str, magicpig: Any, counts: Any) -> tuple[Any, Any]:
+    """K and L, both integers or both tensors."""
     if not isinstance(magicpig, (tuple, list)) or len(magicpig) != 2:
         raise ArgumentError(op, "magicpig", magicpig, "must be (K, L), bits a hash table and number of tables")
-    bits, tables = magicpig
-    if not isinstance(counts, torch.Tensor) or counts.ndim != 2:
-        return bits, tables  # validation says what is wrong with counts
-    found = []
-    for name, value, least in (("K", bits, 1), ("L", tables, 2)):
+    for name, value, least in (("K", magicpig[0], 1), ("L", magicpig[1], 2)):
         if isinstance(value, torch.Tensor):
-            found.append(value)
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**15:
-            raise ArgumentError(
-                op, f"magicpig's {name}", value, f"must be an integer in {least}..{2**15 - 1}, or (Hq,) int32"
-            )
-        found.append(_same_for_all(value, counts.shape[1], counts.device))
-    return found[0], found[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _same_for_all(value: int, heads: int, device: torch.device) -> torch.Tensor:
-    """Made once: a fill for each call would cost a launch."""
-    return torch.full((heads,), value, dtype=torch.int32, device=device)
+            limit = f"must be an integer in {least}..{2**15 - 1}, or (Hq,) int32"
+            raise ArgumentError(op, f"magicpig's {name}", value, limit)
+    tensor = next((value for value in magicpig if isinstance(value, torch.Tensor)), None)
+    if tensor is not None and isinstance(counts, torch.Tensor) and counts.ndim == 2:
+        heads = counts.shape[1]
+        magicpig = tuple(
+            t if isinstance(t, torch.Tensor) else tensor.new_full((heads,), t, dtype=torch.int32) for t in magicpig
+        )
+    return magicpig[0], magicpig[1]

@@ -26,6 +26,15 @@ class PageTable:
     counts: torch.Tensor
     last_page_len: torch.Tensor
 
+    def __post_init__(self) -> None:
+        for name, axes in (("pages", 2), ("counts", 1), ("last_page_len", 1)):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.ndim != axes:
+                raise ArgumentError("PageTable", name, _kind(tensor), f"must be an int32 torch.Tensor with {axes} axes")
+            if tensor.shape[0] != self.pages.shape[0]:
+                limit = f"must have pages' first axis, {self.pages.shape[0]}"
+                raise ArgumentError("PageTable", f"{name}.shape", tuple(tensor.shape), limit)
+
     @classmethod
     def from_csr(
         cls,
@@ -46,10 +55,7 @@ class PageTable:
         """
         for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.ndim != 1:
-                given = (
-                    (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                )
-                raise ArgumentError(OP, name, given, "must be a torch.Tensor of torch.int32 with one axis")
+                raise ArgumentError(OP, name, _kind(tensor), "must be a torch.Tensor of torch.int32 with one axis")
             if tensor.device != indptr.device:
                 raise ArgumentError(OP, f"{name}.device", str(tensor.device), f"must be indptr's, {indptr.device}")
         if indptr.shape[0] != last_page_len.shape[0] + 1:
@@ -70,10 +76,21 @@ class PageTable:
         own = torch.arange(max_pages, device=indptr.device) < counts[:, None]
         return cls(torch.where(own, pages, NO_PAGE), counts, last_page_len)
 
+    def check(self, op: str, page_size: int) -> None:
+        """Read the lengths of last pages back. Raises ArgumentError on one that does not fit its page."""
+        for index, (count, length) in enumerate(zip(self.counts.tolist(), self.last_page_len.tolist(), strict=True)):
+            if count and not 1 <= length <= page_size:
+                limit = f"must be in 1..{page_size}, the tokens of a page"
+                raise ArgumentError(op, f"page_table.last_page_len[{index}]", length, limit)
+
     def seqlens(self, page_size: int) -> torch.Tensor:
         """Tokens of each sequence (B,) int32, computed where the table is."""
         full = (self.counts - 1).clamp(min=0) * page_size + self.last_page_len
         return torch.where(self.counts > 0, full, 0).to(torch.int32)
+
+
+def _kind(value: object) -> object:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _most(indptr: list[int], last_page_len: list[int], pages: int) -> int:

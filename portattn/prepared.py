@@ -25,9 +25,11 @@ class Prepared:
 
     Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
     handle: use one handle on one stream at a time.
-    `run` allocates nothing when `out` is given (and `lse`, where one is returned), never waits for the device unless
-    validate=True asks for it, and can be captured in a CUDA graph, which replays with lengths, tables and data changed
-    in place.
+    From its second run on, `run` allocates nothing when `out` is given (and `lse`, where one is returned) and pages come
+    as a tensor (a PageTable's lengths are computed anew each time). It never waits for the device unless validate=True
+    asks for it, and can be captured in a CUDA graph, which replays with lengths, tables and data changed in place.
+    Where no kernel of portattn runs, or q, k or v must be copied first (rows too far apart for 32-bit offsets), a run
+    is an ordinary call.
     """
 
     def __init__(self, op: Callable[..., Any], request: Request) -> None:
@@ -36,7 +38,7 @@ class Prepared:
         self._kept: fastpath.Kept | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
         self._name = self.plan.problem.op
-        self._types = tuple(map(type, request.values))
+        self._types = tuple(map(type, request.values.values()))
         self._description = _description(request)
         self._out_shape, self._lse_shape = fastpath.results(self.plan.problem)
         q = request.tensors["q"]
@@ -88,11 +90,12 @@ class Prepared:
 
     def _check(self, request: Request) -> None:
         if request.settings != self._settings:
-            raise ArgumentError(
-                self._name, "settings", request.settings, f"the call was prepared with {self._settings}"
-            )
+            for name in ("validate", "backend", *request.settings.__struct_fields__):
+                now, was = getattr(request.settings, name), getattr(self._settings, name)
+                if now != was:
+                    raise ArgumentError(self._name, name, now, f"the call was prepared with {was!r}")
         # Types first: a value that is no plain one (a tensor, say) may not even compare.
-        if tuple(map(type, request.values)) == self._types and request.key() == self._key is not None:
+        if tuple(map(type, request.values.values())) == self._types and request.key() == self._key is not None:
             return
         now = _description(request)
         for name, was in self._description.items():
@@ -119,22 +122,12 @@ _TENSORS = {
     "sparse_attention": _CACHE | {"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
     "mla_attention": {"q": "q_nope", "k": "kv_pages", "v": "kv_pages"},
 }
-_VALUES = {
-    "attention": ("scale", "causal", "window", "softcap", "dropout_p", "return_lse", "layout"),
-    "varlen_attention": ("max_seqlen_q", "max_seqlen_k", "scale", "causal", "window", "softcap", "return_lse"),
-    "decode_attention": ("scale", "causal", "window", "softcap", "num_splits", "return_lse", "layout"),
-    "paged_attention": (
-        "max_seqlen_q", "scale", "causal", "window", "softcap", "num_splits", "return_lse", "layout", "page_layout",
-    ),
-    "sparse_attention": ("scale", "softcap", "num_splits", "return_lse", "layout", "page_layout"),
-    "mla_attention": ("max_seqlen_q", "scale", "causal", "window", "softcap", "num_splits", "return_lse", "layout"),
-}  # fmt: skip
 
 
 def _description(request: Request) -> dict[str, Any]:
     """Everything of a request but its data, by the names that its caller uses."""
     names = _TENSORS.get(request.op, {})
-    found: dict[str, Any] = dict(zip(_VALUES[request.op], request.values, strict=True))
+    found: dict[str, Any] = dict(request.values)
     for name, t in request.tensors.items():
         given, name = isinstance(t, torch.Tensor), names.get(name, name)
         found[name] = (tuple(t.shape), t.stride(), t.dtype, str(t.device)) if given else type(t).__name__

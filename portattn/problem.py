@@ -20,7 +20,8 @@ OPS: tuple[str, ...] = get_args(Op)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 
 MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
-MAX_SIZE = 2**31 - 1  # kernels count rows, keys, batches and heads in int32
+MAX_SIZE = 2**31 - 1  # kernels count batches and heads in int32
+MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a tile's width are added up
 MAX_SPLITS = 128  # programs that share one row's keys
 ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
 UNLIMITED = -1  # a side of a window that hides nothing
@@ -171,6 +172,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def features(self) -> dict[str, Any]:
         """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`."""
         seq_q = rows = self.seq_q
+        seq_k = self.seq_k
+        if self.num_splits and self.op != "decode_attention":
+            seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
         if self.packed and self.num_splits:
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:
             # nothing may be chosen by how many or how long they are.
@@ -206,12 +210,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "heads_k": self.heads_k,
             "group": self.group,
             "seq_q": seq_q,
-            "seq_k": self.seq_k,
+            "seq_k": seq_k,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
             "widest": max(self.head_dim, self.head_dim_v),
             "page_size": self.page_size,
-            "tokens": self.tokens,
+            "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
             "rows": rows * self.group if self.op in GROUPED else rows,
             "dtype": self.dtype,
             "layout": self.layout,
@@ -245,7 +249,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             sizes.append(f"{self.batch} sequences")
         flags = [flag for flag in _SHOWN if getattr(self, flag)]
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
-        window = [f"window ({self.window_left},{self.window_right})"] if self.window else []
+        right = self.window_right if self.causal == "none" else 0
+        window = [f"window ({self.window_left},{right})"] if self.window else []
         return " ".join([self.op, shape, f"kv {keys}", self.dtype, *sizes, *causal, *window, *flags])
 
 
@@ -261,15 +266,15 @@ _LIMITS = {
     "batch": (0, MAX_SIZE),
     "heads_q": (1, MAX_SIZE),
     "heads_k": (1, MAX_SIZE),
-    "seq_q": (0, MAX_SIZE),
-    "seq_k": (0, MAX_SIZE),
+    "seq_q": (0, MAX_LENGTH),
+    "seq_k": (0, MAX_LENGTH),
     "head_dim": (1, MAX_HEAD_DIM),
     "head_dim_v": (1, MAX_HEAD_DIM),
     "window_left": (UNLIMITED, MAX_SIZE),
     "window_right": (UNLIMITED, MAX_SIZE),
-    "total_q": (0, MAX_SIZE),
-    "total_k": (0, MAX_SIZE),
+    "total_q": (0, MAX_LENGTH),
+    "total_k": (0, MAX_LENGTH),
     "page_size": (0, MAX_SIZE),
-    "tokens": (0, MAX_SIZE),
+    "tokens": (0, MAX_LENGTH),
     "num_splits": (0, MAX_SPLITS),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch._subclasses import FakeTensor
 
 from portattn import dispatch, fastpath
 from portattn.call import Call
@@ -19,6 +20,7 @@ from portattn.errors import ArgumentError
 from portattn.planned import Plan
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -26,24 +28,32 @@ class Request:
     """What the caller gave.
 
     tensors  by the names that they have in kernels' arguments; None for those that are not given
-    values   everything else that decides the plan
+    values   everything else that decides the plan, by the caller's names
     build    validates and makes the Call
     """
 
     op: str
     settings: Settings
     tensors: dict[str, Any]
-    values: tuple[Any, ...]
+    values: dict[str, Any]
     build: Callable[[], Call]
-    return_lse: bool
+
+    @property
+    def return_lse(self) -> bool:
+        return bool(self.values["return_lse"])
 
     def key(self) -> Hashable | None:
-        """The key under which the call is kept; None for what is never kept, or not even made of tensors."""
+        """The key under which the call is kept; None for what is never kept.
+
+        Those are calls on a CPU, of what is no tensor, and of tensors that do not simply lie in memory: subclasses
+        (fake tensors have no memory at all) and views whose negation is still to be done.
+        """
         q = self.tensors["q"]
         if not isinstance(q, torch.Tensor) or q.device.type == "cpu":
             return None
-        if not all(t is None or isinstance(t, torch.Tensor) for t in self.tensors.values()):
-            return None
+        for tensor in self.tensors.values():
+            if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+                return None
         return fastpath.key_of(self.op, self.tensors, self.values)
 
 
@@ -73,6 +83,8 @@ def perform(request: Request) -> Result:
         if kept is not None:
             return kept if request.return_lse else kept[0]  # type: ignore[return-value]
     call = request.build()
+    if any(isinstance(tensor, FakeTensor) for tensor in request.tensors.values()):
+        return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
     out, lse = dispatch.run(call, request.settings, key)
     return finished(call, out, lse)
 

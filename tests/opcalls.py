@@ -202,7 +202,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors count as an H100's: plans are for one, calls are kept, and kernels run under the interpreter."""
     from portattn import Target, compiling, fastpath, prepared
     from portattn.launch.run import has_rows, load_kernels
-    from portattn.request import Request
+    from portattn.request import _PLAIN, Request
 
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
 
@@ -216,7 +216,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
             kernel[launch.grid](**launch.arguments, **launch.constexprs)
 
     def key(request: Request) -> Any:
-        if not all(t is None or isinstance(t, torch.Tensor) for t in request.tensors.values()):
+        if not all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in request.tensors.values()):
             return None
         return fastpath.key_of(request.op, request.tensors, request.values)
 
@@ -224,7 +224,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "launch_all", launch_all)
     monkeypatch.setattr(Request, "key", key)
     monkeypatch.setattr(fastpath, "load_kernels", kernels)
-    monkeypatch.setattr(fastpath, "provide_descriptor_memory", lambda device: None)
+    monkeypatch.setattr(fastpath, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
     for module in (compiling, prepared):
         monkeypatch.setattr(module, "ensure", lambda *arguments: None)

@@ -13,7 +13,7 @@ def test_the_alignment_of_every_pointer_is_part_of_the_key() -> None:
     aligned, shifted = memory[:128].view(1, 1, 2, 64), memory[1:129].view(1, 1, 2, 64)
 
     def key(k: torch.Tensor, seqlens_k: torch.Tensor) -> object:
-        return key_of("attention", {"q": aligned, "k": k, "v": aligned, "leftpad_k": None, "seqlens_k": seqlens_k}, ())
+        return key_of("attention", {"q": aligned, "k": k, "v": aligned, "leftpad_k": None, "seqlens_k": seqlens_k}, {})
 
     plain = key(aligned, lengths[:1])
     assert plain == key(aligned, lengths[4:5])
@@ -23,4 +23,4 @@ def test_the_alignment_of_every_pointer_is_part_of_the_key() -> None:
 
 def test_values_of_different_types_are_different_calls() -> None:
     given = dict.fromkeys("qkv", torch.zeros(1, 1, 2, 64))
-    assert key_of("attention", given, (True,)) != key_of("attention", given, (1,))
+    assert key_of("attention", given, {"causal": True}) != key_of("attention", given, {"causal": 1})

@@ -191,3 +191,23 @@ def test_triton_is_interpreted_only_when_asked_for() -> None:
         portattn.attention(q, q, q)
         assert "TRITON_INTERPRET" not in os.environ
     """)
+
+
+def test_the_first_interpreted_call_of_a_process_runs() -> None:
+    """Triton decides for the interpreter when it is imported, parts of it at the first launch only."""
+    pytest.importorskip("triton")
+    said = python("""
+        import os
+        os.environ.pop("TRITON_INTERPRET", None)
+        import torch, portattn
+        q = torch.randn(1, 2, 4, 16)
+        try:
+            out = portattn.attention(q, q, q, backend="interpreter")
+        except portattn.PathUnavailable as error:
+            print("unavailable:", str(error).splitlines()[-1])
+            raise SystemExit
+        print((out - torch.nn.functional.scaled_dot_product_attention(q, q, q)).abs().max().item() < 1e-5)
+    """)
+    if said.startswith("unavailable"):
+        pytest.skip(said)
+    assert said.splitlines()[-1] == "True"

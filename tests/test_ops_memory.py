@@ -223,3 +223,37 @@ def test_wild_counts_are_clamped_and_wild_tokens_passed_over(device: Device, pat
         found, expected = (perform("sparse_attention", arguments | {"indices": t}, **way) for t in (wild_ones, none))
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
+
+
+def test_an_allocator_for_descriptors_is_put_back() -> None:
+    """Triton has one for everybody: another library's kernels must not build their descriptors in a handle's memory."""
+    triton = pytest.importorskip("triton")
+    from triton.runtime import _allocation
+
+    from portattn.launch.run import DescriptorMemory, descriptor_memory
+
+    if not hasattr(triton, "set_allocator"):
+        pytest.skip("this Triton has no descriptors")
+
+    def current() -> Any:
+        kept = _allocation._allocator
+        return kept.get() if hasattr(kept, "get") else kept
+
+    before = current()
+    with descriptor_memory(DescriptorMemory(torch.device("cpu"), held={})) as _:
+        assert isinstance(current(), DescriptorMemory)
+        assert current()(256, 16, None) is current()(256, 16, None)
+    assert current() is before
+    with pytest.raises(RuntimeError, match="planted"), descriptor_memory(DescriptorMemory(torch.device("cpu"))):
+        raise RuntimeError("planted")
+    assert current() is before
+
+    def theirs(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8)
+
+    triton.set_allocator(theirs)
+    try:
+        with descriptor_memory(DescriptorMemory(torch.device("cpu"))):
+            assert current() is theirs
+    finally:
+        triton.set_allocator(before)

@@ -12,6 +12,7 @@ from support import Device, random_call
 
 import portattn
 from portattn import PageTable
+from portattn.errors import ArgumentError
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -184,3 +185,21 @@ def test_on_the_device_nothing_waits_where_max_pages_is_given() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)
+
+
+def test_a_last_page_that_holds_more_than_a_page_is_named() -> None:
+    pages, q = torch.randn(6, 4, 1, 16), torch.randn(2, 1, 1, 16)
+    table = portattn.PageTable.from_csr(int32(0, 2, 5), int32(1, 2, 5, 0, 3), int32(4, 5))
+    with pytest.raises(ArgumentError, match=r"last_page_len\[1\] is 5, but must be in 1..4"):
+        portattn.paged_attention(q, pages, pages, table)
+    portattn.paged_attention(q, pages, pages, table, validate=False)
+
+
+def test_a_table_is_made_of_int32_tensors() -> None:
+    pages, ones = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="PageTable: last_page_len is 'NoneType'"):
+        portattn.PageTable(pages, ones, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="PageTable: counts is 'list'"):
+        portattn.PageTable(pages, [1, 2], ones)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"counts.shape is \(3,\), but must have pages' first axis, 2"):
+        portattn.PageTable(pages, torch.ones(3, dtype=torch.int32), ones)

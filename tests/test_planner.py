@@ -233,7 +233,9 @@ def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
     made = plan(p, sm_90())
     launches, _, _ = kernel_calls(made, meta_call(p), 132)
     in_key = CORES[op].constexprs(p, made.lowering, made.launch)
-    assert launches[0].constexprs == in_key
+    # MagicPIG's numbers are a call's, not a problem's.
+    numbers = {"PIG_BITS": 0, "PIG_TABLES": 0} if op == "sparse_attention" else {}
+    assert launches[0].constexprs == in_key | numbers
 
 
 def test_the_number_of_queries_is_a_run_time_argument_of_decode() -> None:

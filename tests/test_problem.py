@@ -8,7 +8,7 @@ import torch
 from support import problem, random_call
 
 from portattn import ArgumentError, Problem, conditions
-from portattn.problem import MAX_HEAD_DIM, MAX_SIZE, MAX_SPLITS
+from portattn.problem import MAX_HEAD_DIM, MAX_LENGTH, MAX_SIZE, MAX_SPLITS
 from portattn.reference.oracle import allowed
 
 
@@ -90,7 +90,7 @@ def test_packed_queries_are_one_batch_of_all_rows() -> None:
 
 def test_smallest_and_largest_sizes_are_accepted() -> None:
     assert problem(batch=0, seq_q=0, seq_k=0).batch == 0
-    assert problem(seq_k=MAX_SIZE, head_dim=MAX_HEAD_DIM).head_dim_v == MAX_HEAD_DIM
+    assert problem(seq_k=MAX_LENGTH, head_dim=MAX_HEAD_DIM).head_dim_v == MAX_HEAD_DIM
 
 
 def test_head_dim_v_is_head_dim_unless_given() -> None:

@@ -90,8 +90,11 @@ def test_how_many_keys_each_row_sees(causal: str, seq_q: int, seq_k: int, seen: 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 def test_the_oracle_agrees_with_sdpa(causal: str) -> None:
     call = random_call(problem(causal=causal, heads_q=4))
+    k, v = call.k, call.v
+    if causal == "top_left":  # what no query attends is NaN here
+        k, v = k[:, :, : call.q.shape[2]], v[:, :, : call.q.shape[2]]
     theirs = scaled_dot_product_attention(
-        call.q.double(), call.k.double(), call.v.double(), is_causal=causal == "top_left", enable_gqa=True
+        call.q.double(), k.double(), v.double(), is_causal=causal == "top_left", enable_gqa=True
     )
     torch.testing.assert_close(oracle(call)[0], theirs)
 

@@ -74,7 +74,8 @@ def attend(
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
     Tiles [full_begin, full_end) are attended whole by every row; the others are masked: row i attends the keys
-    before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end` is read. Features that are not
+    before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end`, which no row attends, is read
+    (but by descriptors over pages): it may hold NaN. Features that are not
     asked for are None. Returns acc, row_max and row_sum.
     """
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None

@@ -120,7 +120,7 @@ def decode_split(
             table = None
             k_base += slot_0 * k_stride_b
             v_base += slot_0 * v_stride_b
-            source_rows = k_end
+            source_rows = far
         else:
             table = page_table + sequence.to(tl.int64) * table_stride_b
             source_rows = pages * PAGE_SIZE
@@ -151,7 +151,7 @@ def decode_split(
             q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
             k_rows, k_tail_rows, v_rows, table, pages,
             k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
-            k_first, first_step, full_begin, full_end, last_step, k_end,
+            k_first, first_step, full_begin, full_end, last_step, far,
             row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale, softcap,
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,

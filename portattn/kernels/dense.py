@@ -103,13 +103,13 @@ def dense_forward(
             kv_head = (head // group).to(tl.int64)
             k_base = k + slot.to(tl.int64) * k_stride_b + kv_head * k_stride_h
             v_base = v + slot.to(tl.int64) * v_stride_b + kv_head * v_stride_h
-            k_rows = row_source(k_base, k_end, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
+            k_rows = row_source(k_base, far, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
             k_tail_rows = k_rows
             if BLOCK_TAIL != 0:
                 k_tail_rows = row_source(
-                    k_base + MAIN * k_stride_d, k_end, k_stride_s, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, LOAD
+                    k_base + MAIN * k_stride_d, far, k_stride_s, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, LOAD
                 )
-            v_rows = row_source(v_base, k_end, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+            v_rows = row_source(v_base, far, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
             q_pointers = (
                 q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h + row_0.to(tl.int64) * q_stride_s
                 + tl.arange(0, BLOCK_M) * q_stride_s
@@ -134,7 +134,7 @@ def dense_forward(
                 q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
                 k_rows, k_tail_rows, v_rows, None, 0,
                 0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d,
-                k_first, first_step, full_begin, full_end, last_step, k_end,
+                k_first, first_step, full_begin, full_end, last_step, far,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale,
                 softcap,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,

@@ -85,14 +85,16 @@ def sparse_split(
     SPLIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr,
+    PIG_BITS: tl.constexpr, PIG_TABLES: tl.constexpr,
     EXP: tl.constexpr, MASK_VALUE: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the tokens chosen for one head.
 
     indices (B, Hq, places) int32 and counts (B, Hq) int32: the first counts places hold token positions, in any order;
     what is negative, or not before the sequence's end, is passed over. k and v as in decode_split; SPLIT and the
-    optional arguments too. log_weights (B, Hq, places) float32 is added to the scores; magicpig_bits and
-    magicpig_tables (Hq,) int32 ask for the sampling correction.
+    optional arguments too. log_weights (B, Hq, places) float32 is added to the scores, -inf passes a token over;
+    magicpig_bits and magicpig_tables (Hq,) int32, or PIG_BITS and PIG_TABLES for all heads, ask for the sampling
+    correction.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -136,6 +138,10 @@ def sparse_split(
             place = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
             token = tl.load(chosen + place, mask=place < stop, other=-1)
             keep = (place < stop) & ((token >= 0) & (token < end))
+            if log_weights is not None:
+                weights = log_weights + batch * weights_stride_b + head.to(tl.int64) * weights_stride_h
+                weight = tl.load(weights + place, mask=keep, other=0.0)
+                keep = keep & (weight != float("-inf"))  # a token that is masked may hold NaN
             row = tl.where(keep, token, 0)
             if PAGE_SIZE == 0:
                 k_offsets = row.to(tl.int64) * k_stride_s
@@ -162,17 +168,19 @@ def sparse_split(
                 slope = tl.load(alibi_slopes + batch * alibi_stride_b + head)
                 scores -= slope * (end - 1 - row).to(tl.float32)
             if log_weights is not None:
-                weights = log_weights + batch * weights_stride_b + head.to(tl.int64) * weights_stride_h
-                weight = tl.load(weights + place, mask=keep, other=0.0)
-                scores = tl.where(weight == float("-inf"), float("-inf"), scores + weight)
-            if magicpig_bits is not None:
+                scores += weight
+            if PIG_BITS != 0 or magicpig_bits is not None:
                 lengths = tl.sqrt(tl.sum(keys * keys, 1)) * tl.sqrt(tl.sum(query * query, 0))
                 cosine = products / tl.where(lengths > 0.0, lengths, 1.0)
                 if NEGATED:
                     cosine = -cosine
                 cosine = tl.minimum(tl.maximum(cosine, -1.0), 1.0)
-                bits = tl.load(magicpig_bits + head).to(tl.float32)
-                tables = tl.load(magicpig_tables + head).to(tl.float32)
+                if PIG_BITS != 0:
+                    bits = (head - head).to(tl.float32) + PIG_BITS
+                    tables = (head - head).to(tl.float32) + PIG_TABLES
+                else:
+                    bits = tl.load(magicpig_bits + head).to(tl.float32)
+                    tables = tl.load(magicpig_tables + head).to(tl.float32)
                 scores -= log_sampling_probability(cosine, bits, tables)
             scores = tl.where(keep, softmax_scale(scores, EXP), lowest(MASK_VALUE))
             new_max = tl.maximum(row_max, tl.max(scores, 0))

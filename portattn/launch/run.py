@@ -95,6 +95,9 @@ def _deciding_to_interpret() -> Iterator[None]:
     with compile_environment({"TRITON_INTERPRET": "1"}):
         import triton.language  # noqa: F401 - its own jit functions decide now
 
+        with contextlib.suppress(ImportError):  # Triton before 3.4 has none
+            importlib.import_module("triton.experimental.gluon")  # the first launch would import it, and too late
+
         yield
 
 
@@ -121,18 +124,30 @@ def fresh_memory(device: torch.device) -> DescriptorMemory:
     return DescriptorMemory(device)
 
 
-def provide_descriptor_memory(memory: DescriptorMemory) -> None:
-    """Descriptors that a kernel builds for itself live in global memory, which its launcher must provide.
+_allocator_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def descriptor_memory(memory: DescriptorMemory) -> Iterator[None]:
+    """Inside the block, Triton takes the memory for descriptors that a kernel builds for itself from `memory`.
 
     An allocator that the user has given Triton is left in place.
     """
     import triton
     from triton.runtime import _allocation
 
-    current = _allocation._allocator
-    current = current.get() if hasattr(current, "get") else current
-    if isinstance(current, (_allocation.NullAllocator, DescriptorMemory)) and current is not memory:
+    kept = _allocation._allocator
+    ours = hasattr(kept, "get")  # a ContextVar; before Triton 3.5 all threads have one allocator
+    with contextlib.nullcontext() if ours else _allocator_lock:
+        current = kept.get() if ours else _allocation._allocator
+        if not isinstance(current, (_allocation.NullAllocator, DescriptorMemory)):
+            yield
+            return
         triton.set_allocator(memory)
+        try:
+            yield
+        finally:
+            triton.set_allocator(current)
 
 
 def run_core(plan: Plan, call: Call, cores: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -153,9 +168,11 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
     with device_guard(q):
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
-            if launch.constexprs.get("LOAD") == "descriptor" and not interpreted:
-                provide_descriptor_memory(fresh_memory(q.device))
-            kernel[launch.grid](**launch.arguments, **launch.constexprs, **({} if interpreted else launch.options()))
+            scratch = launch.constexprs.get("LOAD") == "descriptor" and not interpreted
+            with descriptor_memory(fresh_memory(q.device)) if scratch else contextlib.nullcontext():
+                kernel[launch.grid](
+                    **launch.arguments, **launch.constexprs, **({} if interpreted else launch.options())
+                )
 
 
 def has_rows(plan: Plan) -> bool:

@@ -40,7 +40,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "heads_q": problem.heads_q, "group": problem.group, "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "places": problem.tokens, "splits": launch.splits, "tiles": tiles, "batches": problem.batch,
     }  # fmt: skip
-    constexprs = kernel.constexprs(problem, lowering, launch)
+    bits, tables = call.magicpig
+    constexprs = kernel.constexprs(problem, lowering, launch) | {"PIG_BITS": bits, "PIG_TABLES": tables}
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
     first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
     return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse

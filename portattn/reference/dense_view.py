@@ -60,8 +60,8 @@ class DenseView:
     def has_terms(self) -> bool:
         """Whether scores are more than scaled products."""
         call = self.call
-        tensors = (call.alibi_slopes, call.bias, call.log_weights, call.magicpig_bits, call.sinks)
-        return call.problem.softcap or any(tensor is not None for tensor in tensors)
+        tensors = (call.alibi_slopes, call.bias, call.log_weights, call.sinks)
+        return call.problem.softcap or call.problem.magicpig or any(tensor is not None for tensor in tensors)
 
     def products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Q·Kᵀ (B, Hq, rows, keys) of tensors shaped as the view's own."""
@@ -92,11 +92,11 @@ class DenseView:
             scores = scores + call.bias[:, :, self.rows].to(dtype)
         if call.log_weights is not None:
             scores = scores + call.log_weights[:, :, None].to(dtype)
-        if call.magicpig_bits is not None and call.magicpig_tables is not None:
+        if (hashing := call.hashing()) is not None:
             norms = q.to(dtype).norm(dim=-1)[..., None] * k.to(dtype).norm(dim=-1)[:, :, None]
             # A vector of zeros has no direction: it counts as orthogonal to all.
             cosine = torch.where(norms > 0, products / norms.masked_fill(norms == 0, 1.0), 0.0)
-            bits, tables = (t[None, :, None, None] for t in (call.magicpig_bits, call.magicpig_tables))
+            bits, tables = (t[None, :, None, None] for t in hashing)
             scores = scores - log_sampling_probability(cosine, bits, tables)
         return scores.masked_fill(~self.keep, float("-inf"))
 

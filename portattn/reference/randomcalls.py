@@ -243,7 +243,9 @@ def _choices(
     counted = (place < counts[..., None]) & (indices >= 0) & (indices < lengths.k[:, None, None])
     weights = bits = tables = None
     if p.log_weights:  # of probabilities from 5% to 100%
-        weights = -torch.log(0.05 + 0.95 * torch.rand(shape, generator=generator)).masked_fill(~counted, float("nan"))
+        weights = -torch.log(0.05 + 0.95 * torch.rand(shape, generator=generator))
+        masked = torch.rand(shape, generator=generator) < MASKED
+        weights = weights.masked_fill(masked, float("-inf")).masked_fill(~counted, float("nan"))
     if p.magicpig:
         bits = torch.randint(PIG_BITS[0], PIG_BITS[1] + 1, (p.heads_q,), generator=generator, dtype=torch.int32)
         tables = torch.randint(PIG_TABLES[0], PIG_TABLES[1] + 1, (p.heads_q,), generator=generator, dtype=torch.int32)
@@ -295,13 +297,16 @@ def _hidden(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
 def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | None]) -> torch.Tensor:
     """Keys of a sequence that are not poisoned, by position: (B, Hk, Sk) bool."""
     attended = torch.ones(p.batch, p.heads_k, p.seq_k, dtype=torch.bool)
-    if p.op in GROUPED and p.window_left >= 0:
-        # Before the first query's window. Queries and keys end together, or with top_left begin together.
-        shift = torch.zeros_like(lengths.k) if p.packed else lengths.first_k - lengths.first_q
-        if p.causal != "top_left":
-            shift = shift + lengths.k - lengths.q
-        start = (0 if p.packed else lengths.first_q) + shift - p.window_left
-        attended &= (torch.arange(p.seq_k) >= start[:, None])[:, None]
+    # Queries and keys end together, or with top_left begin together.
+    shift = torch.zeros_like(lengths.k) if p.packed else lengths.first_k - lengths.first_q
+    if p.causal != "top_left":
+        shift = shift + lengths.k - lengths.q
+    first = (0 if p.packed else lengths.first_q) + shift  # the position of the first query
+    if p.op in GROUPED and p.window_left >= 0:  # else a row may begin later than others of its tile
+        attended &= (torch.arange(p.seq_k) >= (first - p.window_left)[:, None])[:, None]
+    right = 0 if p.causal != "none" else p.window_right
+    if right >= 0:
+        attended &= (torch.arange(p.seq_k) < (first + lengths.q + right)[:, None])[:, None]
     for name in ("mask", "bias"):
         values = features.get(name)
         if values is not None:
@@ -312,6 +317,9 @@ def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | N
     if indices is not None and counts is not None:
         token = indices.long()
         counted = (torch.arange(p.tokens) < counts[..., None]) & (token >= 0) & (token < lengths.k[:, None, None])
+        weights = features.get("log_weights")
+        if weights is not None:
+            counted &= weights != float("-inf")
         chosen = torch.zeros(p.batch, p.heads_q, p.seq_k + 1, dtype=torch.bool)
         chosen.scatter_(2, torch.where(counted, token, p.seq_k), True)
         attended &= chosen[..., :-1].view(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)

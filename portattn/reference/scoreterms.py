@@ -40,8 +40,8 @@ def with_terms(
         scores = scores + bias
     if call.log_weights is not None:
         scores = scores + call.log_weights[:, :, None, keys.start : keys.stop].float()
-    if call.magicpig_bits is not None and call.magicpig_tables is not None:
-        bits, tables = (t.float()[None, :, None, None] for t in (call.magicpig_bits, call.magicpig_tables))
+    if (hashing := call.hashing()) is not None:
+        bits, tables = (t.float()[None, :, None, None] for t in hashing)
         norms = rows.q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[:, :, None]  # (B, Hq, rows, keys)
         # Of a vector of zeros every direction is as good; it counts as orthogonal.
         cosine = products / norms.clamp(min=torch.finfo(torch.float32).tiny)

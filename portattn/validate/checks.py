@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from portattn.core import next_power_of_two
@@ -21,6 +22,8 @@ def check_tensor(op: str, name: str, tensor: Any, axes: tuple[str, ...]) -> None
     """A floating-point tensor with these axes."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+    if tensor.is_nested:
+        raise ArgumentError(op, name, "a nested tensor", "must be a strided one; varlen_attention takes packed rows")
     if tensor.ndim != len(axes):
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, f"must be {len(axes)}: ({', '.join(axes)})")
     if tensor.dtype not in DTYPES:
@@ -95,13 +98,25 @@ def check_int32(
 
 
 def check_place(op: str, name: str, tensor: torch.Tensor, device: torch.device, contiguous: bool) -> None:
-    """q's device; contiguous, or at least along the last axis."""
+    """q's device, nothing left to be done to its values; contiguous, or at least along the last axis."""
+    check_done(op, name, tensor)
     if tensor.device != device:
         raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be q's, {device}")
     if contiguous and not tensor.is_contiguous():
         raise ArgumentError(op, f"{name}.stride()", tensor.stride(), "must be contiguous")
     if not contiguous and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ArgumentError(op, f"{name}.stride(-1)", tensor.stride(-1), "must be 1: its last axis is contiguous")
+
+
+def check_done(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Kernels get addresses: what lies there must be the values. Of q, k and v the validators make a copy."""
+    if tensor.is_neg():
+        raise ArgumentError(op, name, "a view to be negated", "must be what lies in memory: tensor.resolve_neg()")
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether it is only a shape: a meta tensor, or a fake one under tracing."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def aligned(tensor: torch.Tensor) -> bool:
@@ -111,7 +126,7 @@ def aligned(tensor: torch.Tensor) -> bool:
     outer = [tensor.stride(axis) for axis in range(3) if tensor.shape[axis] > 1 or axis == 2]
     return (
         (tensor.stride(3) == 1 or tensor.shape[3] == 1)
-        and (tensor.is_meta or tensor.data_ptr() % POINTER_ALIGNMENT == 0)
+        and (has_no_data(tensor) or tensor.data_ptr() % POINTER_ALIGNMENT == 0)
         and all(stride * size % POINTER_ALIGNMENT == 0 for stride in outer)
     )
 

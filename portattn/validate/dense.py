@@ -93,7 +93,7 @@ def attention_call(
     for name, length in lengths.items():
         if length is not None:
             check_int32(op, name, length, (batch,), "(batch,)", q.device)
-    if values.reads(settings, q.device):
+    if values.reads(settings, q):
         values.lengths(op, "q", seqlens_q, leftpad_q, seq_q)
         values.lengths(op, "k", seqlens_k, leftpad_k, seq_k)
     features = Features(op, q.device, q.dtype)

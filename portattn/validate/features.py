@@ -9,7 +9,7 @@ import torch
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX
 from portattn.problem import UNLIMITED
-from portattn.validate.checks import check_number, check_place
+from portattn.validate.checks import check_done, check_number, check_place
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
 
@@ -94,6 +94,7 @@ class Features:
         if tensor.dtype not in dtypes:
             limit = f"must be {' or '.join(str(dtype) for dtype in dict.fromkeys(dtypes))}"
             raise ArgumentError(self.op, f"{name}.dtype", tensor.dtype, limit)
+        check_done(self.op, name, tensor)
         if tensor.device != self.device:
             raise ArgumentError(self.op, f"{name}.device", str(tensor.device), f"must be q's, {self.device}")
 

@@ -65,7 +65,7 @@ def mla_call(
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
-    if values.reads(settings, q_nope.device):
+    if values.reads(settings, q_nope):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, kv_pages.shape[0])
     alignment = check_causal(OP, causal)

@@ -9,8 +9,7 @@ import torch
 from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.launch.kernelcall import INT32_MAX
-from portattn.problem import Op
+from portattn.problem import MAX_LENGTH, Op
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
@@ -66,8 +65,8 @@ def check_table(
         check_int32(op, "seqlens_k", seqlens_k, (batch,), "(batch,)", device)
     # Without a page there is nothing to read, whatever the table says.
     capacity = table.shape[1] * page_size if cache.shape[0] else 0
-    if capacity > INT32_MAX:
-        limit = f"pages of {page_size} tokens must hold at most {INT32_MAX} of a sequence, and these hold {capacity}"
+    if capacity > MAX_LENGTH:
+        limit = f"pages of {page_size} tokens must hold at most {MAX_LENGTH} of a sequence, and these hold {capacity}"
         raise ArgumentError(op, "page_table.shape", tuple(table.shape), limit)
     return capacity
 
@@ -91,6 +90,12 @@ class Queries:
         check_layout(op, layout)
         axes = AXES[layout] if cu_seqlens_q is None else PACKED_AXES
         for name, tensor in named.items():
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == 3 and cu_seqlens_q is None:
+                limit = f"must be 4: ({', '.join(axes)}); packed queries go with cu_seqlens_q"
+                raise ArgumentError(op, f"{name}.ndim", 3, limit)
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == 4 and cu_seqlens_q is not None:
+                limit = f"must be 3: ({', '.join(axes)}), packed as cu_seqlens_q says"
+                raise ArgumentError(op, f"{name}.ndim", 4, limit)
             check_tensor(op, name, tensor, axes)
         first_name, first = next(iter(named.items()))
         for name, tensor in named.items():
@@ -109,7 +114,7 @@ class Queries:
             self.batch = beginnings(op, "cu_seqlens_q", cu_seqlens_q, first.device)
             total = first.shape[0]
             self.rows = total if max_seqlen_q is None else min(check_size(op, "max_seqlen_q", max_seqlen_q), total)
-            if values.reads(settings, first.device):
+            if values.reads(settings, first):
                 values.cu_seqlens(op, "q", cu_seqlens_q, total, self.rows)
             self.tensors = [packed(t) for t in named.values()]
             self.problem["total_q"], self.call["cu_seqlens_q"] = total, cu_seqlens_q
@@ -179,7 +184,7 @@ def paged_call(
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q.device, k, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
-    if values.reads(settings, q.device):
+    if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
     alignment = check_causal(OP, causal)

@@ -42,7 +42,7 @@ def sparse_call(
     page_table: torch.Tensor | None = None,
     seqlens_k: torch.Tensor | None = None,
     log_weights: torch.Tensor | None = None,
-    magicpig: tuple[torch.Tensor, torch.Tensor] | None = None,
+    magicpig: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -52,7 +52,10 @@ def sparse_call(
     layout: str = "bhsd",
     page_layout: str = "phd",
 ) -> Call:
-    """Check everything and build the Call; magicpig's numbers are (Hq,) tensors by now. Raises ArgumentError."""
+    """Check everything and build the Call. Raises ArgumentError.
+
+    magicpig  K and L: integers, which have been checked, or tensors
+    """
     check_layout(OP, layout)
     check_page_layout(OP, page_layout)
     check_tensor(OP, "q", q, AXES[layout])
@@ -87,7 +90,7 @@ def sparse_call(
     shape = (batch, heads_q, places)
     check_int32(OP, "indices", indices, shape, "(batch, heads_q, places)", q.device, contiguous=False)
     check_int32(OP, "counts", counts, shape[:2], "(batch, heads_q)", q.device, contiguous=False)
-    if values.reads(settings, q.device):
+    if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         if page_table is not None:
             values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
@@ -96,7 +99,7 @@ def sparse_call(
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
-    extra = _weights(log_weights, magicpig, shape, q.device, settings)
+    extra = _weights(log_weights, magicpig, counts, shape, settings)
     features = Features(OP, q.device, q.dtype)
     features.softcap(softcap)
     features.alibi_slopes(alibi_slopes, batch, heads_q)
@@ -130,10 +133,11 @@ def sparse_call(
 
 
 def _weights(
-    log_weights: Any, magicpig: Any, shape: tuple[int, ...], device: torch.device, settings: Settings
+    log_weights: Any, magicpig: Any, counts: torch.Tensor, shape: tuple[int, ...], settings: Settings
 ) -> dict[str, Any]:
-    """The Call's fields of log_weights (B, Hq, Lmax) and of MagicPIG's two (Hq,) tensors."""
+    """The Call's fields of log_weights (B, Hq, Lmax) and of MagicPIG's two numbers or (Hq,) tensors."""
     found: dict[str, Any] = {}
+    device = counts.device
     if log_weights is not None:
         if not isinstance(log_weights, torch.Tensor) or log_weights.dtype != torch.float32:
             kind = getattr(log_weights, "dtype", type(log_weights).__name__)
@@ -142,11 +146,13 @@ def _weights(
             raise ArgumentError(OP, "log_weights.shape", tuple(log_weights.shape), f"must be indices', {shape}")
         check_place(OP, "log_weights", log_weights, device, contiguous=False)
         found["log_weights"] = log_weights
-    if magicpig is not None:
+    if magicpig is not None and not isinstance(magicpig[0], torch.Tensor):
+        found["magicpig"] = magicpig
+    elif magicpig is not None:
         names = ("magicpig's K", "magicpig's L")
         for name, tensor in zip(names, magicpig, strict=True):
             check_int32(OP, name, tensor, shape[1:2], "(heads_q,)", device)
-        if values.reads(settings, device):
+        if values.reads(settings, counts):
             for name, tensor, least in zip(names, magicpig, (1, LEAST_TABLES), strict=True):
                 for head, value in enumerate(tensor.tolist()):
                     if value < least:

@@ -9,13 +9,17 @@ import torch
 
 from portattn.config import Settings
 from portattn.errors import ArgumentError
+from portattn.validate.checks import has_no_data
 
 
-def reads(settings: Settings, device: torch.device) -> bool:
-    """Whether values are checked under these settings: on the CPU unless forbidden, elsewhere only when demanded."""
-    if device.type == "meta":
+def reads(settings: Settings, like: torch.Tensor) -> bool:
+    """Whether values are checked under these settings: on the CPU unless forbidden, elsewhere only when demanded.
+
+    Tensors without data have none.
+    """
+    if has_no_data(like):
         return False
-    return settings.validate == "always" or (settings.validate == "auto" and device.type == "cpu")
+    return settings.validate == "always" or (settings.validate == "auto" and like.device.type == "cpu")
 
 
 def lengths(op: str, side: str, length: torch.Tensor | None, pad: torch.Tensor | None, capacity: int) -> None:

@@ -83,7 +83,7 @@ def varlen_call(
     alignment = check_causal(OP, causal)
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
-    if values.reads(settings, q.device):
+    if values.reads(settings, q):
         values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     features = Features(OP, q.device, q.dtype)

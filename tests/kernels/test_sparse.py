@@ -90,6 +90,21 @@ def test_magicpig_at_the_ends_of_the_angle(device: Device) -> None:
     check(device, call)
 
 
+@pytest.mark.parametrize("bits, tables", [(1, 2), (10, 150), (32767, 32767)])
+def test_magicpig_by_numbers_is_magicpig_by_tensors(device: Device, bits: int, tables: int) -> None:
+    call = random_call(problem("sparse", batch=1, magicpig=True, head_dim=32), 3, device=device.name)
+    assert call.magicpig_bits is not None
+    assert call.magicpig_tables is not None
+    call.magicpig_bits.fill_(bits)
+    call.magicpig_tables.fill_(tables)
+    expected = run(device, call)
+    call.magicpig_bits = call.magicpig_tables = None
+    call.magicpig = (bits, tables)
+    for ours, theirs in zip(run(device, call), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    check(device, call)
+
+
 @pytest.mark.parametrize("bits", [4, 10])
 def test_a_sampling_probability_is_nearly_exact(device: Device, bits: int) -> None:
     """One token each, so that the LSE is its score less log u: from rare hits to frequent ones, without a jump."""

@@ -198,8 +198,11 @@ def test_what_is_asked_of_sparse_attention_is_recorded() -> None:
     assert (p.log_weights, p.magicpig) == (True, False)
     call = built("sparse_attention", arguments | {"magicpig": (7, 90), "seqlens_k": torch.tensor([7, 5]).int()})
     assert (call.problem.log_weights, call.problem.magicpig, call.problem.seqlens_k) == (False, True, True)
-    assert call.magicpig_bits.tolist() == [7] * 4
-    assert call.magicpig_tables.tolist() == [90] * 4
+    assert (call.magicpig, call.magicpig_bits, call.magicpig_tables) == ((7, 90), None, None)
+    assert [t.tolist() for t in call.hashing()] == [[7] * 4, [90] * 4]
+    mixed = built("sparse_attention", arguments | {"magicpig": (7, torch.tensor([90, 91, 92, 93]).int())})
+    assert [t.tolist() for t in mixed.hashing()] == [[7] * 4, [90, 91, 92, 93]]
+    assert mixed.magicpig == (0, 0)
 
 
 @pytest.mark.parametrize("name", CALLS)

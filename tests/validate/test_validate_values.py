@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -63,7 +64,8 @@ def test_what_is_right_is_right_however_it_is_validated(op: str) -> None:
     ],
 )  # fmt: skip
 def test_where_values_are_read(validate: Any, device: str, expected: bool) -> None:
-    assert values.reads(Settings(validate=validate), torch.device(device)) is expected
+    like = types.SimpleNamespace(device=torch.device(device), is_meta=device == "meta")
+    assert values.reads(Settings(validate=validate), like) is expected
 
 
 def test_lengths_at_their_limits_are_right() -> None:
