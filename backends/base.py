@@ -8,9 +8,11 @@ library can run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import torch
 
     from portattn.call import Call
@@ -39,6 +41,31 @@ class VendorPath:
         raise NotImplementedError
 
 
+class Variant:
+    """Another kernel for one op, explicitly scheduled for one chip: a candidate that comes before the core.
+
+    name  path name in plans, warnings and `backend=`
+    op    the op that it is for
+    arches  the chips that it is for; on others plans do not mention it
+    """
+
+    name: str
+    op: str
+    arches: tuple[str, ...]
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why it cannot run the problem; None when it can. Pure. The core kernel then runs: that is no fall-back."""
+        raise NotImplementedError
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs this call and others like it: given tensors by the Call's names, and `out` and `lse` to fill."""
+        raise NotImplementedError
+
+    def views(self, problem: Problem, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors that a launcher takes, from those that the caller gave, by the names that a Request has."""
+        raise NotImplementedError
+
+
 class Backend:
     """One family of accelerators.
 
@@ -46,6 +73,7 @@ class Backend:
     device_type  torch's device type of its tensors
     folder       where its arches.toml and tuning/ lie
     vendor       the vendor library's paths, in order of preference
+    variants     kernels of portattn's own that are for some of its chips only, in order of preference
     compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
     core_path    name of the path that runs the core kernels; empty where none is offered by itself
     """
@@ -54,6 +82,7 @@ class Backend:
     device_type: str
     folder: Path
     vendor: tuple[VendorPath, ...] = ()
+    variants: tuple[Variant, ...] = ()
     compilers: tuple[str, ...] = ()
     core_path: str = "triton"
 

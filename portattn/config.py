@@ -1,6 +1,6 @@
-"""What a user can set: six environment variables, and the same names in a `settings(...)` block.
+"""What a user can set: seven environment variables, and the same names in a `settings(...)` block.
 
-An environment variable that starts with PORTATTN_ and is none of the six is an error, so that a misspelt name
+An environment variable that starts with PORTATTN_ and is none of the seven is an error, so that a misspelt name
 is never silently ignored.
 """
 
@@ -19,6 +19,7 @@ from portattn.errors import SettingError
 
 Fallback = Literal["warn", "error", "silent"]
 Isolate = Literal["auto", "always", "never"]
+Canary = Literal["auto", "always", "never"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +29,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fallback     what a planned or recorded fall-back does: `warn` once, raise an `error`, or stay `silent`
     quirks       overrides, "+id,-id": + applies a quirk whose conditions do not hold, - switches one off
     isolate      whether a first compile runs in a child process: `auto` does so for what nobody has verified
+    canary       whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
+                 toolchains where nobody has run the tests
     cache_dir    where verdicts and incidents are kept; empty for the platform's cache directory
     validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
                  the transformers adapter still reads a mask of several queries back, once a forward
@@ -38,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fallback: Fallback = "warn"
     quirks: str = ""
     isolate: Isolate = "auto"
+    canary: Canary = "auto"
     cache_dir: str = ""
     validate: Literal["auto", "always", "never"] = "auto"
     compile_seconds: float = 120.0
@@ -48,12 +52,14 @@ ENVIRONMENT: Mapping[str, str] = {
     "PORTATTN_FALLBACK": "fallback",
     "PORTATTN_QUIRKS": "quirks",
     "PORTATTN_ISOLATE": "isolate",
+    "PORTATTN_CANARY": "canary",
     "PORTATTN_CACHE_DIR": "cache_dir",
     "PORTATTN_VALIDATE": "validate",
 }
 _VOCABULARY = {
     "fallback": get_args(Fallback),
     "isolate": get_args(Isolate),
+    "canary": get_args(Canary),
     "validate": ("auto", "always", "never"),
 }
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 
 import msgspec
 import torch
 
 from portattn import compiling, fastpath
-from portattn.backends.base import Backend
-from portattn.call import Call
+from portattn.backends.base import Backend, Variant
+from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
 from portattn.launch import KernelCall, kernel_calls, launch_all
-from portattn.launch.run import Launches
+from portattn.launch.run import Launches, device_guard
 from portattn.planner import Plan, Rejection, plan
 from portattn.problem import Problem
 from portattn.reference import blockwise
@@ -27,6 +27,8 @@ from portattn.verdict import Verdict
 
 _last: ContextVar[Plan | None] = ContextVar("portattn_last_plan", default=None)
 _warned: set[tuple[str, str, str, str]] = set()
+# Keys of plans, under a canary setting, whose families gave right numbers here or need not show it.
+_trusted: set[tuple[str, str]] = set()
 PLAN_CACHE = 4096  # plans kept, by problem, device and settings
 
 
@@ -95,6 +97,7 @@ def _planned(problem: Problem, device_type: str, index: int | None, settings: Se
 def forget_plans() -> None:
     """Drop every cached plan: verdicts or data have changed."""
     _planned.cache_clear()
+    _trusted.clear()
     fastpath.forget()
 
 
@@ -129,7 +132,7 @@ def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[to
     _refuse(made, settings)
     _warn(made, settings)
     if launches is None:
-        result = _run_elsewhere(made, call)
+        result = _run_elsewhere(made, call, settings, key)
     else:
         calls, out, lse = launches
         launch_all(calls, made, call.q)
@@ -161,16 +164,49 @@ def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Setti
     if call.dry:
         return compiling.known_failure(made, launches, settings)
     target, _ = detect_target(call.q.device.type, call.q.device.index)
-    return compiling.ensure(made, launches, call.q, target, settings)
+    return unusable(made, launches, call.q, target, settings)
 
 
-def _run_elsewhere(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run on a path that has no kernel of ours."""
+def unusable(
+    made: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, settings: Settings
+) -> Verdict | None:
+    """Why a core plan must not run here, None when it may: it compiles, and its family gives right numbers."""
+    failure = compiling.ensure(made, launches, q, target, settings)
+    if failure is None and settings.canary != "never" and (made.key, settings.canary) not in _trusted:
+        from portattn import canary  # only where it may be needed: it brings the worker and the oracle
+
+        failure = canary.check(made, target, settings)
+        if failure is None:
+            _trusted.add((made.key, settings.canary))
+    return failure
+
+
+def _run_elsewhere(
+    made: Plan, call: Call, settings: Settings, key: Hashable | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run on a path that is not the core's."""
     if made.path == "reference":
         return blockwise.run(call)
     backend = Registry.load().backends[made.target.partition(":")[0]]
+    variant = next((v for v in backend.variants if v.name == made.path), None)
+    if variant is not None:
+        launch, out, lse = run_variant(variant, call)
+        if key is not None and not call.copied:
+            fastpath.keep(key, fastpath.KeptVariant(made, settings, variant, launch, call.q.device))
+        return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)
+
+
+def run_variant(
+    variant: Variant, call: Call
+) -> tuple[Callable[[Mapping[str, torch.Tensor | None]], None], torch.Tensor, torch.Tensor | None]:
+    """Run a call by a variant: (what runs others like it, out, LSE)."""
+    launch = variant.launcher(call)
+    out, lse = call.new_out(), call.new_lse() if call.problem.return_lse else None
+    with device_guard(call.q):
+        launch({name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse})
+    return launch, out, lse
 
 
 def _refuse(made: Plan, settings: Settings) -> None:

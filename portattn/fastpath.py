@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from portattn.backends.base import Variant
 from portattn.call import TENSORS
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels
@@ -132,6 +133,38 @@ class Kept:
             run(*arguments, **options)
 
 
+class KeptVariant:
+    """One kept call of a variant: as Kept, but its launcher allocates what passes between its kernels."""
+
+    __slots__ = ("_index", "_launch", "_lse_shape", "_module", "_out_shape", "_variant", "plan", "settings")
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Settings,
+        variant: Variant,
+        launch: Callable[[Mapping[str, Any]], None],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.settings = plan, settings
+        self._variant, self._launch = variant, launch
+        self._out_shape, self._lse_shape = results(plan.problem)
+        self._index, self._module = device.index, getattr(torch, device.type)
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run with these tensors, in the caller's own layout: (out in that layout, LSE or None)."""
+        if self._index != self._module.current_device():
+            with self._module.device(self._index):
+                return self(inputs)
+        q, p = inputs["q"], self.plan.problem
+        assert q is not None
+        out = q.new_empty(self._out_shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32) if p.return_lse else None
+        seen = out.transpose(1, 2) if p.layout == "bshd" else out
+        self._launch(self._variant.views(p, inputs) | {"out": seen, "lse": lse})
+        return out, lse
+
+
 def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out, in the caller's layout, and of the LSE."""
     p = problem
@@ -141,10 +174,10 @@ def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*lse, p.head_dim_v) if p.layout == "bhsd" else (p.batch, p.seq_q, p.heads_q, p.head_dim_v), lse
 
 
-_kept: dict[tuple[Hashable, Settings], Kept] = {}
+_kept: dict[tuple[Hashable, Settings], Kept | KeptVariant] = {}
 
 
-def find(key: Hashable, settings: Settings) -> Kept | None:
+def find(key: Hashable, settings: Settings) -> Kept | KeptVariant | None:
     """The kept call for a key under these settings; None when there is none."""
     try:
         return _kept.get((key, settings))
@@ -152,7 +185,7 @@ def find(key: Hashable, settings: Settings) -> Kept | None:
         return None  # an unhashable argument: validation will name it
 
 
-def keep(key: Hashable, kept: Kept) -> None:
+def keep(key: Hashable, kept: Kept | KeptVariant) -> None:
     if len(_kept) >= MAX_KEPT:
         _kept.clear()
     _kept[key, kept.settings] = kept

@@ -33,8 +33,8 @@ def plan(
 ) -> Plan:
     """Plan one problem on one target.
 
-    Candidates in order: the core kernel, the vendor's library, the reference. The first that nothing speaks against
-    is the plan's path; `rejected` says what spoke against the others.
+    Candidates in order: variants for this chip, the core kernel, the vendor's library, the reference. The first that
+    nothing speaks against is the plan's path; `rejected` says what spoke against the others.
 
     Raises QuirkConflict when two quirks contradict each other, SettingError on an override that names no quirk,
     ArgumentError on an unknown backend, and PathUnavailable when the path that the caller named cannot run this.
@@ -44,7 +44,7 @@ def plan(
     parse_overrides(settings.quirks, registry.quirks)  # a misspelt id is an error on every path
     backend = registry.backends[target.backend]
     requested = settings.backend
-    names = [p for p in (backend.core_path, *(v.name for v in backend.vendor)) if p]
+    names = [p for p in (*(v.name for v in (*backend.variants, *backend.vendor)), backend.core_path) if p]
     if requested not in (*GROUPS, *names, "triton", INTERPRETER):
         known = ", ".join(dict.fromkeys([*GROUPS, *names]))
         raise ArgumentError(problem.op, "backend", requested, f"{target.backend} knows {known}")
@@ -58,6 +58,16 @@ def plan(
     rejected: list[Rejection] = []
     cause = ""  # the quirk that decided against the core path, if one did
     applied: tuple[Applied, ...] = ()  # every quirk that speaks against it
+    variants: list[Rejection] = []  # no fall-backs: the core covers everything that a variant does
+    for variant in backend.variants:
+        concerned = variant.op == problem.op and target.arch.name in variant.arches
+        if requested != variant.name and not (requested == "auto" and concerned):
+            continue
+        no = variant.rejects(problem, target)
+        if no is None:
+            return Plan(**base, path=variant.name)
+        variants.append(no)
+    rejected += variants if requested != "auto" else []
     automatic = requested == "auto" and backend.core_path != INTERPRETER
     if backend.core_path and (requested == backend.core_path or automatic):
         try:
@@ -76,7 +86,7 @@ def plan(
                 launch=choice.launch,
                 env=choice.env,
                 quirks=choice.quirks,
-                notes=choice.notes,
+                notes=(*(f"not {no.path}: it {no.reason}" for no in variants), *choice.notes),
                 key=choice.key,
             )
     for vendor in backend.vendor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from portattn import dispatch, fastpath
-from portattn.compiling import ensure
 from portattn.errors import ArgumentError
 from portattn.launch import has_rows, kernel_calls
 from portattn.launch.run import DescriptorMemory
@@ -25,9 +24,10 @@ class Prepared:
 
     Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
     handle: use one handle on one stream at a time.
-    From its second run on, `run` allocates nothing when `out` is given (and `lse`, where one is returned) and pages come
-    as a tensor (a PageTable's lengths are computed anew each time). It never waits for the device unless validate=True
-    asks for it, and can be captured in a CUDA graph, which replays with lengths, tables and data changed in place.
+    From its second run on, a run of the core kernels allocates nothing when `out` is given (and `lse`, where one is
+    returned) and pages come as a tensor (a PageTable's lengths are computed anew each time). It never waits for the
+    device unless validate=True asks for it, and can be captured in a CUDA graph, which replays with lengths, tables and
+    data changed in place.
     Where no kernel of portattn runs, or q, k or v must be copied first (rows too far apart for 32-bit offsets), a run
     is an ordinary call.
     """
@@ -47,8 +47,8 @@ class Prepared:
         call.dry = False
         target, _ = dispatch.detect_target(q.device.type, q.device.index)
         launches, out, lse = kernel_calls(self.plan, call, target.arch.cores)
-        if ensure(self.plan, launches, q, target, request.settings) is not None:
-            # It does not compile here. Running it through dispatch plans again, warns, and takes the next path.
+        if dispatch.unusable(self.plan, launches, q, target, request.settings) is not None:
+            # It must not run here. Running it through dispatch plans again, warns, and takes the next path.
             self.plan = dispatch.plan_call(request.build(), request.settings)
             return
         self._kept = fastpath.Kept(self.plan, request.settings, launches, out, lse)
@@ -80,8 +80,12 @@ class Prepared:
             dispatch.note(self.plan)
             found = self._kept(request.tensors, out, lse, self._buffers, self._memory)
             return found if request.return_lse else found[0]  # type: ignore[return-value]
-        call = request.build()
-        result = finished(call, *dispatch.run(call, request.settings))
+        found = None if self._key is None else dispatch.repeat(self._key, request.settings, request.tensors)
+        if found is None:
+            call = request.build()
+            result = finished(call, *dispatch.run(call, request.settings, self._key))
+        else:
+            result = found if request.return_lse else found[0]  # type: ignore[assignment]
         values = result if isinstance(result, tuple) else (result,)
         given = [
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)

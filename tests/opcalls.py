@@ -200,7 +200,7 @@ class _Interpreted:
 
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors count as an H100's: plans are for one, calls are kept, and kernels run under the interpreter."""
-    from portattn import Target, compiling, fastpath, prepared
+    from portattn import Target, compiling, fastpath
     from portattn.launch.run import has_rows, load_kernels
     from portattn.request import _PLAIN, Request
 
@@ -226,6 +226,5 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastpath, "load_kernels", kernels)
     monkeypatch.setattr(fastpath, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
-    for module in (compiling, prepared):
-        monkeypatch.setattr(module, "ensure", lambda *arguments: None)
+    monkeypatch.setattr(compiling, "ensure", lambda *arguments: None)
     dispatch.forget_plans()

@@ -1,0 +1,220 @@
+"""Canaries: small adversarial calls of a kernel family, run once for each target and toolchain and compared with the
+oracle. A mismatch quarantines the family there: an Incident, and plans that take another path.
+
+They run in a child process, so that a kernel which crashes the device's context, or never ends, does so there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from portattn import __version__, tomlfile
+from portattn.config import Settings
+from portattn.errors import PortattnError
+from portattn.matrix.numerics import numerics, request_of
+from portattn.planner import Plan, plan
+from portattn.problem import Problem
+from portattn.quirk import Level, Symptom
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.verdict import Incident, Verdict
+from portattn.verdicts import VerdictStore, store
+from portattn.worker.client import Reply, Worker
+
+VERSION = 1  # of the set: a family is looked at again when it changes
+_RUN_TIME = re.compile(r"CUDA error|HIP error|Triton Error \[|illegal memory|misaligned|NPU (error|function)|aicore")
+
+_COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
+_PLAIN: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
+_FEATURED: dict[str, Any] = {"head_dim": 128, "dtype": "bf16", "sinks": True, "window_left": 70}
+_ROWS: dict[str, Any] = {"seq_q": 77, "seq_k": 141}
+_LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+_PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
+_CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
+_PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
+_LATENT: dict[str, Any] = _PAGES | {"heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16"}
+# Ragged tails, grouped heads, masks, windows, sinks, keys split over programs; random calls add large scores, rows that
+# attend nothing and NaN wherever nothing is attended (reference/randomcalls.py).
+CASES: Mapping[str, tuple[Problem, ...]] = {
+    op: tuple(Problem(op=op, **_COMMON | fields) for fields in problems)  # type: ignore[arg-type]
+    for op, problems in {
+        "attention": (_ROWS | _LENGTHS | _PLAIN | {"mask": True}, _ROWS | _LENGTHS | _FEATURED),
+        "varlen_attention": (_PACKED | _PLAIN, _PACKED | _FEATURED),
+        "decode_attention": (_CACHE | _PLAIN | {"mask": True, "num_splits": 3}, _CACHE | _FEATURED),
+        "paged_attention": (_PAGES | _PLAIN | {"num_splits": 2}, _PAGES | _FEATURED),
+        "sparse_attention": (
+            _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
+            _PAGES | {"seq_q": 1, "head_dim": 128, "dtype": "bf16", "tokens": 50, "sinks": True},
+        ),
+        "mla_attention": (_LATENT | {"causal": "bottom_right", "num_splits": 2},),
+    }.items()
+}
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
+
+    arch: tuple[str, ...]
+    toolchain: str
+    level: Literal["runs", "measured"]
+    date: datetime.date
+    what: str
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seen: tuple[Seen, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def _seen(folder: Path) -> tuple[Seen, ...]:
+    path = folder / "verified.toml"
+    if not path.exists():
+        return ()
+    data, text = tomlfile.read(path)
+    return tomlfile.convert(data, _File, path, text).seen
+
+
+def seen_to_run(target: Target) -> Seen | None:
+    """The evidence that the kernels are right on this arch with this toolchain; None where there is none."""
+    for seen in _seen(Registry.load().backends[target.backend].folder):
+        if target.arch.name in seen.arch and str(target.toolchain) == seen.toolchain:
+            return seen
+    return None
+
+
+def wanted(target: Target, settings: Settings) -> bool:
+    """Whether a family must have passed its canaries before it runs here."""
+    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target) is None)
+
+
+def check(made: Plan, target: Target, settings: Settings) -> Verdict | None:
+    """None when the plan's kernel family may run here; otherwise the negative Verdict that quarantines it.
+
+    The set is run when nobody has on this target and toolchain; that takes a child process some seconds, once.
+    """
+    if not wanted(target, settings):
+        return None
+    verdicts = store(settings)
+    key = key_of(made.kernel, target)
+    found = verdicts.get(key)
+    if found is None:
+        with verdicts.lock(key, settings.compile_seconds * (len(CASES[made.problem.op]) + 1)):
+            found = verdicts.get(key) or run(made.problem.op, target, settings, verdicts)
+    return None if found.passed else found
+
+
+def key_of(kernel: str, target: Target) -> str:
+    """What a canary's verdict is about: the family, the chip, and every component of the toolchain."""
+    parts = ("canary", VERSION, __version__, kernel, target.name, str(target.toolchain), target.toolchain.components)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def run(op: str, target: Target, settings: Settings, verdicts: VerdictStore) -> Verdict:
+    """Run the set of one family on this machine's device, and keep the verdict."""
+    device = Registry.load().backends[target.backend].device_type
+    worst, looked_at, kernel = 0.0, 0, ""
+    with Worker(runs="kernels") as worker:
+        for problem in CASES[op]:
+            case = planned(problem, target, settings)
+            if case is None:
+                continue
+            kernel = case.kernel
+            reply = worker.request(
+                "interpret", settings.compile_seconds, **request_of(case, problem, case.path, target.name, device)
+            )
+            symptom, cause = judged(reply, target, problem)
+            if symptom:
+                incident = _incident(case, target, symptom, cause, reply, settings)
+                verdicts.add_incident(incident)
+                failed = _verdict(kernel, target, False, reason=incident.message, incident=incident.id)
+                verdicts.put(failed)
+                return failed
+            if cause:
+                warnings.warn(f"canary of {kernel} on {target}: inconclusive: {cause}", stacklevel=2)
+                continue
+            looked_at += 1
+            worst = max(worst, float(reply.facts["error"]))
+    passed = _verdict(kernel, target, True, error=worst)
+    # Where nothing could be looked at there is no evidence: the next process tries again.
+    (verdicts.put if looked_at else verdicts.remember)(passed)
+    return passed
+
+
+def planned(problem: Problem, target: Target, settings: Settings) -> Plan | None:
+    """The core plan of one case; None where the core does not take it (a quirk, or a limit)."""
+    asked = msgspec.structs.replace(settings, backend="auto", fallback="silent")
+    try:
+        made = plan(problem, target, settings=asked)
+    except PortattnError as error:
+        warnings.warn(f"canary of {problem.op} on {target}: no plan: {error}", stacklevel=2)
+        return None
+    return made if made.kernel else None
+
+
+def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
+    """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
+
+    A compile that fails says nothing about the family: that specialisation's own first call finds it.
+    """
+    seen = numerics(reply, str(target), problem)
+    if seen.outcome == "pass":
+        return "", ""
+    if seen.outcome == "fail":
+        return "wrong-result", seen.reason
+    if seen.outcome == "hang":
+        return "hang", seen.reason
+    if seen.outcome == "crash" or _RUN_TIME.search(reply.message):
+        # An illegal access ends the context, by an exception or with the process.
+        return ("compiler-crash" if seen.outcome == "crash" else "wrong-result"), seen.reason
+    return "", seen.reason
+
+
+def _verdict(kernel: str, target: Target, passed: bool, **fields: Any) -> Verdict:
+    level: Level = "runs" if passed else "declared"
+    return Verdict(
+        key=key_of(kernel, target),
+        kernel=kernel,
+        target=target.name,
+        toolchain=str(target.toolchain),
+        level=level,
+        passed=passed,
+        date=datetime.date.today(),
+        **fields,
+    )
+
+
+def _incident(case: Plan, target: Target, symptom: Symptom, cause: str, reply: Reply, settings: Settings) -> Incident:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    digest = hashlib.sha256(f"{key_of(case.kernel, target)}{now.isoformat()}".encode()).hexdigest()[:6]
+    name = f"{now:%Y%m%d}-canary-{case.kernel.replace('_', '-')}-{digest}"
+    return Incident(
+        id=name,
+        key=case.key,
+        kernel=case.kernel,
+        target=case.target,
+        toolchain=case.toolchain,
+        symptom=symptom,
+        stage="run",
+        message=f"canary {case.problem}: {cause}; log it with `portattn quirks new --from-incident {name}`",
+        log=reply.log or reply.message or cause,
+        command=f"portattn verify {case.problem.op} --target {target.name}",
+        environment={n: os.environ[n] for n in sorted(os.environ) if n.startswith(("TRITON_", "AMDGCN_"))}
+        | case.env
+        | dict(target.toolchain.components),
+        date=now,
+        quirks=tuple(quirk.id for quirk in case.quirks),
+        problem=case.problem,
+        lowering=case.lowering,
+        launch=case.launch,
+        environment_set=case.env,
+    )

@@ -1,0 +1,77 @@
+"""`portattn verify`: the kernels by every means that this machine has, and which one differs."""
+
+from __future__ import annotations
+
+import click
+
+from portattn.cli.arguments import target_from
+from portattn.cli.errors import RED
+from portattn.cli.output import emit_json, json_option, plural, table
+from portattn.errors import ArgumentError
+from portattn.problem import OPS
+
+COLOURS = {"agree": "green", "unseen": "yellow", "refused": "yellow"}
+
+
+@click.command()
+@click.argument("ops", metavar="[OP]...", nargs=-1)
+@click.option("--target", metavar="BACKEND:ARCH", help="The chip whose plans are verified; this machine's by default.")
+@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; the installed one by default.")
+@click.option("--seconds", type=click.FloatRange(min=1.0), default=120.0, help="Time limit of each run.")
+@json_option
+def verify(ops: tuple[str, ...], target: str | None, toolchain: str | None, seconds: float, as_json: bool) -> None:
+    """Run small adversarial problems of each OP (all by default) as they are planned for a target.
+
+    The same kernel, lowering and tile run under Triton's interpreter and, where the target is here, on the device; each
+    is compared with a float64 oracle. Where they do not agree the row says what is to blame.
+
+    Exit status 1: something differs.
+    """
+    from rich.console import Console
+
+    from portattn.config import current
+    from portattn.verify import RED as DIFFERS
+    from portattn.verify import verify as run
+
+    for op in ops:
+        if op not in OPS:
+            raise ArgumentError("verify", "OP", op, f"must be one of {', '.join(OPS)}")
+    where = target_from(target, toolchain)
+    with Console(stderr=True).status("verifying") as status:
+        rows = list(run(ops, where, current(), seconds, lambda what: status.update(what)))
+    red = [row for row in rows if row.verdict in DIFFERS]
+    if as_json:
+        emit_json({"target": where.name, "toolchain": str(where.toolchain), "red": len(red), "rows": rows})
+    else:
+        means = sorted({name for row in rows for name in row.seen})
+        table(
+            ["verdict", "kernel", *means, "problem"],
+            [
+                [
+                    row.verdict,
+                    row.kernel,
+                    *(_shown(row.seen.get(name)) for name in means),
+                    row.problem,
+                ]
+                for row in rows
+            ],
+        )
+        for row in rows:
+            if row.verdict != "agree":
+                reasons = "; ".join(f"{name}: {seen.reason}" for name, seen in row.seen.items() if seen.reason)
+                colour = COLOURS.get(row.verdict, "red")
+                click.secho(f"{row.problem}: {row.sentence}" + (f" ({reasons})" if reasons else ""), fg=colour)
+        click.echo(f"{where.name} with {where.toolchain}: {plural(len(rows), 'problem')}, {len(red)} red")
+    if red:
+        raise click.exceptions.Exit(RED)
+
+
+def _shown(seen: object) -> str:
+    """An outcome and how much of its budget the error took."""
+    from portattn.matrix.cells import Numerics
+
+    if not isinstance(seen, Numerics):
+        return "-"
+    if seen.error is None or not seen.budget:
+        return seen.outcome
+    return f"{seen.outcome} {seen.error / seen.budget:.2f}"

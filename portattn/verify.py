@@ -1,0 +1,125 @@
+"""Verifying a kernel: the same plan, kernel and lowering by every means that this machine has, and which one differs.
+
+Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source,
+the device what a compiler made of it: where only the device is wrong, the compiler or the chip is; where both are, the
+kernel is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from portattn import canary
+from portattn.config import Settings
+from portattn.errors import PortattnError
+from portattn.machine import devices
+from portattn.matrix.cells import Numerics
+from portattn.matrix.numerics import Interpreter, numerics, request_of
+from portattn.matrix.run import core_of
+from portattn.planner import Plan, plan
+from portattn.problem import OPS, Problem
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.worker.client import Worker
+
+Verdict = Literal["agree", "device", "kernel", "interpreter", "unseen", "refused"]
+SENTENCES: Mapping[Verdict, str] = {
+    "agree": "right by every means that ran",
+    "device": "right under the interpreter and wrong on the device: what the compiler made of it, or the chip",
+    "kernel": "wrong by every means that ran: the kernel itself, or this lowering of it",
+    "interpreter": "wrong under the interpreter only: the interpreter, or what it does not do as a device does",
+    "unseen": "nothing could run it here",
+    "refused": "the core kernel does not take it",
+}
+RED: frozenset[str] = frozenset({"device", "kernel", "interpreter"})
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem, what each means gave, and what that says."""
+
+    op: str
+    problem: str
+    target: str
+    toolchain: str
+    kernel: str
+    path: str
+    verdict: Verdict
+    sentence: str
+    seen: dict[str, Numerics] = {}
+
+
+def verify(
+    ops: Sequence[str], target: Target, settings: Settings, seconds: float, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
+
+    seconds  time limit of each means
+    say      told what is being run
+    """
+    interpreter = Interpreter(seconds)
+    here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
+    with Worker(runs="interpreter") as interpreting, Worker(runs="kernels") as running:
+        for op in ops or OPS:
+            for problem in canary.CASES[op]:
+                say(f"{problem}")
+                core = _core(problem, target, settings)
+                if isinstance(core, str):
+                    yield _row(problem, target, None, "refused", core, {})
+                    continue
+                seen = {"interpreter": interpreter.check(core, interpreting)}
+                if here and core.path != "interpreter":
+                    seen["device"] = _on_device(core, problem, target, running, seconds)
+                verdict = conclusion({name: found.outcome for name, found in seen.items()})
+                yield _row(problem, target, core, verdict, SENTENCES[verdict], seen)
+
+
+def conclusion(outcomes: Mapping[str, str]) -> Verdict:
+    """What the outcomes of the means together say; `not_run` says nothing."""
+    ran = {name: outcome == "pass" for name, outcome in outcomes.items() if outcome != "not_run"}
+    if not ran:
+        return "unseen"
+    if all(ran.values()):
+        return "agree"
+    if not any(ran.values()):
+        return "kernel"
+    return "interpreter" if not ran.get("interpreter", True) else "device"
+
+
+def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
+    """The plan of the core kernel, also where it is passed over only for being slow; or why there is none."""
+    registry = Registry.load()
+    named = registry.backends[target.backend].core_path == "interpreter"
+    asked = msgspec.structs.replace(settings, backend="interpreter" if named else "auto", fallback="silent")
+    try:
+        made = plan(problem, target, registry, settings=asked)
+    except PortattnError as error:
+        return str(error)
+    core = core_of(made, target, registry)
+    return (
+        core if core is not None else (made.rejected[0].reason if made.rejected else f"the {made.path} path is taken")
+    )
+
+
+def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, seconds: float) -> Numerics:
+    kind = Registry.load().backends[target.backend].device_type
+    reply = worker.request("interpret", seconds, **request_of(core, problem, core.path, target.name, kind))
+    return numerics(reply, str(target), problem)
+
+
+def _row(
+    problem: Problem, target: Target, core: Plan | None, verdict: Verdict, sentence: str, seen: dict[str, Numerics]
+) -> Row:
+    return Row(
+        op=problem.op,
+        problem=str(problem),
+        target=target.name,
+        toolchain=str(target.toolchain),
+        kernel=core.kernel if core else "",
+        path=core.path if core else "",
+        verdict=verdict,
+        sentence=sentence,
+        seen=seen,
+    )

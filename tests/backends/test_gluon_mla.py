@@ -1,0 +1,213 @@
+"""The scheduled latent kernel of sm_90: when it is planned, that it compiles clean, and its numbers on such a chip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import Device, random_call
+
+import portattn
+from portattn import Problem, Target
+from portattn.backends.cuda.latent import KEYS, LatentVariant, row_tile, split_count
+from portattn.call import TENSORS, Call
+from portattn.config import Settings
+from portattn.dispatch import detect_target, run_variant
+from portattn.planner import plan
+from portattn.reference.check import judge, nan_filled_memory
+
+SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+VARIANT = LatentVariant()
+BASE = Problem(
+    op="mla_attention", batch=4, heads_q=16, heads_k=1, seq_q=1, seq_k=192, head_dim=576, head_dim_v=512, dtype="bf16",
+    page_size=64, pages_in_line=True, seqlens_k=True, return_lse=True,
+)  # fmt: skip
+
+
+def problem(**fields: Any) -> Problem:
+    return msgspec.structs.replace(BASE, **fields)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": True}, "takes no softcap"),
+    "window": ({"window_left": 8}, "takes no window"),
+    "packed": ({"total_q": 7}, "takes no packed"),
+    "gradients": ({"needs_grad": True}, "takes no needs_grad"),
+    "small pages": ({"page_size": 16}, "takes pages of a multiple of 64 rows, not 16"),
+    "scattered pages": ({"pages_in_line": False}, "takes pages that follow each other"),
+    "unaligned": ({"aligned": False}, "reads through descriptors"),
+    "another rank": ({"head_dim": 320, "head_dim_v": 256}, "takes rows of 512 + 64 columns, not 256 + 64"),
+    "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
+    "top left": ({"causal": "top_left"}, "aligns causal masks at the bottom right"),
+    "empty": ({"batch": 0}, "batch is 0"),
+}
+
+
+def test_it_is_planned_where_it_can_run_and_only_there() -> None:
+    assert plan(BASE, SM_90).path == "gluon_mla"
+    assert plan(problem(causal="bottom_right", seq_q=3, layout="bshd", num_splits=2), SM_90).path == "gluon_mla"
+    assert not plan(BASE, SM_90).fell_back
+    assert plan(BASE, SM_90, settings=Settings(backend="triton")).path == "triton"
+    other = plan(BASE, Target.parse("cuda:sm_90", "triton==3.5.1"))
+    assert (other.path, other.fell_back) == ("triton", False)
+    assert any("not gluon_mla: it needs Triton ==3.6.*" in note for note in other.notes)
+    for target in ("cuda:sm_80", "cuda:sm_100", "rocm:gfx942"):
+        made = plan(BASE, Target.parse(target, "triton==3.6.0"))
+        assert (made.path, [n for n in made.notes if "gluon" in n]) == ("triton", [])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_runs_elsewhere_and_says_so(name: str) -> None:
+    fields, reason = REFUSED[name]
+    made = plan(problem(**fields), SM_90)
+    assert made.path != "gluon_mla"
+    assert reason in VARIANT.rejects(problem(**fields), SM_90).reason
+    if made.path == "triton":
+        assert any(reason in note for note in made.notes)
+    with pytest.raises(portattn.PathUnavailable, match="gluon_mla"):
+        plan(problem(**fields), SM_90, settings=Settings(backend="gluon_mla"))
+
+
+def test_rows_and_splits() -> None:
+    assert [row_tile(n) for n in (1, 2, 3, 64, 80)] == [(64, 1), (32, 2), (16, 4), (1, 64), (1, 64)]
+    assert split_count(2, 128, 4096, 132) == 1  # 256 blocks fill the chip
+    assert split_count(2, 1, 32768, 132) == 64  # two row tiles: 128 of 132 cores, 8 of 512 tiles each
+    assert split_count(1, 1, 0, 132) == 1
+
+
+def test_it_compiles_without_spills() -> None:
+    """For sm_90, which need not be here: registers, local memory and ptxas's own warnings."""
+    triton = pytest.importorskip("triton")
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip(f"the kernel is for Triton 3.6, and this is {triton.__version__}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_gluon_mla.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, facts in json.loads(done.stdout.splitlines()[-1]).items():
+        assert facts["spills"] == 0, name
+        assert "serialized_wgmma" not in facts, name
+        assert facts["shared"] <= SM_90.arch.local_memory, name
+
+
+@pytest.fixture
+def chip(device: Device) -> Device:
+    """A device that the kernel is for."""
+    if device.path == "interpreter":
+        pytest.skip("needs an sm_90")
+    target, _ = detect_target(torch.device(device.name).type, None)
+    no = VARIANT.rejects(BASE, target)
+    if no is not None:
+        pytest.skip(no.reason)
+    return device
+
+
+def assert_right(call: Call) -> None:
+    with nan_filled_memory():
+        _, out, lse = run_variant(VARIANT, call)
+    facts = judge(call, out, lse)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+    assert facts.get("lse_error", 0.0) <= facts.get("lse_budget", 0.0) + 1e-30
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "128 heads": {"heads_q": 128, "batch": 2},
+    "few heads": {"heads_q": 5},
+    "two queries, causal": {"seq_q": 2, "causal": "bottom_right", "heads_q": 40},
+    "three queries": {"seq_q": 3, "causal": "bottom_right"},
+    "a chunk of prefill": {"seq_q": 80, "causal": "bottom_right", "heads_q": 2, "batch": 2},
+    "pages of 128": {"page_size": 128, "seq_k": 384},
+    "pages of 256": {"page_size": 256, "seq_k": 512, "dtype": "fp16"},
+    "bshd": {"layout": "bshd", "seq_q": 2, "causal": "bottom_right"},
+    "no lse": {"return_lse": False},
+}
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers(chip: Device, name: str, splits: int) -> None:
+    p = problem(**SIZES[name], num_splits=splits)
+    for seed in range(2):
+        assert_right(random_call(p, seed, device=chip.name, extremes=True))
+    assert_right(random_call(p, 2, device=chip.name, scale=0.0))
+
+
+@pytest.mark.parametrize("lengths", [(0, 1, 2, 3), (63, 64, 65, 192), (0, 0, 0, 0), (191, 128, 127, 129)])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_lengths_at_tiles_edges(chip: Device, lengths: tuple[int, ...], dtype: str) -> None:
+    call = random_call(problem(dtype=dtype), 4, device=chip.name)
+    pages = call.k.shape[0]
+    call.k = torch.randn(pages, 1, 64, 576, device=chip.name, dtype=call.k.dtype)
+    call.v = call.k[..., :512]
+    call.page_table = torch.arange(12, device=chip.name, dtype=torch.int32).view(4, 3).flip(1) % pages
+    call.seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=chip.name)
+    for splits in (1, 2, 3):
+        call.problem = problem(dtype=dtype, num_splits=splits)
+        assert_right(call)
+
+
+def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
+    call = random_call(problem(return_lse=False), 5, device=chip.name)
+    arguments = (call.q, call.q_rope, call.k[:, 0], call.page_table, call.seqlens_k)
+    first = portattn.mla_attention(*arguments, scale=call.scale)
+    assert portattn.last_plan().path == "gluon_mla"
+    again = portattn.mla_attention(*arguments, scale=call.scale)
+    assert torch.equal(first, again)
+    core = portattn.mla_attention(*arguments, scale=call.scale, backend="triton")
+    assert portattn.last_plan().path == "triton"
+    torch.testing.assert_close(first, core, atol=2e-2, rtol=2e-2)
+    swapped = portattn.mla_attention(
+        call.q.transpose(1, 2), call.q_rope.transpose(1, 2), *arguments[2:], scale=call.scale, layout="bshd"
+    )
+    for _ in range(2):
+        again = portattn.mla_attention(
+            call.q.transpose(1, 2), call.q_rope.transpose(1, 2), *arguments[2:], scale=call.scale, layout="bshd"
+        )
+        assert torch.equal(swapped, again)
+    assert torch.equal(swapped.transpose(1, 2), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = portattn.mla_attention(*arguments, scale=call.scale)
+    call.seqlens_k.copy_(torch.tensor([7, 0, 100, 65], dtype=torch.int32)[: len(call.seqlens_k)])
+    graph.replay()
+    assert torch.equal(held, portattn.mla_attention(*arguments, scale=call.scale))
+
+
+def test_prepared_runs_are_the_same(chip: Device) -> None:
+    call = random_call(problem(return_lse=True), 6, device=chip.name)
+    arguments = (call.q, call.q_rope, call.k[:, 0], call.page_table, call.seqlens_k)
+    handle = portattn.prepare("mla_attention", *arguments, scale=call.scale, return_lse=True)
+    expected = portattn.mla_attention(*arguments, scale=call.scale, return_lse=True)
+    out = torch.empty_like(expected[0])
+    for _ in range(3):
+        found = handle.run(*arguments, scale=call.scale, return_lse=True, out=out)
+        assert found[0] is out
+        assert torch.equal(out, expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+def test_repeats_are_bit_equal(chip: Device) -> None:
+    call = random_call(problem(batch=64, heads_q=128, seq_k=2048, return_lse=False), 7, device=chip.name)
+    _, first, _ = run_variant(VARIANT, call)
+    different = 0
+    for _ in range(300):
+        _, out, _ = run_variant(VARIANT, call)
+        different += int(not torch.equal(out, first))
+    assert different == 0
+
+
+def test_tensors_are_those_of_a_call() -> None:
+    views = VARIANT.views(problem(layout="bshd"), {name: torch.zeros(2, 3, 4, 5) for name in TENSORS})
+    assert set(views) <= {field.name for field in dataclasses.fields(Call)}
+    assert views["q"].shape == (2, 4, 3, 5)
+    assert KEYS == 64

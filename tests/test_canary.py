@@ -1,0 +1,199 @@
+"""Canaries: what each answer of a run means, what is kept of it, and a wrong kernel that ends in another path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from opcalls import pretend_accelerator
+
+import portattn
+from portattn import Target, canary, dispatch
+from portattn.config import Settings
+from portattn.problem import OPS
+from portattn.verdicts import VerdictStore
+from portattn.worker.client import Reply
+
+SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+MI300 = Target.parse("rocm:gfx942", "triton==3.6.0")
+GOOD = Reply(outcome="ok", facts={"error": 1e-4, "budget": 1e-3, "wrong": 0, "lse_error": 0.0, "lse_budget": 1e-5})
+WRONG = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"error": 0.5})
+NAN = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"wrong": 3})
+ANSWERS: dict[str, tuple[Reply, str]] = {
+    "good": (GOOD, ""),
+    "wrong numbers": (WRONG, "wrong-result"),
+    "NaN": (NAN, "wrong-result"),
+    "hang": (Reply(outcome="hang", stage="run", kind="timeout", message="no answer in 3 s"), "hang"),
+    "crash": (Reply(outcome="crash", stage="run", kind="SIGSEGV", message="SIGSEGV"), "compiler-crash"),
+    "illegal access": (
+        Reply(outcome="error", kind="AcceleratorError", message="CUDA error: an illegal memory access"), "wrong-result",
+    ),
+}  # fmt: skip
+NO_COMPILE = Reply(outcome="error", stage="ttgir", kind="CompilationError", message="at 3:4: unsupported")
+
+
+class Fake:
+    """A worker that answers as planted, and counts."""
+
+    started = 0
+    requests: list[dict[str, Any]] = []
+    answer: Reply = GOOD
+
+    def __init__(self, **options: Any) -> None:
+        assert options == {"runs": "kernels"}
+        Fake.started += 1
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        assert (task, seconds) == ("interpret", 3.0)
+        Fake.requests.append(fields)
+        return Fake.answer
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    monkeypatch.setattr(canary, "Worker", Fake)
+    Fake.started, Fake.requests, Fake.answer = 0, [], GOOD
+    yield Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
+    dispatch.forget_plans()
+
+
+def made_for(op: str, target: Target = SM_90) -> portattn.Plan:
+    return portattn.plan(canary.CASES[op][0], target)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", [SM_90, MI300], ids=str)
+def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -> None:
+    kernels = {portattn.plan(problem, target).kernel for problem in canary.CASES[op]}
+    assert kernels == {made_for(op, target).kernel}
+    assert "" not in kernels
+
+
+def test_they_run_where_nobody_has_run_the_tests() -> None:
+    seen = canary.seen_to_run(SM_90)
+    assert seen is not None
+    assert seen.level == "measured"
+    newer = Target.parse("cuda:sm_90", "triton==3.9.0")
+    for target, auto in (
+        (SM_90, False),
+        (MI300, True),
+        (newer, True),
+        (Target.parse("cuda:sm_80", "triton==3.6.0"), True),
+    ):
+        assert canary.wanted(target, Settings()) is auto
+        assert canary.wanted(target, Settings(canary="always"))
+        assert not canary.wanted(target, Settings(canary="never"))
+
+
+def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "verified.toml").write_text('[[seen]]\narch = ["sm_90"]\ntoolchain = "x"\nlevel = "compiles"\n')
+    with pytest.raises(portattn.DataError, match=r"verified\.toml"):
+        canary._seen(tmp_path)
+    assert canary._seen(tmp_path / "elsewhere") == ()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_each_answer_is_a_verdict_that_is_kept(settings: Settings, name: str) -> None:
+    Fake.answer, symptom = ANSWERS[name]
+    verdict = canary.check(made_for("paged_attention"), MI300, settings)
+    store = VerdictStore(Path(settings.cache_dir))
+    assert Fake.started == 1
+    if not symptom:
+        assert verdict is None
+        kept = store.get(canary.key_of("paged_split", MI300))
+        assert kept is not None
+        assert (kept.passed, kept.level, kept.error) == (True, "runs", 1e-4)
+        assert len(Fake.requests) == len(canary.CASES["paged_attention"])
+        assert not list(store.incidents())
+    else:
+        assert verdict is not None
+        assert not verdict.passed
+        (incident,) = store.incidents()
+        assert (incident.symptom, incident.stage, incident.id) == (symptom, "run", verdict.incident)
+        assert (incident.kernel, incident.target, incident.toolchain) == ("paged_split", MI300.name, "triton==3.6.0")
+        assert (incident.problem, incident.lowering is None) == (canary.CASES["paged_attention"][0], False)
+        assert f"quirks new --from-incident {incident.id}" in verdict.reason
+        assert len(Fake.requests) == 1  # the first mismatch decides
+    # Neither this process nor the next looks again.
+    again = canary.check(made_for("paged_attention"), MI300, settings)
+    assert (again is None) is (verdict is None)
+    assert Fake.started == 1
+
+
+def test_what_says_nothing_is_said_and_tried_again(settings: Settings) -> None:
+    Fake.answer = NO_COMPILE
+    with pytest.warns(UserWarning, match="inconclusive.*CompilationError"):
+        assert canary.check(made_for("attention"), MI300, settings) is None
+    assert VerdictStore(Path(settings.cache_dir)).get(canary.key_of("dense_forward", MI300)) is None
+
+
+def test_a_key_is_of_one_family_chip_and_toolchain() -> None:
+    keys = {
+        canary.key_of(kernel, target)
+        for kernel in ("dense_forward", "decode_split")
+        for target in (SM_90, MI300, Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33"))
+    }
+    assert len(keys) == 6
+
+
+class Sabotaged(Fake):
+    """Really runs the kernels, under the interpreter, and spoils one element of what they give."""
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        from portattn.worker import interpret
+
+        fields |= {"path": "interpreter", "target": "cpu:generic", "device": "cpu"}
+        original = interpret.run_core
+
+        def spoiled(plan: Any, call: Any, cores: int) -> Any:
+            out, lse = original(plan, call, cores)
+            if plan.kernel == "decode_split":
+                out[0, -1, -1, -1] += 0.25
+            return out, lse
+
+        interpret.run_core = spoiled
+        try:
+            return Reply(outcome="ok", facts=interpret.compare(fields)["facts"])
+        finally:
+            interpret.run_core = original
+
+
+def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End to end: the canary finds it, the call takes another path and says why, and other families go on."""
+    if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
+        pytest.skip("no Triton to interpret with")
+    from portattn.matrix.numerics import interpreter_missing
+
+    if interpreter_missing():
+        pytest.skip(interpreter_missing())
+    monkeypatch.setattr(canary, "Worker", Sabotaged)
+    pretend_accelerator(monkeypatch)
+    dispatch._warned.clear()
+    q, k, v = torch.randn(2, 4, 1, 64), torch.randn(2, 2, 40, 64), torch.randn(2, 2, 40, 64)
+    with portattn.settings(canary="always", cache_dir=settings.cache_dir):
+        with pytest.warns(portattn.FallbackWarning, match="canary.*over its budget.*quirks new --from-incident"):
+            out = portattn.decode_attention(q, k, v, None)
+        plan = portattn.last_plan()
+        assert plan is not None
+        assert plan.path != "triton"
+        assert plan.rejected[0].incident
+        (incident,) = VerdictStore(Path(settings.cache_dir)).incidents()
+        assert (incident.id, incident.symptom) == (plan.rejected[0].incident, "wrong-result")
+        expected = portattn.attention(q.double().float(), k, v, backend="reference")
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        with portattn.settings(fallback="error"), pytest.raises(portattn.PathUnavailable, match="canary"):
+            portattn.decode_attention(q, k, v, None)
+        portattn.attention(q.expand(2, 4, 3, 64), k, v)
+        assert portattn.last_plan().path == "triton"
