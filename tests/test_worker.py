@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
 import io
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -142,6 +144,7 @@ def test_a_wrong_protocol_version_is_refused() -> None:
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(a["ok"], a["kind"]) for a in answers] == [(False, "ProtocolError")] * 3
     assert "protocol 2, this worker speaks 1" in answers[0]["message"]
+    assert {a["version"] for a in answers} == {1}
     assert "'bake'" in answers[2]["message"]
 
 
@@ -163,6 +166,66 @@ ENDS = {
     "no json": ("error", "ProtocolError", "'Segmentation fault?\\n', which is not JSON"),
     "closes its answers": ("hang", "timeout", "closed its answers"),
 }
+
+
+def saying(folder: Path, line: str) -> str:
+    """A program in the place of a Python that answers every request with one line."""
+    script = folder / "worker"
+    script.write_text(f"#!{sys.executable}\nimport sys\nfor request in sys.stdin:\n    print({line!r}, flush=True)\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_worker_of_another_protocol_is_refused(tmp_path: Path, ok: bool) -> None:
+    """With one message that names both versions, whatever it answers."""
+    told = {"ok": ok, "version": 2, "facts": {}, "stage": "protocol", "kind": "ProtocolError", "message": "", "log": ""}
+    with Worker(python=saying(tmp_path, json.dumps(told))) as worker:
+        reply = worker.request("hello", SECONDS)
+        assert worker._process is None  # not spoken to again
+    assert (reply.outcome, reply.kind) == ("error", "ProtocolError")
+    assert reply.message == (
+        "the worker speaks protocol 2, and this portattn speaks 1: they are of different releases, "
+        "install one of them anew"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", '{"ok": "yes"}', '{"ok": true, "facts": 3}', '{"stage": 1}', "[1]", "null", "1e999x"]
+)
+def test_what_is_no_message_is_a_protocol_error(tmp_path: Path, line: str) -> None:
+    with Worker(python=saying(tmp_path, line)) as worker:
+        reply = worker.request("hello", SECONDS)
+    assert (reply.outcome, reply.kind) == ("error", "ProtocolError")
+    assert line in reply.message
+
+
+@pytest.mark.compiles
+def test_hello_says_the_versions() -> None:
+    with Worker() as worker:
+        reply = worker.request("hello", SECONDS)
+    assert reply.outcome == "ok", reply
+    assert reply.facts["python"] == platform.python_version()
+    assert reply.facts["triton"] == metadata.version("triton")
+
+
+def test_a_python_that_is_gone(tmp_path: Path) -> None:
+    with Worker(python=str(tmp_path / "gone")) as worker:
+        reply = worker.request("hello", SECONDS)
+    assert (reply.outcome, reply.stage) == ("crash", "start")
+    assert reply.message == f"{tmp_path / 'gone'} cannot be started: No such file or directory"
+
+
+def test_variables_are_set_and_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_ONE", "outer")
+    monkeypatch.setenv("TRITON_TWO", "outer")
+    script = tmp_path / "worker"
+    script.write_text(
+        '#!/bin/sh\necho "${TRITON_ONE-unset} ${TRITON_TWO-unset} ${TRITON_INTERPRET-unset}" >&2\nexit 2\n'
+    )
+    script.chmod(0o755)
+    with Worker(python=str(script), environment={"TRITON_ONE": None, "TRITON_TWO": "inner"}) as worker:
+        assert worker.request("hello", SECONDS).message == "unset inner unset"
 
 
 @pytest.mark.parametrize("behaviour", ENDS)

@@ -41,10 +41,12 @@ def matrix() -> None:
     "--toolchain",
     multiple=True,
     metavar="NAME==VERSION",
-    help="Plan for this compiler; what is not installed is not compiled.",
+    help="Plan for this compiler, and compile with it where it is installed or in the lab; repeat it for several.",
 )
+@click.option("--all-toolchains", is_flag=True, help="Every toolchain that `portattn lab list` names.")
+@click.option("--create", is_flag=True, help="First make the lab environments that are missing.")
 @click.option(
-    "--ascend-python", metavar="PATH", help="A Python with triton-ascend: Ascend cells are lowered to linalg with it."
+    "--ascend-python", metavar="PATH", help="A Python with triton-ascend, in place of the lab's, for Ascend's cells."
 )
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Cells made at a time.")
 @click.option(
@@ -62,6 +64,8 @@ def run(
     targets: tuple[str, ...],
     ops: tuple[str, ...],
     toolchain: tuple[str, ...],
+    all_toolchains: bool,
+    create: bool,
     ascend_python: str | None,
     jobs: int,
     seconds: float,
@@ -70,9 +74,10 @@ def run(
 ) -> None:
     """Make every cell, and write results.jsonl and index.html into --out.
 
-    Each cell is planned, compiled in a child process, checked against the chip (registers, spills, local memory, matrix
-    instructions), run under the interpreter on a small problem, and run natively where its target is here. An earlier
-    results.jsonl is kept under its date. Ctrl-C keeps what is finished; --resume goes on.
+    Each cell is planned, compiled in a child process (with the installed compiler, or in an environment of
+    `portattn lab`), checked against the chip (registers, spills, local memory, matrix instructions), run under the
+    interpreter on a small problem, and run natively where its target is here. An earlier results.jsonl is kept under
+    its date. Ctrl-C keeps what is finished; --resume goes on.
 
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
     """
@@ -82,12 +87,15 @@ def run(
     from portattn.matrix.run import Options, execute
 
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
-    where = select.targets(_commas(targets), select.parse_toolchains(toolchain), ascend)
+    where = select.targets(_commas(targets), select.toolchains(toolchain, all_toolchains), ascend)
+    pythons = {str(ascend): ascend_python} if ascend_python else {}
+    if create:
+        _create(select.missing(where, pythons))
     specs = select.specs(select.problems(which, _commas(ops)), where)  # type: ignore[arg-type]
     here = tuple(devices())
     command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn matrix run"
-    made = provenance.this_run(specs, which, command, here)
-    options = Options(seconds=seconds, jobs=jobs, ascend_python=ascend_python or "", here=here)
+    made = provenance.this_run(specs, which, command, here, tuple(pythons))
+    options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here)
     with results.Results(out) as file:
         cells = file.resume(made) if resume else []
         kept = None if resume else file.start(made)
@@ -138,6 +146,16 @@ def report(folder: Path, html: Path | None, as_json: bool) -> None:
         click.echo(f"page: {page}")
 
 
+def _create(toolchains: list[str]) -> None:
+    """Make lab environments before the run. Raises LabError when one cannot be made: the run would lack its cells."""
+    from portattn.cli.lab import create_all
+    from portattn.lab import LabError
+
+    _, failed = create_all(toolchains) if toolchains else ([], {})
+    if failed:
+        raise LabError("\n".join(failed.values()))
+
+
 def _page(made: Run, cells: list[Cell], path: Path) -> None:
     from portattn.errors import ArgumentError
     from portattn.matrix.report import render
@@ -157,7 +175,7 @@ def _tell(made: Run, cells: list[Cell], out: Path, as_json: bool, interrupted: b
     else:
         for cell in red:
             click.secho(f"{cell.status:<8}", fg="red", nl=False)
-            click.echo(f"{cell.target}  {cell.name}: {cell.reason}")
+            click.echo(f"{cell.target}  {cell.toolchain}  {cell.name}: {cell.reason}")
         click.echo(f"{plural(len(cells), 'cell')}: {_counts(cells)}")
         click.echo(f"page: {out / PAGE}")
     if interrupted:

@@ -52,8 +52,11 @@ class CellProgress:
         word = cell.level if cell.status == "PASS" else cell.status
         if self._bar is None:
             spent = time.monotonic() - self.begun
-            click.echo(f"[{self.count}/{self.total}] {spent:5.0f} s  {word:<9} {cell.target}  {cell.name}", err=True)
+            where = f"{cell.target}  {cell.toolchain}"
+            click.echo(f"[{self.count}/{self.total}] {spent:5.0f} s  {word:<9} {where}  {cell.name}", err=True)
             return
         if cell.red:
-            self._bar.console.print(Text(f"{cell.status} {cell.target}  {cell.name}: {cell.reason}", style="red"))
+            self._bar.console.print(
+                Text(f"{cell.status} {cell.target}  {cell.toolchain}  {cell.name}: {cell.reason}", style="red")
+            )
         self._bar.update(self._task, advance=1, description=f"cells, {self.red} red" if self.red else "cells")

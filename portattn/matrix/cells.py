@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from portattn.linalg.lints import Lint
 from portattn.planner import Rejection
 from portattn.problem import Problem
 from portattn.quirk import Level, describe_effect
@@ -64,7 +65,10 @@ class KernelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One figure against its limit. A gate that does not hold is red unless a quirk explains it."""
+    """One figure against its limit. A gate that does not hold is red unless a quirk explains it.
+
+    noted  it does not hold and is no fault: the tile was chosen with another compiler, and with this one costs time
+    """
 
     name: str
     function: str
@@ -72,6 +76,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit: str
     passed: bool
     explained_by: str = ""
+    noted: bool = False
 
     def __str__(self) -> str:
         return f"{self.function}: {self.value} {self.name}, {self.limit}"
@@ -102,6 +107,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     id        digest of (problem, target, toolchain); `index` is its place in the run
     status    see the vocabulary above; `reason` explains any but PASS
     level     evidence level reached; the interpreter's numerics are no level, they stand beside it
+    lints     what was seen in code lowered for Ascend (linalg/lints.py)
+    lowered   numerics of that code, executed on a CPU
     stage, log  of a failed compile: where it was, and the end of what it printed
     """
 
@@ -119,7 +126,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     footnotes: tuple[Footnote, ...] = ()
     kernels: tuple[KernelFacts, ...] = ()
     gates: tuple[Gate, ...] = ()
+    lints: tuple[Lint, ...] = ()
     interpreter: Numerics | None = None
+    lowered: Numerics | None = None
     native: Numerics | None = None
     stage: str = ""
     log: str = ""
@@ -134,8 +143,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="run", tag_field="type"):
     """The first line of results.jsonl: where the cells come from.
 
-    kernels   digest of the kernels' source, so that cells of other code are never mixed in
-    cells     ids of all cells of the run, in order
+    kernels       digest of the kernels' source, so that cells of other code are never mixed in
+    compiler      the toolchain of the Python that made the run
+    environments  the lab environments that compile for it: toolchain -> its Python and when it was made
+    cells         ids of all cells of the run, in order
     """
 
     schema: int = SCHEMA
@@ -150,6 +161,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     problems: str
     targets: tuple[str, ...]
     cells: tuple[str, ...]
+    environments: dict[str, str] = {}
     date: datetime.datetime
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
+
+import msgspec
 
 from portattn.core import CORES
+from portattn.linalg.lints import Lint
 from portattn.matrix.cells import Facts, Gate, KernelFacts
 from portattn.planner import Plan
+from portattn.quirk import Symptom
 from portattn.registry import Registry
 from portattn.target import Arch, Target
 
@@ -23,7 +28,9 @@ def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry
         and (tuning.provenance.measured and entry.timed)
         and tuning.provenance.toolchain == str(target.toolchain)
     )
-    gates = [gate for kernel in kernels for gate in _limits(kernel, target.arch, timed)]
+    chosen = tuning.provenance.toolchain if tuning else str(target.toolchain)
+    other = "" if chosen == str(target.toolchain) else chosen
+    gates = [gate for kernel in kernels for gate in _limits(kernel, target.arch, timed, other)]
     main = next((k for k in kernels if k.function == CORES[plan.problem.op].function), None)
     if main is not None and wants_matrix(plan, target.arch):
         names = ", ".join(target.arch.matrix)
@@ -39,8 +46,11 @@ def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry
     return tuple(gate if gate.passed else _explained(gate, plan, target, registry) for gate in gates)
 
 
-def _limits(kernel: KernelFacts, arch: Arch, timed: bool) -> list[Gate]:
-    """Local memory, registers and spills. Spills stand for time: a tile that was timed on the chip may have some."""
+def _limits(kernel: KernelFacts, arch: Arch, timed: bool, other: str) -> list[Gate]:
+    """Local memory, registers and spills. Spills stand for time: a tile that was timed on the chip may have some.
+
+    other  the compiler that the tile was chosen with, where it is another one: what spills with this one is noted
+    """
     facts, gates = kernel.facts, []
     used = int(facts.get("local_memory", 0))
     limit = f"{arch.name} has {arch.local_memory}"
@@ -51,7 +61,9 @@ def _limits(kernel: KernelFacts, arch: Arch, timed: bool) -> list[Gate]:
     if "spills" in facts:
         used = int(facts["spills"])
         limit = "allowed: the tile was timed" if timed and used else "none allowed"
-        gates.append(_gate("bytes spilled", kernel, used, limit, timed or used == 0))
+        limit += f"; the tile was chosen with {other}" if other and used and not timed else ""
+        gate = _gate("bytes spilled", kernel, used, limit, timed or used == 0)
+        gates.append(msgspec.structs.replace(gate, noted=bool(other) and not gate.passed))
     return gates
 
 
@@ -74,18 +86,30 @@ def matrix_count(facts: Facts, arch: Arch) -> int:
 
 
 def _explained(gate: Gate, plan: Plan, target: Target, registry: Registry) -> Gate:
-    """The gate with the quirk that explains it, if one does: it applies here, and its signature matches."""
+    """The gate with the quirk that explains it, if one does."""
+    cause = _cause(str(gate), ("slow", "resource-limit"), plan, target, registry)
+    return msgspec.structs.replace(gate, explained_by=cause)
+
+
+def explained(lints: Iterable[Lint], plan: Plan, target: Target, registry: Registry) -> tuple[Lint, ...]:
+    """Lints with the quirks that explain them."""
+    symptoms: tuple[Symptom, ...] = ("slow", "resource-limit", "wrong-result")
+    return tuple(
+        msgspec.structs.replace(lint, explained_by=_cause(str(lint), symptoms, plan, target, registry))
+        for lint in lints
+    )
+
+
+def _cause(text: str, symptoms: Collection[Symptom], plan: Plan, target: Target, registry: Registry) -> str:
+    """Id of the quirk that explains a finding: it applies here, and its signature matches. Empty where none does."""
     kernel = CORES[plan.problem.op]
     lowering, launch = plan.specialised
     programs = kernel.tiles(plan.problem, launch)
     applied = {quirk.id for quirk in plan.quirks}
     for quirk in registry.quirks.values():
         signature = quirk.evidence.signature
-        if not signature or quirk.symptom not in ("slow", "resource-limit") or not re.search(signature, str(gate)):
+        if not signature or quirk.symptom not in symptoms or not re.search(signature, text):
             continue
         if quirk.id in applied or quirk.applies(kernel.name, plan.problem, target, lowering, launch, programs):
-            return Gate(
-                name=gate.name, function=gate.function, value=gate.value, limit=gate.limit, passed=False,
-                explained_by=quirk.id,
-            )  # fmt: skip
-    return gate
+            return quirk.id
+    return ""

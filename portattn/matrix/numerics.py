@@ -149,6 +149,8 @@ class Interpreter:
         fields["launch"] |= {"num_warps": 1, "num_stages": 1, "options": []}
         if "dot_precision" in fields["lowering"]:
             fields["lowering"]["dot_precision"] = "ieee"  # as exact as numpy whatever it is; hf32 it does not know
+        if "reads" in fields["lowering"]:
+            fields["lowering"]["reads"] = "masked"  # its tiles are powers of two, and it reads what a mask lets it
         fields["env"] = {}
         key = msgspec.json.encode(fields, order="deterministic")
         with self._lock:

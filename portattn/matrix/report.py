@@ -47,7 +47,12 @@ _LINK = re.compile(r"https?://[^\s,;)]+")
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """A target with a toolchain. short: the arch without its backend's name; first: a new backend begins here."""
+    """A target with a toolchain.
+
+    short    the arch without its backend's name
+    version  the toolchain's, where the target has several
+    first    a new backend begins here
+    """
 
     target: str
     toolchain: str
@@ -55,6 +60,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     arch: str
     short: str
     title: str
+    version: str
     first: bool
 
 
@@ -83,6 +89,8 @@ def render(run: Run, cells: list[Cell]) -> str:
         words=STATUS_WORDS,
         total=len(cells),
         red=[cell for cell in cells if cell.red],
+        targets=len({column.target for column in columns}),
+        compilers=len({column.toolchain for column in columns}) if any(column.version for column in columns) else 1,
         backends={c.target: BACKEND_TITLES.get(c.backend, c.backend) for c in columns},
     )  # fmt: skip
 
@@ -149,6 +157,7 @@ def link(text: str) -> str:
 def _columns(cells: list[Cell]) -> list[Column]:
     titles = {f"{b}:{a}": arch.title for b, arches in Registry.load().arches.items() for a, arch in arches.items()}
     pairs = dict.fromkeys((cell.target, cell.toolchain) for cell in cells)
+    compilers = Counter(target for target, _ in pairs)
     columns: list[Column] = []
     for target, toolchain in pairs:
         backend, _, arch = target.partition(":")
@@ -160,6 +169,7 @@ def _columns(cells: list[Cell]) -> list[Column]:
                 arch=arch,
                 short=arch.removeprefix(backend),
                 title=titles.get(target, ""),
+                version=toolchain.rpartition("==")[2] if compilers[target] > 1 else "",
                 first=not columns or columns[-1].backend != backend,
             )
         )

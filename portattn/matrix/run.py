@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextvars
 import datetime
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from portattn.compiling import compile_in, first_line
+from portattn.config import Settings
 from portattn.core import CORES
-from portattn.errors import PortattnError
+from portattn.errors import ArgumentError, PortattnError
+from portattn.lab import LabError
+from portattn.lab import worker as lab_worker
 from portattn.launch import kernel_calls, meta_call
+from portattn.linalg.check import Executed, looked_at
+from portattn.linalg.lints import Lint
 from portattn.matrix import gates
 from portattn.matrix.cells import RED, Cell, Footnote, KernelFacts, Numerics, PlanSummary, footnote
 from portattn.matrix.numerics import Interpreter, numerics, on_device, request_of
@@ -29,8 +34,8 @@ from portattn.worker.client import Reply, Worker
 STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
 STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
 TAIL = 4000  # characters of a failed compile's output that a cell keeps
-NO_ASCEND = "not run here: needs a triton-ascend environment (--ascend-python)"
 LOWERED = "lowers to linalg; not run here"
+NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,15 +43,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds        time limit of each request to a child
     jobs           cells made at a time
-    python         interpreter whose Triton compiles for GPUs
-    ascend_python  interpreter that has triton-ascend; empty without one
+    pythons        toolchain -> the interpreter that compiles with it; any other is the installed one, or the lab's
     here           targets that are devices of this machine
     """
 
     seconds: float = 120.0
     jobs: int = 2
-    python: str = sys.executable
-    ascend_python: str = ""
+    pythons: Mapping[str, str] = {}
     here: tuple[Target, ...] = ()
 
 
@@ -58,19 +61,26 @@ class Workers:
         self._open: dict[str, Worker] = {}
         self._closed = False
 
-    def get(self, kind: str) -> Worker:
-        """`gpu` and `ascend` compile, `interpreter` and `device` run kernels. Raises CancelledError once closed."""
+    def get(self, kind: Literal["interpreter", "lowered", "device"]) -> Worker:
+        """A child of this Python that runs kernels; `lowered` ones on its CPU. Raises CancelledError once closed."""
+        return self._opened(kind, lambda: Worker(runs="interpreter" if kind == "interpreter" else "kernels"))
+
+    def compiler(self, toolchain: str) -> Worker:
+        """The child that compiles with a toolchain: one at a time, each holds a compiler in memory.
+
+        Raises CancelledError once closed, LabError where there is no environment of the toolchain.
+        """
+        for name in [name for name in self._open if "==" in name and name != toolchain]:
+            self._open.pop(name).close()
+        python = self.options.pythons.get(toolchain)
+        return self._opened(toolchain, lambda: Worker(python=python) if python else lab_worker(toolchain))
+
+    def _opened(self, name: str, make: Callable[[], Worker]) -> Worker:
         if self._closed:
             raise CancelledError("the run has ended")
-        if kind not in self._open:
-            if kind == "gpu":
-                worker = Worker(python=self.options.python)
-            elif kind == "ascend":
-                worker = Worker(python=self.options.ascend_python)
-            else:
-                worker = Worker(runs="kernels" if kind == "device" else "interpreter")
-            self._open[kind] = worker
-        return self._open[kind]
+        if name not in self._open:
+            self._open[name] = make()
+        return self._open[name]
 
     def close(self) -> None:
         """End the children; a request under way in this thread is answered as a crash."""
@@ -82,10 +92,11 @@ class Workers:
 def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
     """Make every cell; `done` is called in this thread with each one as it is finished.
 
+    Cells of one toolchain follow each other, whatever the order of the specs: a compiler is then loaded once.
     What a compiler does ends in its cell. KeyboardInterrupt, and whatever `done` raises, ends the run: children are
     killed, and cells under way are dropped.
     """
-    interpreter = Interpreter(options.seconds)
+    interpreter, executed = Interpreter(options.seconds), Executed(options.seconds)
     local = threading.local()
     opened: list[Workers] = []
 
@@ -93,15 +104,18 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
         if not hasattr(local, "workers"):
             local.workers = Workers(options)
             opened.append(local.workers)
-        return make_cell(spec, options, local.workers, interpreter)
+        return make_cell(spec, options, local.workers, interpreter, executed)
 
     pool = ThreadPoolExecutor(options.jobs, thread_name_prefix="matrix")
     try:
         # A few at a time: an interrupt then finds little under way.
-        waiting, running = list(reversed(specs)), set[Future[Cell]]()
+        toolchains = list(dict.fromkeys(str(spec.target.toolchain) for spec in specs))
+        ordered = sorted(specs, key=lambda spec: toolchains.index(str(spec.target.toolchain)))
+        waiting, running = list(reversed(ordered)), set[Future[Cell]]()
         while waiting or running:
             while waiting and len(running) < options.jobs:
-                running.add(pool.submit(make, waiting.pop()))
+                here = contextvars.copy_context()  # this thread's `settings(...)`: where the lab lies, for one
+                running.add(pool.submit(here.run, make, waiting.pop()))
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
                 done(future.result())
@@ -113,7 +127,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
             workers.close()
 
 
-def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Interpreter) -> Cell:
+def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Interpreter, executed: Executed) -> Cell:
     """Make one cell. What goes wrong in planning or compiling is what the cell says."""
     begun = time.monotonic()
     registry = Registry.load()
@@ -125,8 +139,9 @@ def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Inter
     else:
         core = core_of(made, spec.target, registry)
         fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
-        fields |= _look(made, core, spec.target, options, workers, interpreter, registry)
-        causes = dict.fromkeys(gate.explained_by for gate in fields.get("gates", ()) if gate.explained_by)
+        fields |= _look(made, core, spec.target, options, workers, interpreter, executed, registry)
+        seen = (*fields.get("gates", ()), *fields.get("lints", ()))
+        causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
         explained = (footnote(quirk, "explains", registry) for quirk in causes)
         fields["footnotes"] = (*fields["footnotes"], *explained)
     return Cell(
@@ -146,6 +161,9 @@ def core_of(made: Plan, target: Target, registry: Registry) -> Plan | None:
     """The plan of the core kernel to look at: the plan itself, or what was passed over only for being slow."""
     if made.lowering is not None:
         return made
+    backend = registry.backends[target.backend]
+    if any(variant.name == made.path for variant in backend.variants):
+        return plan(made.problem, target, registry, settings=Settings(backend=backend.core_path))
     for no in made.rejected:
         quirk = registry.quirks.get(no.quirk)
         if no.choice is not None and quirk is not None and quirk.symptom == "slow":
@@ -161,12 +179,13 @@ def _look(
     options: Options,
     workers: Workers,
     interpreter: Interpreter,
+    executed: Executed,
     registry: Registry,
 ) -> dict[str, Any]:
     """Status, level and what they rest on."""
     fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
     if core is not None:
-        fields |= _core(core, target, options, workers, interpreter, registry)
+        fields |= _core(core, target, options, workers, interpreter, executed, registry)
         if core is not made and fields["status"] != "NOT_RUN":
             # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
             seen = fields["reason"] or f"{fields['level']}"
@@ -178,52 +197,72 @@ def _look(
 
 
 def _core(
-    core: Plan, target: Target, options: Options, workers: Workers, interpreter: Interpreter, registry: Registry
+    core: Plan,
+    target: Target,
+    options: Options,
+    workers: Workers,
+    interpreter: Interpreter,
+    executed: Executed,
+    registry: Registry,
 ) -> dict[str, Any]:
-    """What the core kernel does: compiled where there is a compiler for it, and interpreted."""
+    """What the core kernel does: compiled where there is a compiler for it, and interpreted.
+
+    For Ascend the compiler's lowering is executed on this CPU, where MLIR's programs are.
+    """
     ascend = COMPILER_OF.get(target.backend) == "triton-ascend"
-    missing = _cannot_compile(target, options, ascend)
-    if missing:
-        fields: dict[str, Any] = {"status": "NOT_RUN", "level": "declared", "reason": missing}
-    else:
-        fields = {"reason": "", "level": "declared"}
-        fields |= _compiled(core, target, options, workers, registry, ascend)
+    fields: dict[str, Any] = {"reason": "", "level": "declared"}
+    fields |= _compiled(core, target, options, workers, registry, ascend)
     if fields["status"] in RED:
         return fields
+    if ascend and fields["status"] != "NOT_RUN":
+        lowered = executed.check(core, target, workers.compiler(str(target.toolchain)), workers.get("lowered"))
+        fields["lowered"] = lowered
+        if lowered.outcome == "pass":
+            fields |= {"status": "PASS", "level": "lowering-checked", "reason": ""}
+        elif lowered.outcome == "not_run":
+            fields["reason"] = f"{LOWERED}: {lowered.reason}"
     fields["interpreter"] = interpreter.check(core, workers.get("interpreter"))
-    if fields["interpreter"].outcome in STATUS_OF_NUMERICS:
-        seen: Numerics = fields["interpreter"]
-        fields |= {"status": STATUS_OF_NUMERICS[seen.outcome], "reason": f"interpreted numerics: {seen.reason}"}
+    for name, words in NUMERICS_WORDS.items():
+        seen: Numerics | None = fields.get(name)
+        if seen is not None and seen.outcome in STATUS_OF_NUMERICS:
+            status = STATUS_OF_NUMERICS[seen.outcome]
+            fields |= {"status": status, "level": "declared", "reason": f"{words} numerics: {seen.reason}"}
     return fields
-
-
-def _cannot_compile(target: Target, options: Options, ascend: bool) -> str:
-    """Why there is no compiler here for this target's toolchain; empty when there is."""
-    if ascend:
-        return "" if options.ascend_python else NO_ASCEND
-    have = installed()
-    if str(have) != str(target.toolchain):
-        return f"not compiled here: this Python has {have if have else 'no Triton'}"
-    return ""
 
 
 def _compiled(
     made: Plan, target: Target, options: Options, workers: Workers, registry: Registry, ascend: bool
 ) -> dict[str, Any]:
     launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
+    try:
+        worker = workers.compiler(str(target.toolchain))
+    except LabError as error:
+        return {"status": "NOT_RUN", "reason": f"not compiled here: {error}"}
+    except ArgumentError:  # a compiler that the lab cannot install
+        return {"status": "NOT_RUN", "reason": f"not compiled here: this Python has {installed() or 'no Triton'}"}
     found: list[KernelFacts] = []
+    lints: list[Lint] = []
     for launch in launches:
-        reply = compile_in(workers.get("ascend" if ascend else "gpu"), launch, made, target, options.seconds, "full")
+        reply = compile_in(worker, launch, made, target, options.seconds, "text" if ascend else "full")
         if reply.outcome != "ok":
             return _failure(reply, launch.function) | {"kernels": tuple(found)}
-        found.append(KernelFacts(function=launch.function, facts=dict(reply.facts)))
+        facts, fired = looked_at(reply, launch, target) if ascend else (dict(reply.facts), [])
+        found.append(KernelFacts(function=launch.function, facts=facts))
+        lints += fired
     kernels = tuple(found)
     if ascend:
-        return {"status": "NOTE", "reason": LOWERED, "kernels": kernels}
+        seen = gates.explained(lints, made, target, registry)
+        red = "; ".join(str(lint) for lint in seen if lint.red)
+        status = {"status": "FAIL", "reason": red} if red else {"status": "NOTE", "reason": LOWERED}
+        return status | {"kernels": kernels, "lints": seen}
     checked = gates.check(made, target, kernels, registry)
-    broken = [str(gate) for gate in checked if not gate.passed and not gate.explained_by]
+    unexplained = [gate for gate in checked if not gate.passed and not gate.explained_by]
+    broken = [str(gate) for gate in unexplained if not gate.noted]
     if broken:
         return {"status": "FAIL", "reason": "; ".join(broken), "kernels": kernels, "gates": checked}
+    noted = "; ".join(str(gate) for gate in unexplained)
+    if noted:  # it compiles and fits; `compiles` also promises no spills
+        return {"status": "NOTE", "reason": noted, "kernels": kernels, "gates": checked}
     return {"status": "PASS", "level": "compiles", "kernels": kernels, "gates": checked}
 
 

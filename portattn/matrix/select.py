@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from portattn import lab
 from portattn.errors import ArgumentError
 from portattn.matrix.cells import cell_id
 from portattn.matrix.problems import SETS, Named, SetName
@@ -20,7 +21,7 @@ from portattn.toolchain import Toolchain, installed
 OP = "matrix run"
 # The compiler that targets a backend; every backend that is not named here is community Triton's.
 COMPILER_OF = {"ascend": "triton-ascend"}
-# What an Ascend cell is planned for when neither --toolchain nor --ascend-python says: the newest one with probes.
+# What an Ascend cell is planned for when neither --toolchain nor --ascend-python says: the lab's.
 ASCEND_DEFAULT = "triton-ascend==3.2.0"
 ASK_SECONDS = 60.0
 
@@ -83,15 +84,30 @@ def specs(named: Sequence[Named], where: Sequence[Target]) -> list[Spec]:
     ]
 
 
-def parse_toolchains(texts: Sequence[str]) -> list[Toolchain]:
-    """Read NAME==VERSION texts. Raises ArgumentError."""
-    found = []
-    for text in texts:
+def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
+    """Read NAME==VERSION texts, each once; with `every` those of the lab besides. Raises ArgumentError.
+
+    A version that the lab knows is written as there: 3.4 is 3.4.0.
+    """
+    found: dict[str, Toolchain] = {}
+    for text in (*texts, *(lab.TOOLCHAINS if every else ())):
         try:
-            found.append(Toolchain.parse(text))
+            parsed = Toolchain.parse(text)
+            if parsed.distribution in lab.DISTRIBUTIONS:
+                version = lab.canonical(str(parsed)).partition("==")[2]
+                parsed = msgspec.structs.replace(parsed, version=version)
         except ValueError as error:
             raise ArgumentError(OP, "--toolchain", text, str(error)) from None
-    return found
+        found.setdefault(str(parsed), parsed)
+    return list(found.values())
+
+
+def missing(where: Sequence[Target], pythons: Mapping[str, str]) -> list[str]:
+    """The toolchains of targets that nothing here compiles with, and the lab can make."""
+    names = dict.fromkeys(
+        str(target.toolchain) for target in where if target.toolchain.distribution in lab.DISTRIBUTIONS
+    )
+    return [name for name in names if name not in pythons and name != str(installed()) and lab.find(name) is None]
 
 
 _ASK = """

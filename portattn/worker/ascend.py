@@ -5,18 +5,37 @@ Child process only, under a Python that has triton-ascend.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
+# Passes of triton-adapter-opt by name. `old` is the list of the releases with a backends/huawei layout, which the
+# adapter still takes: the crashes that those releases had can be seen with it.
+PASS_LISTS: dict[str, tuple[str, ...]] = {"old": ("--triton-to-linalg=global-kernel=false named-ops=True",)}
 
-def lower(source: Any, target: Any, options: dict[str, Any], enter: Callable[[str], None]) -> dict[str, int | str]:
-    """Lower to linalg; facts about the text. Raises RuntimeError with the adapter's own diagnostics when it refuses."""
+
+def lower(
+    source: Any,
+    target: Any,
+    options: dict[str, Any],
+    enter: Callable[[str], None],
+    passes: str | Sequence[str] = "",
+    text: bool = False,
+) -> dict[str, int | str]:
+    """Lower to linalg; facts about the text, and with `text` the text itself under "linalg".
+
+    passes  another list of the adapter's passes than its own: a name of PASS_LISTS, or command line options
+
+    Raises RuntimeError with the adapter's own diagnostics when it refuses or dies, ValueError on an unknown name.
+    """
     from triton._C.libtriton import ir
     from triton.backends.ascend import compiler
     from triton.compiler.compiler import make_backend
 
+    chosen = _pass_list(passes)
     backend = make_backend(target)
     parsed = backend.parse_options(dict(options))
     metadata = {"hash": "0" * 64, "target": target, **parsed.__dict__}
@@ -28,15 +47,45 @@ def lower(source: Any, target: Any, options: dict[str, Any], enter: Callable[[st
     module = compiler.make_ttir(module, metadata, parsed)
     enter("ttadapter")
     try:
-        linalg = compiler.ttir_to_linalg(module, metadata, parsed, named_ops=True)
+        if chosen:
+            linalg = _adapt(str(module), chosen)
+        else:
+            linalg = compiler.ttir_to_linalg(module, metadata, parsed, named_ops=True)
     except subprocess.CalledProcessError as error:
-        log = (error.stderr or b"").decode(errors="replace")
-        died = f"died of signal {-error.returncode}" if error.returncode < 0 else f"exit status {error.returncode}"
-        raise RuntimeError(f"triton-adapter-opt {died}\n{log}") from error
+        raise RuntimeError(_diagnostics(error)) from error
     mode = re.search(r'mix_mode\s*=\s*"([^"]+)"', linalg)
-    return {
+    facts: dict[str, int | str] = {
         "linalg_lines": linalg.count("\n"),
         "matmul": len(re.findall(r"linalg\.(?:batch_)?matmul", linalg)),
         "leftover_tt": len(re.findall(r"(?:^|=)\s*\"?tt\.\w+", linalg, re.MULTILINE)),
         "mix_mode": mode.group(1) if mode else "",
     }
+    return facts | ({"linalg": linalg} if text else {})
+
+
+def _pass_list(passes: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(passes, str):
+        return tuple(passes)
+    if passes and passes not in PASS_LISTS:
+        raise ValueError(f"passes is {passes!r}, but must be a list of options or one of {', '.join(PASS_LISTS)}")
+    return PASS_LISTS.get(passes, ())
+
+
+def _adapt(ttir: str, passes: tuple[str, ...]) -> str:
+    """The adapter's output for a TTIR module and a list of passes. Raises CalledProcessError."""
+    from triton.backends.ascend.utils import _get_triton_adapter_opt_path
+
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = os.path.join(folder, "kernel.ttir.mlir"), os.path.join(folder, "kernel.ttadapter.mlir")
+        with open(before, "w") as file:
+            file.write(ttir)
+        subprocess.run([_get_triton_adapter_opt_path(), before, *passes, "-o", after], capture_output=True, check=True)
+        with open(after) as file:
+            return file.read()
+
+
+def _diagnostics(error: subprocess.CalledProcessError) -> str:
+    """How the adapter ended, and what it printed."""
+    log = (error.stderr or b"").decode(errors="replace")
+    died = f"died of signal {-error.returncode}" if error.returncode < 0 else f"exit status {error.returncode}"
+    return f"triton-adapter-opt {died}\n{log}"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
@@ -20,7 +21,9 @@ import msgspec
 
 Outcome = Literal["ok", "error", "crash", "hang"]
 SERVE = Path(__file__).with_name("serve.py")
-LOG_TAIL = 16_000
+# Bytes of a log that are kept: MLIR names the error first, then prints the whole module after it.
+LOG_HEAD, LOG_TAIL = 8_000, 16_000
+PROTOCOL = 1  # of the JSON lines; serve.py, which runs in the child, says the same
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +48,7 @@ class Worker:
     """A child process that compiles. It is started at the first request, and again after a crash or a hang.
 
     python       the interpreter to run it under; another toolchain's environment, for example
-    environment  variables to set in it (beside this process's own)
+    environment  variables to set in it beside this process's own, which with None it has not
     runs         "" only compiles; "kernels" also runs them, on a device; "interpreter" runs them under Triton's
                  interpreter. To run anything, portattn must be installed in that Python
     """
@@ -53,11 +56,12 @@ class Worker:
     def __init__(
         self,
         python: str = sys.executable,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         runs: Literal["", "kernels", "interpreter"] = "",
     ) -> None:
         self.python = python
-        self.environment = (environment or {}) | ({"TRITON_INTERPRET": "1"} if runs == "interpreter" else {})
+        interpret = {"TRITON_INTERPRET": "1" if runs == "interpreter" else None}
+        self.environment = {**interpret, **(environment or {})}
         self.runs = runs
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -78,12 +82,16 @@ class Worker:
         with self._lock:
             # Before the start: a child that dies at once has written its reason by the time it is spoken to.
             begun = self._written()
-            process, lines = self._start()
+            try:
+                process, lines = self._start()
+            except OSError as error:  # a Python that is gone, or no process to be had
+                text = f"{self.python} cannot be started: {error.strerror}"
+                return Reply(outcome="crash", stage="start", kind=type(error).__name__, message=text)
             assert process.stdin is not None
             deadline = time.monotonic() + seconds
             stage = "start"
             with contextlib.suppress(BrokenPipeError):  # the child died early: its end is read below
-                process.stdin.write(json.dumps({"version": 1, "task": task, **fields}) + "\n")
+                process.stdin.write(json.dumps({"version": PROTOCOL, "task": task, **fields}) + "\n")
                 process.stdin.flush()
             while True:
                 try:
@@ -111,26 +119,22 @@ class Worker:
                     log = self._tail(begun)
                     return Reply(outcome="crash", stage=stage, kind=name, message=_cause(log) or name, log=log)
                 try:
-                    message = json.loads(line)
-                    if not isinstance(message, dict):
-                        raise ValueError("no object")
-                except ValueError:
+                    message = _message(line)
+                except ValueError as error:
                     self._kill()
                     return Reply(
-                        outcome="error", stage=stage, kind="ProtocolError",
-                        message=f"the worker answered {line[:200]!r}, which is not JSON", log=self._tail(begun),
+                        outcome="error", stage=stage, kind="ProtocolError", message=f"the worker {error}",
+                        log=self._tail(begun),
                     )  # fmt: skip
-                if "ok" not in message:
-                    stage = message["stage"]
-                elif message["ok"]:
-                    toolchain = message.get("toolchain", "")
-                    return Reply(outcome="ok", facts=message["facts"], stage=stage, toolchain=toolchain)
+                if isinstance(message, _Stage):
+                    stage = message.stage
+                elif message.ok:
+                    return Reply(outcome="ok", facts=message.facts, stage=stage, toolchain=message.toolchain)
                 else:
-                    log = self._tail(begun)
+                    log = f"{self._tail(begun)}\n{message.log[-LOG_TAIL:]}"
                     return Reply(
-                        outcome="error", stage=message["stage"], kind=message["kind"], message=message["message"],
-                        log=(log + "\n" + message["log"])[-LOG_TAIL:],
-                    )  # fmt: skip
+                        outcome="error", stage=message.stage, kind=message.kind, message=message.message, log=log
+                    )
 
     def close(self) -> None:
         """End the child. A request under way in another thread is answered as a crash."""
@@ -150,7 +154,7 @@ class Worker:
     def _begin(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
         if self._log is None:
             self._log = tempfile.NamedTemporaryFile(prefix="portattn-worker-")  # noqa: SIM115 - closed by close()
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | self.environment
+        environment = {k: v for k, v in {**os.environ, **self.environment}.items() if v is not None}
         command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else [])]
         # The child appends through a descriptor of its own, so that reading the log does not move where it writes.
         # A process group of its own: a compiler's children (ptxas, linkers) end with it.
@@ -182,13 +186,51 @@ class Worker:
             return int(self._log.seek(0, os.SEEK_END)) if self._log is not None else 0
 
     def _tail(self, begun: int) -> str:
-        """The end of the log from there on; nothing once the worker is closed."""
+        """The beginning and the end of the log from there on; nothing once the worker is closed."""
         with self._state:
             if self._log is None:
                 return ""
             end = self._log.seek(0, os.SEEK_END)
-            self._log.seek(max(begun, end - LOG_TAIL))
-            return str(self._log.read().decode(errors="replace"))
+            self._log.seek(begun)
+            head = bytes(self._log.read(LOG_HEAD))
+            left_out = max(end - LOG_TAIL - begun - len(head), 0)
+            self._log.seek(begun + len(head) + left_out)
+            cut = f"\n… {left_out} bytes …\n".encode() if left_out else b""
+            return (head + cut + bytes(self._log.read())).decode(errors="replace")
+
+
+class _Stage(msgspec.Struct):
+    stage: str
+
+
+class _Answer(msgspec.Struct):
+    """An answer as the child sends it. version: of the protocol that it speaks."""
+
+    ok: bool
+    version: int = PROTOCOL
+    facts: dict[str, Any] = {}
+    toolchain: str = ""
+    stage: str = ""
+    kind: str = ""
+    message: str = ""
+    log: str = ""
+
+
+def _message(line: str) -> _Stage | _Answer:
+    """One line of a child. Raises ValueError, whose text goes on from "the worker", on what is not this protocol's."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        raise ValueError(f"answered {line[:200]!r}, which is not JSON") from None
+    kind: type[_Stage | _Answer] = _Answer if isinstance(found, dict) and "ok" in found else _Stage
+    try:
+        message = msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"answered {line[:200]!r}, which is no message of protocol {PROTOCOL}: {error}") from None
+    if isinstance(message, _Answer) and message.version != PROTOCOL:
+        ours = f"this portattn speaks {PROTOCOL}: they are of different releases, install one of them anew"
+        raise ValueError(f"speaks protocol {message.version}, and {ours}")
+    return message
 
 
 def _pump(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:

@@ -6,6 +6,8 @@ Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0. Runs in a child proc
 from __future__ import annotations
 
 import importlib
+import importlib.metadata as metadata
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -22,26 +24,53 @@ except ImportError:  # triton-ascend 3.2 exports it one level down only
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
 
 
+def versions() -> dict[str, str]:
+    """Versions of Python, and of every distribution that claims triton/, by name."""
+    found = {"python": platform.python_version()}
+    for name in sorted(set(metadata.packages_distributions().get("triton", []))):
+        found[name.replace("_", "-").lower()] = metadata.version(name)
+    return found
+
+
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Compile one Signature (as plain data) for one target; facts about the machine code come back.
 
     `enter(stage)` is called before each compiler stage. Whatever the compiler raises passes through.
     """
-    signature, (backend, arch, warp) = request["signature"], request["target"]
+    signature, target = request["signature"], tuple(request["target"])
     enter("parse")
     function = getattr(importlib.import_module(signature["module"]), signature["function"])
-    target = GPUTarget(backend, arch, warp)
-    if backend == "npu":
-        from portattn.worker import ascend
-
-        return {"facts": ascend.lower(source(function, signature, backend), target, signature["options"], enter)}
-    if backend == "hip":
-        _link_without_rocm()
-    _announce_stages(target, enter)
-    kernel = triton.compile(source(function, signature, backend), target=target, options=signature["options"])
+    if target[0] == "npu":
+        facts = lower(function, signature, target, enter, request.get("passes", ""), request.get("facts") == "text")
+        return {"facts": facts}
+    kernel = build(function, signature, target, enter)
     enter("read")
-    facts = resources.read(kernel, backend, arch, full=request.get("facts") == "full")
+    facts = resources.read(kernel, target[0], target[1], full=request.get("facts") == "full")
     return {"facts": facts, "toolchain": triton.__version__}
+
+
+def build(function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None]) -> Any:
+    """Triton's compiled kernel of a jit function, for a GPU: (backend, arch, lanes of a warp)."""
+    chip = GPUTarget(*target)
+    if chip.backend == "hip":
+        _link_without_rocm()
+    _announce_stages(chip, enter)
+    return triton.compile(source(function, signature, chip.backend), target=chip, options=signature["options"])
+
+
+def lower(
+    function: Any,
+    signature: dict[str, Any],
+    target: tuple[str, Any, int],
+    enter: Callable[[str], None],
+    passes: str = "",
+    text: bool = True,
+) -> dict[str, int | str]:
+    """Facts of a jit function lowered to linalg for an NPU, and with `text` the linalg itself."""
+    from portattn.worker import ascend
+
+    built = source(function, signature, target[0])
+    return ascend.lower(built, GPUTarget(*target), signature["options"], enter, passes, text)
 
 
 def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
+from portattn.call import Call
+from portattn.dispatch import run_variant
 from portattn.launch import run_core
 from portattn.lowering import Launch, Lowering
 from portattn.planner import Plan
@@ -18,6 +20,7 @@ from portattn.problem import Problem
 from portattn.reference import blockwise
 from portattn.reference.check import judge, nan_filled_memory, random_call
 from portattn.registry import Registry
+from portattn.target import Target
 
 
 def compare(request: dict[str, Any]) -> dict[str, Any]:
@@ -27,28 +30,40 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
     Outputs and partial results start as NaN, and so does all padding, which no result may depend on. Raises what
     the kernels raise.
     """
-    problem = msgspec.convert(request["problem"], Problem)
-    strides = "plain" if problem.aligned else "spare"
-    call = random_call(problem, request.get("seed", 0), device=request["device"], strides=strides, extremes=True)
-    target = Registry.load().target(request["target"])
+    call, target = call_of(request), Registry.load().target(request["target"])
     with nan_filled_memory(), torch.no_grad():
         if request["path"] == "reference":
             out, lse = blockwise.run(call)
         elif "lowering" in request:
-            plan = Plan(
-                problem=problem,
-                target=target.name,
-                toolchain=str(target.toolchain),
-                requested=request["path"],
-                path=request["path"],
-                kernel=request["kernel"],
-                lowering=msgspec.convert(request["lowering"], Lowering),
-                launch=msgspec.convert(request["launch"], Launch),
-                env=request.get("env", {}),
-            )
-            out, lse = run_core(plan, call, target.arch.cores)
+            out, lse = run_core(plan_of(request, target), call, target.arch.cores)
         else:
-            vendors = Registry.load().backends[target.backend].vendor
-            out, lse = next(v for v in vendors if v.name == request["path"]).run(call)
+            backend = Registry.load().backends[target.backend]
+            variant = next((v for v in backend.variants if v.name == request["path"]), None)
+            if variant is not None:
+                _, out, lse = run_variant(variant, call)
+            else:
+                out, lse = next(v for v in backend.vendor if v.name == request["path"]).run(call)
     precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"
     return {"facts": judge(call, out, lse, precision)}
+
+
+def call_of(request: dict[str, Any]) -> Call:
+    """The random call of a request: the same one wherever it is made."""
+    problem = msgspec.convert(request["problem"], Problem)
+    strides = "plain" if problem.aligned else "spare"
+    return random_call(problem, request.get("seed", 0), device=request["device"], strides=strides, extremes=True)
+
+
+def plan_of(request: dict[str, Any], target: Target) -> Plan:
+    """The core plan of a request."""
+    return Plan(
+        problem=msgspec.convert(request["problem"], Problem),
+        target=target.name,
+        toolchain=str(target.toolchain),
+        requested=request["path"],
+        path=request["path"],
+        kernel=request["kernel"],
+        lowering=msgspec.convert(request["lowering"], Lowering),
+        launch=msgspec.convert(request["launch"], Launch),
+        env=request.get("env", {}),
+    )

@@ -4,9 +4,13 @@ Started by file path, so that it also runs under a Python in which portattn is n
 environment). Protocol version 1, one request at a time:
 
   request   {"version": 1, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, "facts": "full"}
+            {"version": 1, "task": "hello"}          answered with the versions of Python and of the compiler
+            {"version": 1, "task": "probe", "program": "…/cuda_0007.py", "arm": "off", "name": "cuda:sm_100", …}
   progress  {"stage": "ttgir"}                       before each compiler stage, so that a crash has a stage
   answer    {"ok": true, "facts": {…}, "toolchain": "3.6.0"}
             {"ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
+
+Every answer also says the child's "version": the parent refuses those of another protocol.
 """
 
 from __future__ import annotations
@@ -46,14 +50,26 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
     before = dict(os.environ)
     os.environ.update(request.get("env", {}))
     try:
+        if request["task"] == "hello":
+            from portattn.worker import compilers
+
+            return {"ok": True, "facts": compilers.versions(), "toolchain": compilers.triton.__version__}
         if request["task"] == "compile":
             from portattn.worker import compilers
 
             return {"ok": True, **compilers.compile_signature(request, enter)}
+        if request["task"] == "probe":
+            from portattn.worker import probe
+
+            return {"ok": True, **probe.answer(request, enter)}
         if request["task"] == "interpret":
             from portattn.worker import interpret
 
             return {"ok": True, **interpret.compare(request)}
+        if request["task"] == "execute":
+            from portattn.linalg import execute
+
+            return {"ok": True, **execute.compare(request, enter)}
         return _failure("protocol", "ProtocolError", f"unknown task {request['task']!r}")
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.
@@ -73,7 +89,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     for line in requests:
-        say(answer(json.loads(line), say))
+        say(answer(json.loads(line), say) | {"version": PROTOCOL})
 
 
 def main() -> None:

@@ -20,5 +20,7 @@ def test_devices_are_called_in_a_child_that_compiles_kernels(monkeypatch):
     monkeypatch.setattr(calls, "Worker", Planted)
     checks = calls.device_checks(5.0)
     assert opened
-    assert [(worker.runs, worker.environment) for worker in opened] == [("kernels", {})] * len(opened)
+    assert [(worker.runs, worker.environment) for worker in opened] == [("kernels", {"TRITON_INTERPRET": None})] * len(
+        opened
+    )
     assert {(check.outcome, check.detail) for check in checks} == {("FAIL", "FAIL: crash: SIGSEGV: planted")}

@@ -23,11 +23,23 @@ def test_help_names_every_command_and_the_exit_statuses(portattn):
     assert portattn("--version").out == f"portattn, version {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "quirks list", "quirks audit", "matrix run", "matrix report"])
+GROUPS = ("quirks", "matrix", "lab")
+COMMANDS_OF_GROUPS = (
+    "quirks list",
+    "quirks audit",
+    "matrix run",
+    "matrix report",
+    "lab list",
+    "lab create",
+    "lab remove",
+)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *COMMANDS_OF_GROUPS])
 def test_every_command_has_help_and_json(portattn, command):
     called = portattn(*command.split(), "--help")
     assert called.status == 0
-    assert "--json" in called.out or command in ("quirks", "matrix")
+    assert "--json" in called.out or command in GROUPS
 
 
 def test_help_imports_neither_torch_nor_triton():

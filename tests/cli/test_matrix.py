@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from portattn.cli import progress
+from portattn.lab import TOOLCHAINS, LabError
 from portattn.matrix import numerics, results, run
+from portattn.toolchain import installed
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
 RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cells, and nothing that compiles here
@@ -40,13 +42,45 @@ def test_run_and_report(portattn, tmp_path):
 
 def test_red_cells_are_status_1_and_on_the_page(portattn, tmp_path, monkeypatch, planted):
     real = run.Options
-    monkeypatch.setattr(run, "Options", lambda **options: real(**options, python=planted))
+    monkeypatch.setattr(run, "Options", lambda **options: real(**options | {"pythons": {str(installed()): planted}}))
     called = portattn("matrix", "run", "--out", str(tmp_path), "--targets", "sm_89,sm_90", "--ops", "*fp32*", "--json")
     assert called.status == 1
     assert called.json["statuses"] == {"ERROR": 1, "PASS": 1}
     assert called.json["levels"] == {"compiles": 1}
     assert called.json["red"][0]["target"] == "cuda:sm_89"
     assert "planted refusal" in (tmp_path / "index.html").read_text()
+
+
+def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_path):
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--ops", "*fp32*")
+    called = portattn(*line, "--toolchain", "triton==3.2", "--toolchain", "triton==3.3.1", "--json")
+    assert called.status == 0, called.err
+    made, cells = results.read(tmp_path / results.NAME)
+    assert made.toolchains == ("triton==3.2.0", "triton==3.3.1", "triton-ascend==3.2.0")
+    for cell in cells:
+        assert cell.status == "NOT_RUN"
+        assert f"`portattn lab create {cell.toolchain}` makes it" in cell.reason
+    page = (tmp_path / "index.html").read_text()
+    assert "1 problem × 2 targets × 3 compilers" in page
+    assert "<small>3.3.1</small>" in page  # two columns of one chip are told apart
+    assert portattn(*line, "--all-toolchains").status == 0
+    assert results.read(tmp_path / results.NAME)[0].toolchains == TOOLCHAINS
+
+
+def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begin(portattn, tmp_path, monkeypatch):
+    asked = []
+
+    def create(name, say, **_):
+        asked.append(name)
+        raise LabError(f"{name}: planted")
+
+    monkeypatch.setattr("portattn.lab.creating.create", create)
+    line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*", "--create")
+    called = portattn(*line, "--toolchain", "triton==3.2.0", "--toolchain", "triton==3.3.1")
+    assert called.status == 2
+    assert asked == ["triton==3.2.0", "triton==3.3.1"]
+    assert "triton==3.2.0: planted" in called.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_run_keeps_its_cells_and_goes_on(portattn, tmp_path, monkeypatch):

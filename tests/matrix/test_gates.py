@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from portattn.config import Settings
 from portattn.core import CORES
 from portattn.matrix import gates
 from portattn.matrix.cells import KernelFacts
@@ -35,7 +36,7 @@ def check(
     registry = with_tunings(registry or Registry.load(), timed)
     where = Target.parse(target, "triton==3.6.0")
     problem = (named or dense(dtype=dtype, head_dim=64)).problem
-    made = plan(problem, where, registry)
+    made = plan(problem, where, registry, settings=Settings(backend="triton"))  # no variant
     made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
     kernels = (KernelFacts(function=CORES[problem.op].function, facts=FITS | facts),)
     return {g.name: g.explained_by for g in gates.check(made, where, kernels, registry) if not g.passed}
@@ -113,3 +114,17 @@ def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
     assert [g.explained_by for g in gates.check(made, where, kernels, planted) if not g.passed] == [spill.id]
     p = made.problem
     assert asked[0][-1] == p.batch * p.heads_q * -(-p.seq_q // made.launch.block_m) > 0
+
+
+def test_spills_of_a_tile_that_was_chosen_with_another_compiler_are_noted() -> None:
+    """They cost time and are no fault; what does not fit the chip stays one."""
+    registry = with_tunings(Registry.load(), False)
+    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse("cuda:sm_90", "triton==3.6.0"), registry)
+    facts = FITS | {"spills": 8, "local_memory": 10**6}
+    for toolchain, noted in (("triton==3.6.0", False), ("triton==3.8.0", True)):
+        target = Target.parse("cuda:sm_90", toolchain)
+        found = gates.check(made, target, (KernelFacts(function="dense_forward", facts=facts),), registry)
+        by_name = {gate.name: gate for gate in found if not gate.passed}
+        assert by_name["bytes spilled"].noted is noted
+        assert ("chosen with triton==3.6.0" in str(by_name["bytes spilled"])) is noted
+        assert not by_name["bytes of shared memory"].noted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import msgspec
 import pytest
 
 from portattn.matrix.cells import Footnote, Gate, KernelFacts, Numerics
@@ -49,6 +50,18 @@ def test_every_cell_has_a_tile_and_a_card(cells, run):
     assert page.count('class="tile empty"') == 2  # 2 problems × 3 targets, 4 cells
     for word in ("k-compiles", "k-FAIL", "k-CRASH", "k-NOT_RUN", "not run here: needs a triton-ascend environment"):
         assert word in page
+
+
+def test_compilers_of_one_chip_are_told_apart(cell, run):
+    cells = [cell(index=i, toolchain=f"triton=={v}", status=status)
+             for i, (v, status) in enumerate([("3.4.0", "PASS"), ("3.6.0", "FAIL")])]  # fmt: skip
+    made = msgspec.structs.replace(run(cells), environments={"triton==3.4.0": "Python 3.11.7, made 2026-11-21"})
+    page = render(made, cells)
+    assert "1 problem × 1 target × 2 compilers" in page
+    assert page.index("<small>3.4.0</small>") < page.index("<small>3.6.0</small>")
+    assert "<b>cuda:sm_90</b> with triton==3.6.0" in page
+    assert "triton==3.4.0 (Python 3.11.7, made 2026-11-21)" in page
+    assert "<small>3.4.0</small>" not in render(run(cells[:1]), cells[:1])
 
 
 def test_footnotes_are_numbered_as_they_are_met_and_lead_somewhere(cells, run):

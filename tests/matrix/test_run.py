@@ -11,10 +11,14 @@ from portattn.matrix import numerics, run, select
 from portattn.matrix.cells import Cell
 from portattn.matrix.problems import dense
 from portattn.matrix.run import Options, execute
-from portattn.toolchain import Toolchain
+from portattn.toolchain import Toolchain, installed
 from portattn.worker.client import Reply
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton, also where the compiler is planted
+
+
+HERE = str(installed())  # what cells are compiled with where a test says nothing else
+ASCEND = select.ASCEND_DEFAULT
 
 
 def cells_of(specs, **options) -> dict[tuple[str, str], Cell]:
@@ -49,7 +53,7 @@ def test_every_way_to_fail_ends_in_its_cell(planted):
     named = [dense(dtype="fp16", head_dim=64)]
     specs = select.specs(named, select.targets(["cuda", "gfx90a", "gfx942"], [], None))
     begun = time.monotonic()
-    found = {arch: cell for (arch, _), cell in cells_of(specs, python=planted, seconds=3).items()}
+    found = {arch: cell for (arch, _), cell in cells_of(specs, pythons={HERE: planted}, seconds=3).items()}
     assert time.monotonic() - begun < 60
     assert {arch: cell.status for arch, cell in found.items()} == {
         "sm_80": "CRASH", "sm_86": "TIMEOUT", "sm_89": "ERROR", "sm_90": "PASS", "sm_100": "PASS", "sm_120": "FAIL",
@@ -77,19 +81,55 @@ def test_an_interrupt_ends_the_run_and_its_children(planted, small):
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        execute(specs, Options(python=planted, seconds=100, jobs=3), done)
+        execute(specs, Options(pythons={HERE: planted}, seconds=100, jobs=3), done)
     assert time.monotonic() - begun < 30  # sm_86 was still under way, and would have taken its 100 s
     assert len(found) == 1
 
 
 @pytest.mark.usefixtures("no_interpreter")
 def test_a_toolchain_that_is_not_here_is_planned_only(planted, small):
-    named = select.parse_toolchains(["triton==3.9.0"])
-    found = cells_of(select.specs(small[:1], select.targets(["sm_90"], named, None)), python=planted)
+    named = select.toolchains(["triton==3.3.0", "flagtree==0.3.0"])
+    found = cells_of(select.specs(small[:1], select.targets(["sm_90"], named[:1], None)), pythons={HERE: planted})
     (cell,) = found.values()
-    assert (cell.status, cell.level, cell.toolchain) == ("NOT_RUN", "declared", "triton==3.9.0")
-    assert cell.reason.startswith("not compiled here: this Python has triton==")
+    assert (cell.status, cell.level, cell.toolchain) == ("NOT_RUN", "declared", "triton==3.3.0")
+    hint = "its lab environment is not there; `portattn lab create triton==3.3.0` makes it"
+    assert cell.reason == f"not compiled here: triton==3.3.0: {hint}"
     assert cell.plan.kernel == "dense_forward"
+    found = cells_of(select.specs(small[:1], select.targets(["sm_90"], named[1:], None)), pythons={HERE: planted})
+    (cell,) = found.values()
+    if cell.plan.kernel:  # the lab cannot make this one
+        assert cell.reason == f"not compiled here: this Python has {HERE}"
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_several_toolchains_in_one_run_each_have_their_own_compiler(planted, small, tmp_path):
+    """One after the other, and each thread has one compiler in memory."""
+    names = ["triton==3.4.0", "triton==3.9.0"]
+    pythons, log = {}, tmp_path / "log"
+    for name in names:
+        path = tmp_path / name
+        path.write_text(f'#!/bin/sh\necho begin {name} >> {log}\n{planted} "$@"\necho end {name} >> {log}\n')
+        path.chmod(0o755)
+        pythons[name] = str(path)
+    where = select.targets(["sm_90", "gfx942"], select.toolchains(names), None)
+    specs = select.specs(small[:1], where)
+    assert [(str(s.target.toolchain)) for s in specs] == names * 2  # the page's order: target by target
+    found: list[Cell] = []
+    execute(specs, Options(pythons=pythons, jobs=1), found.append)
+    assert [cell.toolchain for cell in found] == [names[0]] * 2 + [names[1]] * 2
+    assert {(c.index, c.target, c.toolchain, c.status) for c in found} == {
+        (0, "cuda:sm_90", names[0], "PASS"), (1, "cuda:sm_90", names[1], "PASS"),
+        (2, "rocm:gfx942", names[0], "PASS"), (3, "rocm:gfx942", names[1], "PASS"),
+    }  # fmt: skip
+    assert log.read_text().splitlines()[:2] == [f"begin {names[0]}", f"begin {names[1]}"]
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_a_compiler_that_is_taken_away_while_it_runs_is_a_cell(small, tmp_path):
+    specs = select.specs(small[:1], select.targets(["sm_90"], [], None))
+    (cell,) = cells_of(specs, pythons={HERE: str(tmp_path / "gone")}).values()
+    assert (cell.status, cell.stage) == ("CRASH", "start")
+    assert "cannot be started: No such file" in cell.reason
 
 
 @pytest.mark.usefixtures("no_interpreter")
@@ -97,22 +137,25 @@ def test_ascend_says_what_it_needs(small):
     found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)))
     for cell in found.values():
         assert (cell.status, cell.level) == ("NOT_RUN", "declared")
-        assert cell.reason == "not run here: needs a triton-ascend environment (--ascend-python)"
+        assert "`portattn lab create triton-ascend==3.2.0` makes it" in cell.reason
         assert cell.footnotes
 
 
 @pytest.mark.usefixtures("no_interpreter")
-def test_lowering_to_linalg_is_a_note_and_no_level(planted, small):
-    found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)), ascend_python=planted)
+def test_lowering_to_linalg_is_a_note_and_no_level(planted, small, monkeypatch):
+    monkeypatch.setattr("portattn.linalg.check.missing", lambda: "no mlir-opt here")
+    found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)), pythons={ASCEND: planted})
     for cell in found.values():
         assert (cell.status, cell.level) == ("NOTE", "declared")
-        assert cell.reason.endswith("lowers to linalg; not run here")
+        assert cell.reason.endswith("lowers to linalg; not run here: no mlir-opt here")
 
 
 @pytest.mark.usefixtures("no_interpreter")
 def test_a_core_kernel_passed_over_for_being_slow_is_looked_at_and_claims_nothing(planted, small):
     slow = Toolchain.parse("triton-ascend==3.1.0")
-    found = cells_of(select.specs(small[:1], select.targets(["ascend910b2"], [slow], None)), ascend_python=planted)
+    found = cells_of(
+        select.specs(small[:1], select.targets(["ascend910b2"], [slow], None)), pythons={str(slow): planted}
+    )
     (cell,) = found.values()
     if cell.plan.core_taken:
         pytest.skip("no quirk rules the core kernel out there any more")
@@ -155,7 +198,7 @@ def test_kernels_that_raise_crash_or_hang_under_the_interpreter_are_red(monkeypa
     get = run.Workers.get
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
     monkeypatch.setattr(run.Workers, "get", lambda self, kind: Broken() if kind == "interpreter" else get(self, kind))
-    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None)), python=planted).values()
+    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None)), pythons={HERE: planted}).values()
     assert (cell.status, cell.red) == (status, True)
     assert cell.reason == f"interpreted numerics: {outcome}: IndexError: planted"
     assert cell.interpreter.outcome == outcome

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from portattn import lab
 from portattn.errors import ArgumentError
 from portattn.matrix import select
 from portattn.matrix.problems import SETS, full, quick
@@ -92,13 +93,32 @@ def test_every_target_gets_the_compiler_that_compiles_for_it():
 
 
 def test_toolchains_go_to_their_own_targets():
-    named = select.parse_toolchains(["triton==3.4.0", "triton==3.9.0", "triton-ascend==3.1.0"])
+    named = select.toolchains(["triton==3.4.0", "triton==3.9.0", "triton-ascend==3.1.0"])
     found = [(t.name, str(t.toolchain)) for t in select.targets(["sm_90", "ascend910b2"], named, None)]
     assert found == [
         ("cuda:sm_90", "triton==3.4.0"),
         ("cuda:sm_90", "triton==3.9.0"),
         ("ascend:ascend910b2", "triton-ascend==3.1.0"),
     ]
+
+
+def test_toolchains_are_written_as_the_lab_writes_them_and_taken_once():
+    found = select.toolchains(
+        ["triton==3.4", "pytorch-triton==3.4.0", "triton==3.6.0,ptxas==13.3.33", "flagtree==0.3.0"]
+    )
+    assert [str(t) for t in found] == ["triton==3.4.0", "triton==3.6.0", "flagtree==0.3.0"]
+    assert found[1].component("ptxas") == "13.3.33"
+    assert [str(t) for t in select.toolchains([], every=True)] == list(lab.TOOLCHAINS)
+    assert len(select.toolchains(["triton==3.3.0", "triton==3.4"], every=True)) == len(lab.TOOLCHAINS) + 1
+
+
+def test_environments_that_are_missing_are_those_that_the_cells_need():
+    named = select.toolchains(["triton==3.9.0", "triton==3.4.0", str(installed())])
+    where = select.targets(["sm_90", "ascend910b2"], named, None)
+    needed = ["triton==3.9.0", "triton==3.4.0", select.ASCEND_DEFAULT]
+    assert select.missing(where, {}) == [name for name in needed if name != str(installed())]
+    assert select.missing(where, dict.fromkeys(needed[1:], "/a/python")) == needed[:1]
+    assert select.missing(select.targets(["sm_90"], select.toolchains(["flagtree==0.3.0"]), None), {}) == []
 
 
 def test_cells_are_numbered_target_by_target_and_have_ids_of_their_own():
@@ -115,7 +135,7 @@ def test_cells_are_numbered_target_by_target_and_have_ids_of_their_own():
     [
         (lambda: select.targets(["sm_91"], [], None), r"--targets is 'sm_91', but must match one of cuda:sm_80"),
         (lambda: select.problems("quick", ["conv*"]), r"--ops is 'conv\*', but must match an op"),
-        (lambda: select.parse_toolchains(["triton"]), r"--toolchain is 'triton', but .*NAME==VERSION"),
+        (lambda: select.toolchains(["triton"]), r"--toolchain is 'triton', but .*NAME==VERSION"),
         (lambda: select.toolchain_of("/nowhere/python"), r"--ascend-python is '/nowhere/python', but cannot be run"),
         (lambda: select.toolchain_of("/bin/false"), r"must be a Python interpreter"),
     ],

@@ -1,0 +1,213 @@
+"""What a probe program gets: compiling for the probe's target, and a way to say what it saw. Child process only.
+
+A program under quirks/probes/ defines `probe(arm, bench)`. The arms: `control`, a neighbour of the kernel that works
+wherever the compiler does; `off`, the kernel without the work-around; `on`, the same with it. An arm passes by
+returning. It fails by raising: what the compiler raises, or `Seen` for what no compiler says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+ARMS = ("control", "off", "on")
+# Evidence levels that a program can reach, as portattn.quirk spells them.
+COMPILES, LOWERED, RUNS = "compiles", "lowering-checked", "runs"
+
+
+class Seen(Exception):
+    """What the quirk describes was seen; the text says what. Raised by probe programs."""
+
+
+class Missing(Exception):
+    """What a probe needs is not on this machine: nothing was seen."""
+
+
+@dataclass
+class Code:
+    """A compiled kernel: its texts by stage (ttir, ttgir, ptx or amdgcn; linalg), and facts as worker/resources.py."""
+
+    texts: dict[str, str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, stage: str, word: str) -> int:
+        return self.texts[stage].count(word)
+
+
+class Bench:
+    """The target of a probe, and compiling for it.
+
+    name     the target as portattn spells it, `rocm:gfx950`
+    target   the same as Triton takes it: (backend, arch, lanes of a warp)
+    version  of the compiler: (3, 6) for Triton 3.6.0
+    passes   list of passes that triton-adapter-opt is given instead of its own (worker/ascend.py); empty for its own
+    executor a Python with portattn, torch and MLIR's programs, which executes lowered code; empty for none
+    level    evidence level that the probe reaches; a program that executes anything raises it
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: tuple[str, Any, int],
+        enter: Callable[[str], None] = lambda stage: None,
+        passes: str = "",
+        executor: str = "",
+    ) -> None:
+        from portattn.worker import compilers
+
+        self.name, self.target, self.passes, self.executor = name, target, passes, executor
+        self.version, self.level = compilers.VERSION, COMPILES
+        self._enter, self._compilers = enter, compilers
+
+    def at(self, name: str) -> Bench:
+        """A bench for another target, for controls that this one cannot have."""
+        return Bench(name, triton_target(name), self._enter, self.passes, self.executor)
+
+    def compile(
+        self,
+        kernel: Any,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any] | None = None,
+        divisible: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Code:
+        """Compile a jit function. Whatever the compiler raises passes through.
+
+        types      run-time argument -> Triton type: `*fp16`, `i32`, `fp32`
+        constants  tl.constexpr arguments
+        divisible  arguments known to be multiples of 16; by default every pointer
+        options    num_warps, num_stages …
+        env        variables that the compiler reads, for this compile only
+        """
+        pointers = tuple(name for name, kind in types.items() if kind.startswith("*"))
+        signature = {
+            "types": dict(types),
+            "constants": dict(constants or {}),
+            "divisible": tuple(pointers if divisible is None else divisible),
+            "small": pointers,
+            "options": {"num_warps": 4, "num_stages": 1} | dict(options or {}),
+        }
+        with _set(env or {}):
+            if self.target[0] == "npu":
+                facts = self._compilers.lower(kernel, signature, self.target, self._enter, self.passes)
+                return Code({"linalg": str(facts.pop("linalg"))}, facts)
+            compiled = self._compilers.build(kernel, signature, self.target, self._enter)
+            facts = self._compilers.resources.read(compiled, self.target[0], self.target[1], full=True)
+        return Code({name: text for name, text in compiled.asm.items() if isinstance(text, str)}, facts)
+
+    def execute(
+        self, code: Code, arguments: Mapping[str, Any], outputs: Sequence[str], grid: Sequence[int] = (1,)
+    ) -> dict[str, list[float]]:
+        """Run code lowered to linalg on this machine's CPU: the outputs' values.
+
+        arguments  by name in the kernel's order: numbers, and flat tensors as (type of an element, values)
+
+        Raises Seen where the code touches memory that is not its own, Missing where it cannot be run here, RuntimeError
+        where it is refused.
+        """
+        if not self.executor:
+            raise Missing("needs --executor PYTHON, a Python with portattn in it")
+        given = {
+            name: {"type": value[0], "values": list(value[1])} if isinstance(value, tuple) else value
+            for name, value in arguments.items()
+        }
+        request = {"text": code.texts["linalg"], "grid": list(grid), "outputs": list(outputs), "arguments": given}
+        self._enter("execute")
+        # Not this child's path: it is the other Python's own that has torch.
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        command = [self.executor, "-m", "portattn.probing.executing"]
+        done = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"the lowered code cannot be executed: {done.stderr.strip()[-2000:]}")
+        answer = json.loads(done.stdout)
+        if "missing" in answer:
+            raise Missing(answer["missing"])
+        self.level = LOWERED
+        if answer["strays"]:
+            raise Seen("; ".join(answer["strays"]))
+        found: dict[str, list[float]] = answer["outputs"]
+        return found
+
+
+@contextlib.contextmanager
+def _set(env: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Run one arm of a program: {"facts": {"level": …}}. Raises what the arm raises."""
+    program = load(request["program"])
+    backend, arch, lanes = request["target"]
+    executor = request.get("executor", "")
+    bench = Bench(request["name"], (backend, arch, lanes), enter, request.get("passes", ""), executor)
+    enter("probe")
+    program.probe(request["arm"], bench)
+    return {"facts": {"level": bench.level}, "toolchain": bench._compilers.triton.__version__}
+
+
+def load(path: str) -> ModuleType:
+    """Import a program from its file. Its folder is importable, for `from harness import …`."""
+    folder, name = os.path.dirname(os.path.abspath(path)), os.path.splitext(os.path.basename(path))[0]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python program")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton reads a kernel's source through its module
+    spec.loader.exec_module(module)
+    return module
+
+
+def triton_target(name: str) -> tuple[str, Any, int]:
+    """`rocm:gfx950` as Triton takes it: for a run by hand, and for controls. The library asks its backends."""
+    backend, _, arch = name.partition(":")
+    if backend == "cuda" and arch.startswith("sm_"):
+        return "cuda", int(arch.removeprefix("sm_")), 32
+    if backend == "rocm" and arch.startswith("gfx"):
+        return "hip", arch, 64 if arch.startswith("gfx9") else 32
+    if backend == "ascend":
+        return "npu", arch.replace("ascend", "Ascend").replace("910b", "910B"), 0
+    raise SystemExit(f"--target is {name!r}, but must be cuda:sm_N, rocm:gfxN or ascend:ascendN")
+
+
+def main(probe: Callable[[str, Bench], None], target: str, about: str | None = None) -> None:
+    """Run a program by hand: `python quirks/probes/cuda_0007.py off --target cuda:sm_100`. A failed arm exits 1."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arm", choices=ARMS)
+    parser.add_argument("--target", default=target, help=f"{target} by default")
+    parser.add_argument("--passes", default="", help="`old`: the list of triton-adapter-opt's passes before 3.2.0")
+    parser.add_argument("--executor", default="", help="a Python with portattn, for probes that execute lowered code")
+    chosen = parser.parse_args()
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    place = triton_target(chosen.target)
+    bench = Bench(chosen.target, place, passes=chosen.passes, executor=chosen.executor)
+    version = bench._compilers.triton.__version__
+    try:
+        probe(chosen.arm, bench)
+    except Seen as seen:
+        sys.exit(f"FAIL {chosen.arm} on {chosen.target}, Triton {version}: {seen}")
+    except Missing as missing:
+        sys.exit(f"NOT RUN {chosen.arm} on {chosen.target}, Triton {version}: {missing}")
+    print(f"PASS {chosen.arm} on {chosen.target}, Triton {version}")

@@ -1,0 +1,77 @@
+"""`portattn lab`: what it prints, its exit statuses, and that it takes back what it gave."""
+
+from __future__ import annotations
+
+import pytest
+from cli.conftest import portattn as portattn
+
+from portattn.cli import lab as command
+from portattn.lab import TOOLCHAINS, folders
+
+
+def test_list_create_remove(portattn, publish) -> None:
+    publish()
+    called = portattn("lab", "list", "--json")
+    assert [row["toolchain"] for row in called.json["toolchains"]] == list(TOOLCHAINS)
+    assert {row["state"] for row in called.json["toolchains"]} == {"missing"}
+
+    called = portattn("lab", "create", "triton==9.1.0", "--json")
+    assert called.status == 0, called.err
+    (made,) = called.json["environments"]
+    assert made["versions"] == {"triton": "9.1.0"}
+    assert "triton==9.1.0: ready" in called.err  # progress
+
+    row = portattn("lab", "list", "--json").json["toolchains"][-1]
+    assert (row["toolchain"], row["state"], row["bytes"]) == ("triton==9.1.0", "made", made["bytes"])
+    (folders.folder_of("triton==9.1.0") / folders.MARKER).unlink()
+    text = portattn("lab", "list").out
+    assert "broken" in text
+    assert "environment.json is missing" in text
+    assert "0 environments, 0 MB" in text
+
+    called = portattn("lab", "remove", "triton==9.1.0", "--json")
+    assert called.json["removed"][0]["bytes"] > 500
+    called = portattn("lab", "remove", "triton==9.1.0")
+    assert called.status == 2
+    assert "there is no lab environment to remove" in called.err
+
+
+def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publish) -> None:
+    publish()
+    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--jobs", "2", "--json")
+    assert called.status == 1
+    assert [one["toolchain"] for one in called.json["environments"]] == ["triton==9.1.0"]
+    (failed,) = called.json["failed"]
+    assert "No matching distribution found for triton==9.2.0" in failed["error"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["create"], "name toolchains as NAME==VERSION, or give --all"),
+        (["create", "--all", "triton==3.4.0"], "goes without toolchains"),
+        (["create", "triton=3.4.0"], "lab: toolchain is 'triton=3.4.0', but 'triton=3.4.0' is not NAME==VERSION"),
+        (["create", "triton==3.4.0", "--python", "/bin/false"], "--python is '/bin/false', but must be a CPython"),
+        (["remove", "flagtree==0.3.0"], "must be one of triton, triton-ascend"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(portattn, line: list[str], message: str) -> None:
+    called = portattn("lab", *line)
+    assert called.status == 2
+    assert message in called.err
+    assert not list(folders.root().glob("[!.]*/"))
+
+
+def test_an_interrupt_ends_it_and_leaves_nothing(portattn, publish, monkeypatch) -> None:
+    publish()
+    real = command.wait
+
+    def interrupted(running, **options):
+        real(running, timeout=1.0, **options)  # pip is under way
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "wait", interrupted)
+    called = portattn("lab", "create", "triton==9.1.0")
+    assert called.status == 130
+    assert "nothing half made is left" in called.err
+    assert [path for path in folders.root().iterdir() if path.suffix != ".lock"] == []

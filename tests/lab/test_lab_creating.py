@@ -1,0 +1,274 @@
+"""Making environments, with an index of planted wheels: whole or not at all."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from portattn import lab
+from portattn.errors import ArgumentError
+from portattn.lab import LabError, folders, pythons
+from portattn.lab.commands import CommandFailed, Commands, quiet
+from portattn.lab.pythons import Python
+
+NAME = "triton==9.1.0"
+
+
+def left() -> list[str]:
+    """What lies in the lab's folder beside its locks."""
+    return sorted(path.name for path in folders.root().glob("*") if path.suffix != ".lock")
+
+
+def test_from_nothing_to_an_environment_and_back(publish, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))  # would send everything there
+    publish()
+    assert lab.find(NAME) is None
+    with pytest.raises(LabError, match=r"is not there; `portattn lab create triton==9\.1\.0` makes it"):
+        lab.need(NAME)
+
+    said: list[str] = []
+    made = lab.create(NAME, said.append)
+    assert made == lab.find(NAME) == lab.need(NAME)
+    assert made in lab.environments()
+    assert (made.toolchain, made.created, made.tools) == (NAME, datetime.date.today(), {})
+    assert made.python_version == sys.version.split()[0]
+    assert made.versions["triton"] == "9.1.0"
+    assert any("Successfully installed triton-9.1.0" in line for line in said)
+    assert not (tmp_path / "elsewhere").exists()
+    assert left() == ["triton-9.1.0"]
+
+    files = {path.name for path in made.folder.rglob("*") if path.is_file()}
+    assert "libtriton.so" in files
+    assert not files & {"libproton.so", "libcupti.so", "static.a", "libPrint.so"}
+    assert all(path.name.startswith("python") for path in (made.folder / "bin").iterdir())
+    on_disk = sum(path.lstat().st_size for path in made.folder.rglob("*") if path.is_file() and not path.is_symlink())
+    assert 0 < made.bytes <= on_disk + 10_000
+    # Its Python has that Triton and nothing of this one's, torch least of all.
+    seen = subprocess.run(
+        [made.python, "-c", "import triton, importlib.util as u; print(triton.__version__, u.find_spec('torch'))"],
+        capture_output=True, text=True, check=True, env={},
+    )  # fmt: skip
+    assert seen.stdout.split() == ["9.1.0", "None"]
+
+    said.clear()
+    assert lab.create(NAME, said.append) == made  # there already
+    assert said == []
+    with monkeypatch.context() as patch:
+        patch.setattr(pythons, "ask", lambda path: Python(path, "3.10.99"))
+        with pytest.raises(ArgumentError, match="remove it first"):
+            lab.create(NAME, python="/usr/bin/other")
+
+    freed = lab.remove(NAME)
+    assert freed >= made.bytes
+    assert (lab.find(NAME), left()) == (None, [])
+    with pytest.raises(LabError, match="no lab environment to remove"):
+        lab.remove(NAME)
+
+
+def test_a_worker_compiles_under_its_python_and_no_other(publish, tmp_path: Path, monkeypatch) -> None:
+    publish()
+    made = lab.create(NAME)
+    (tmp_path / "shadow" / "triton").mkdir(parents=True)
+    (tmp_path / "shadow" / "triton" / "__init__.py").write_text("raise RuntimeError('shadowed')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "shadow"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/another/ptxas")
+    with lab.worker(NAME) as worker:
+        reply = worker.request("hello", 60)
+        assert (reply.outcome, reply.toolchain) == ("ok", "9.1.0"), reply
+        assert reply.facts == {"python": made.python_version, "triton": "9.1.0"}
+        assert worker.environment["TRITON_PTXAS_PATH"] is None
+    assert lab.worker(None).python == sys.executable
+    with pytest.raises(LabError, match=r"lab create triton==9\.2\.0"):
+        lab.worker("triton==9.2.0")
+
+
+def test_a_version_that_does_not_exist(publish) -> None:
+    publish()
+    with pytest.raises(LabError) as refused:
+        lab.create("triton==9.2.0")
+    assert "no build of it for Python" in str(refused.value)
+    assert "No matching distribution found for triton==9.2.0" in str(refused.value)
+    assert left() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"triton/__init__.py": "import no_such_module\n"}, "cannot be imported: ModuleNotFoundError"),
+        ({"other/__init__.py": ""}, "cannot be imported: ModuleNotFoundError: No module named 'triton'"),
+        ({"triton/__init__.py": "import os\nos._exit(7)\n"}, "cannot be imported: exit status 7"),
+    ],
+    ids=["needs-more", "no-triton", "dies"],
+)
+def test_a_compiler_that_cannot_be_imported_leaves_nothing(publish, files: dict[str, str], message: str) -> None:
+    publish(files=files)
+    with pytest.raises(LabError, match=message):
+        lab.create(NAME)
+    assert left() == []
+
+
+def test_an_interrupt_leaves_nothing_and_a_killed_maker_is_cleaned_up_after(publish) -> None:
+    publish()
+
+    def interrupted(text: str) -> None:
+        if text == "trying it":  # installed, and not yet in its place
+            assert [name.startswith(".making-triton-9.1.0-") for name in left()] == [True]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lab.create(NAME, interrupted)
+    assert left() == []
+    assert lab.find(NAME) is None
+
+    killed = folders.root() / ".making-triton-9.1.0-0123abcd"
+    other = folders.root() / ".making-triton-9.3.0-0123abcd"  # another toolchain's: somebody may be at it
+    for folder in (killed, other):
+        (folder / "lib").mkdir(parents=True)
+        (folder / "lib" / "half.so").write_text("x" * 1000)
+    assert folders.states()[-1].environment is None
+    lab.create(NAME)
+    assert left() == [other.name, "triton-9.1.0"]
+
+
+def test_two_makers_of_one_environment_make_it_once(publish) -> None:
+    publish()
+    said: list[str] = []
+    threads = [threading.Thread(target=lab.create, args=(NAME, said.append)) for _ in range(2)]
+    # Threads of their own have not this test's settings; the environment variable says the same.
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(LabError, match="another process is making or removing it now"):
+        lab.remove(NAME)
+    for thread in threads:
+        thread.join(120)
+    assert sum("Successfully installed" in line for line in said) == 1
+    assert lab.find(NAME) is not None
+
+
+def _marker(change: dict[str, object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / folders.MARKER
+        path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | change))
+
+    return spoil
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no marker": (lambda folder: (folder / folders.MARKER).unlink(), r"environment\.json is missing"),
+    "cut off": (lambda folder: (folder / folders.MARKER).write_text('{"schema": 1,'), "cannot be understood"),
+    "another schema": (_marker({"schema": 99}), "schema version 99; this portattn reads version 1"),
+    "another toolchain": (_marker({"toolchain": "triton==9.0.0"}), r"says triton==9\.0\.0"),
+    "Python gone": (lambda folder: (folder / "bin" / "python").unlink(), "its Python .* is gone"),
+    "Triton gone": (
+        lambda folder: next(folder.glob("lib/python*/site-packages/triton/__init__.py")).unlink(),
+        "the triton package is not in it",
+    ),
+}
+
+
+def test_a_broken_environment_is_told_and_replaced(publish, tmp_path: Path) -> None:
+    publish()
+    folder = lab.create(NAME).folder
+    shutil.copytree(folder, tmp_path / "whole", symlinks=True)
+    for what, (spoil, why) in BROKEN.items():
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "whole", folder, symlinks=True)
+        assert lab.find(NAME) is not None
+        spoil(folder)
+        state = next(state for state in lab.states() if state.toolchain == NAME)
+        assert state.environment is None, what
+        assert lab.find(NAME) is None
+        with pytest.raises(LabError, match=f"is broken: .*{why}.*; `portattn lab create"):
+            lab.need(NAME)
+    assert lab.create(NAME).folder.name == "triton-9.1.0"
+    assert left() == ["triton-9.1.0"]
+    (folders.folder_of(NAME) / folders.MARKER).unlink()
+    assert lab.remove(NAME) > 0  # a broken one too
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("triton", "is not NAME==VERSION"),
+        ("triton==x", "no PEP 440 version|is not a PEP 440 version"),
+        ("gcc==12", "no known compiler"),
+        ("flagtree==0.3.0", "must be one of triton, triton-ascend"),
+        ("none", "must be one of triton, triton-ascend"),
+    ],
+)
+def test_a_name_that_is_none(name: str, limit: str) -> None:
+    for function in (lab.find, lab.need, lab.create, lab.remove):
+        with pytest.raises(ArgumentError, match=limit) as refused:
+            function(name)
+        assert (refused.value.argument, refused.value.value) == ("toolchain", name)
+
+
+def test_versions_are_those_that_the_lab_writes() -> None:
+    assert lab.canonical("triton==3.4") == "triton==3.4.0"
+    assert lab.canonical("pytorch-triton==3.6.0,ptxas==13.0.1") == "triton==3.6.0"
+    assert lab.canonical("triton==3.3.0") == "triton==3.3.0"
+    assert all(lab.canonical(name) == name for name in lab.TOOLCHAINS)
+
+
+def test_every_known_toolchain_has_a_state_made_or_not() -> None:
+    assert [state.toolchain for state in lab.states()] == list(lab.TOOLCHAINS)
+    assert not any(state.environment or state.broken for state in lab.states())
+
+
+def test_triton_ascend_takes_a_python_that_it_is_built_for(monkeypatch, tmp_path: Path) -> None:
+    there = {sys.executable: "3.13.1", "/bin/a": "3.12.9", "/bin/b": "3.10.4", "/bin/c": "3.10.9"}
+    on_path = {"python3.12": "/bin/a", "python3.10": "/bin/b", "python3": "/bin/c"}
+    monkeypatch.setattr(pythons, "ask", lambda path: Python(path, there[path]) if path in there else None)
+    monkeypatch.setattr(pythons.shutil, "which", on_path.get)
+    assert [python.path for python in pythons.candidates("triton-ascend")] == ["/bin/b"]  # each minor version once
+    assert [python.path for python in pythons.candidates("triton")] == [sys.executable, "/bin/b", "/bin/a"]
+    del there["/bin/b"], there["/bin/c"]
+    with pytest.raises(LabError, match=r"triton-ascend==3\.2\.0: needs CPython <3\.12,>=3\.10, and neither"):
+        lab.create("triton-ascend==3.2.0")
+    with pytest.raises(ArgumentError, match=r"--python is '/bin/a', but is Python 3\.12\.9; triton-ascend needs"):
+        lab.create("triton-ascend==3.2.0", python="/bin/a")
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="must be a CPython interpreter"):
+        lab.create(NAME, python="/bin/false")
+
+
+def test_a_command_is_ended_from_another_thread() -> None:
+    commands = Commands()
+    failures: list[CommandFailed] = []
+
+    def sleep() -> None:
+        try:
+            commands.run(["sleep", "100"], quiet)
+        except CommandFailed as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not commands._running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    commands.stop()
+    thread.join(30)
+    assert [str(failure) for failure in failures] == ["sleep: died of SIGKILL"]
+    with pytest.raises(CommandFailed, match="not started: interrupted"):
+        commands.run(["true"], quiet)
+
+
+def test_a_failed_command_says_its_last_lines() -> None:
+    with pytest.raises(CommandFailed, match="exit status 3") as failed:
+        Commands().run(["sh", "-c", "seq 1 100; exit 3"], quiet)
+    assert failed.value.lines == [str(n) for n in range(89, 101)]
+    with pytest.raises(CommandFailed, match="no-such-program: cannot be started"):
+        Commands().run(["/no-such-program"], quiet)

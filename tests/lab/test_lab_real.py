@@ -1,0 +1,70 @@
+"""The environments of this machine's own lab, as far as they are made: each compiles, and is what the registry says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from portattn import lab
+from portattn.compiling import compile_in
+from portattn.lab import Environment
+from portattn.launch import kernel_calls, meta_call
+from portattn.matrix.problems import dense
+from portattn.planner import plan
+from portattn.registry import Registry
+from portattn.target import Target
+
+pytestmark = [pytest.mark.usefixtures("real_lab"), pytest.mark.compiles]
+SECONDS = 300.0
+COMMUNITY = [name for name in lab.TOOLCHAINS if name.startswith("triton==")]
+
+
+def made(toolchain: str) -> Environment:
+    found = lab.find(toolchain)
+    if found is None:
+        pytest.skip(f"needs `portattn lab create {toolchain}`")
+    return found
+
+
+@pytest.mark.parametrize("toolchain", COMMUNITY)
+def test_it_has_the_ptxas_that_plans_expect(toolchain: str) -> None:
+    versions = made(toolchain).versions
+    for arch in ("sm_90", "sm_100"):
+        expected = Target.parse(f"cuda:{arch}", toolchain).toolchain.component("ptxas")
+        assert expected in (versions["ptxas"], versions.get("ptxas-blackwell")), arch
+    older = Target.parse("cuda:sm_80", toolchain).toolchain.component("ptxas")
+    assert older == versions["ptxas"]
+
+
+@pytest.mark.parametrize("toolchain", COMMUNITY)
+def test_it_compiles_machine_code_for_nvidia_and_amd(toolchain: str, tmp_path: Path) -> None:
+    made(toolchain)
+    problem = dense(dtype="fp16", head_dim=64).problem
+    with lab.worker(toolchain, environment={"TRITON_CACHE_DIR": str(tmp_path)}) as worker:
+        for name, matrix in (("cuda:sm_80", "mma"), ("rocm:gfx942", "mfma")):
+            target = Target.parse(name, toolchain)
+            planned = plan(problem, target, Registry.load())
+            assert planned.lowering is not None, planned.rejected
+            launch = kernel_calls(planned, meta_call(problem), target.arch.cores)[0][0]
+            reply = compile_in(worker, launch, planned, target, SECONDS, "full")
+            assert reply.outcome == "ok", (name, reply)
+            assert reply.facts[matrix] > 0
+            assert reply.facts["registers"] > 0
+            assert "spills" in reply.facts
+            assert reply.toolchain == toolchain.partition("==")[2]
+
+
+def test_triton_ascend_lowers_to_linalg(tmp_path: Path) -> None:
+    toolchain = "triton-ascend==3.2.0"
+    environment = made(toolchain)
+    assert environment.python_version < "3.12"
+    target, problem = Target.parse("ascend:ascend910b2", toolchain), dense(dtype="fp16", head_dim=64).problem
+    planned = plan(problem, target, Registry.load())
+    assert planned.lowering is not None, planned.rejected
+    launch = kernel_calls(planned, meta_call(problem), target.arch.cores)[0][0]
+    with lab.worker(toolchain, environment={"TRITON_CACHE_DIR": str(tmp_path)}) as worker:
+        reply = compile_in(worker, launch, planned, target, SECONDS, "full")
+    assert reply.outcome == "ok", reply
+    assert reply.facts["matmul"] >= 2
+    assert reply.facts["leftover_tt"] == 0
