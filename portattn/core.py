@@ -99,13 +99,14 @@ class CoreKernel:
         """The kernel's tl.constexpr arguments."""
         choices = {name.upper(): getattr(lowering, name) for name in self.choices}
         main, tail = head_columns(problem)
+        exact = "reads" in self.choices and lowering.reads == "inside"
         return choices | {
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             "MAIN": main,
-            "BLOCK_D": max(next_power_of_two(main), MIN_DOT),
-            "BLOCK_TAIL": max(next_power_of_two(tail), MIN_DOT) if tail else 0,
-            "BLOCK_DV": max(next_power_of_two(problem.head_dim_v), MIN_DOT),
+            "BLOCK_D": tile_width(main, exact),
+            "BLOCK_TAIL": tile_width(tail, exact) if tail else 0,
+            "BLOCK_DV": tile_width(problem.head_dim_v, exact),
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
             "CAUSAL": "bottom_right" if problem.window_right != UNLIMITED else problem.causal,
@@ -116,6 +117,11 @@ class CoreKernel:
             "NEGATED": problem.negative_scale,
             "SEARCH": SEARCH,
         }
+
+
+def tile_width(columns: int, exact: bool) -> int:
+    """Columns of the tile that holds so many columns of a product's operand."""
+    return columns if exact else max(next_power_of_two(columns), MIN_DOT)
 
 
 def head_columns(problem: Problem) -> tuple[int, int]:
@@ -169,6 +175,7 @@ class DecodeSplit(CoreKernel):
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
+        "reads",
     )  # fmt: skip
 
     # A split is worth its second pass only over this many key tiles, and while the cores are not full anyway.
@@ -278,7 +285,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
-    choices: tuple[str, ...] = ("exp", "mask_value", "grid")
+    choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
@@ -299,14 +306,16 @@ class SparseSplit(DecodeSplit):
         return problem.tokens
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        # No product is computed from these tiles: their width needs no least.
+        exact = lowering.reads == "inside"
         return {
-            **{name.upper(): getattr(lowering, name) for name in self.choices},
+            **{name.upper(): getattr(lowering, name) for name in self.choices if name != "reads"},
             "SPLIT": launch.splits > 1,
             "PAGE_SIZE": problem.page_size,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_D": next_power_of_two(problem.head_dim),
-            "BLOCK_DV": next_power_of_two(problem.head_dim_v),
+            "BLOCK_D": problem.head_dim if exact else next_power_of_two(problem.head_dim),
+            "BLOCK_DV": problem.head_dim_v if exact else next_power_of_two(problem.head_dim_v),
             "BLOCK_N": launch.block_n,
             # Only loads that feed a product are fetched ahead by themselves: here the loop says it.
             "STAGES": launch.num_stages,

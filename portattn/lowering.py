@@ -29,6 +29,9 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
                    up its own page, for pages smaller than a tile and compilers that cannot loop over pages
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
+    reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
+                   mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
+                   head, which takes tiles that are no power of two
     """
 
     load: Literal["pointer", "block_ptr", "descriptor"] = "pointer"
@@ -42,6 +45,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     select: Literal["where", "branch"] = "where"
     page_loop: Literal["per_page", "flat_masked"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"
+    reads: Literal["masked", "inside"] = "masked"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

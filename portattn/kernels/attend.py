@@ -14,24 +14,24 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
                K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr,
-               PAGE_LOOP: tl.constexpr):  # fmt: skip
+               PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
     """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on; and when LATENT the key tile, which holds the values.
 
     The first MAIN columns are one product; with BLOCK_TAIL the columns from MAIN on are another.
     """
     if LATENT:
         rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
-                         BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+                         BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores = tl.dot(q_tile, tl.trans(rows), input_precision=DOT_PRECISION)
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
-                              BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+                              BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
         rows = scores  # never used: a tuple that holds None fails to compile
     if BLOCK_TAIL != 0:
         k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
                               stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
-                              PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
     return scores, rows
 
@@ -40,7 +40,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
 def add_values(acc, correction, p, v_rows, k_tile, table, start, end, pages, stride_page, stride_row, stride_col,
                HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
                LATENT: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
-               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
+               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
     """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
     UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN.
@@ -49,7 +49,7 @@ def add_values(acc, correction, p, v_rows, k_tile, table, start, end, pages, str
         v_tile = k_tile
     else:
         v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V, BLOCK_N,
-                           BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP)  # fmt: skip
+                           BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
     if UNUSED_ZERO:
         v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
     return tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
@@ -69,7 +69,7 @@ def attend(
     LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
-    PIPELINE: tl.constexpr,
+    PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
@@ -98,35 +98,36 @@ def attend(
                 scores, k_tile = key_scores(
                     q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
                     HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                 )  # fmt: skip
                 for i in range(count - 1):
                     start = origin + (full_begin + i) * BLOCK_N
                     p, correction, row_max, row_sum = softmax_step(
                         scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                         bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
-                        BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE,
+                        BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
                     )  # fmt: skip
                     # Before P·V, so that the next softmax need not wait for it.
                     scores, k_tile = key_scores(
                         q_tile, q_tail, k_rows, k_tail_rows, table, start + BLOCK_N, end, pages, k_stride_p,
                         k_stride_s, k_stride_d, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD,
-                        K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                        K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                     )  # fmt: skip
                     acc = add_values(
                         acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s,
                         v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, False, MASKS, LOAD, DOT_PRECISION,
-                        PAGE_SIZE, PAGE_LOOP,
+                        PAGE_SIZE, PAGE_LOOP, READS,
                     )  # fmt: skip
                 start = origin + (full_end - 1) * BLOCK_N
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE,
+                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, False, MASKS, LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                    READS,
                 )  # fmt: skip
         else:
             for i in range(count):
@@ -146,17 +147,17 @@ def attend(
                 scores, k_tile = key_scores(
                     q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
                     HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                 )  # fmt: skip
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE,
+                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                 )  # fmt: skip
     return acc, row_max, row_sum
 

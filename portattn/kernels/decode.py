@@ -43,7 +43,7 @@ def decode_split(
     MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
-    Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr,
+    Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -58,6 +58,8 @@ def decode_split(
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
+    CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
@@ -71,7 +73,7 @@ def decode_split(
             q_first, q_end = packed_bounds(cu_seqlens_q, batch, batches, seq_q)
             sequence = batch  # rows after the last sequence are sequence `batches`, which has no keys and no arguments
             k_first = seq_k - seq_k
-            k_end = tl.load(seqlens_k + sequence, mask=sequence < batches, other=0)
+            k_end = tl.load(seqlens_k + tl.minimum(sequence, batches - 1), mask=sequence < batches, other=0)
             k_end = tl.minimum(tl.maximum(k_end, 0), seq_k)
         else:
             sequence = batch
@@ -82,7 +84,7 @@ def decode_split(
         rows = row_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M] packed: (query, head in group)
         query = rows // GROUP  # [BLOCK_M]
         head = kv_head * GROUP + rows % GROUP  # [BLOCK_M]
-        row_valid = query < queries
+        row_valid = rows < queries * GROUP
 
         first, last = row_0 // GROUP, tl.minimum((row_0 + BLOCK_M - 1) // GROUP, queries - 1)
         if CAUSAL == "top_left":
@@ -109,9 +111,14 @@ def decode_split(
 
         slot_0 = slot.to(tl.int64)
         q_row = (q_first + query).to(tl.int64)  # [BLOCK_M]
-        q_pointers = q + slot_0 * q_stride_b + head.to(tl.int64) * q_stride_h + q_row * q_stride_s
+        read_query, read_row = query, q_row
+        if CLAMPED:
+            read_query = tl.minimum(query, tl.maximum(queries, 1) - 1)
+            read_row = tl.minimum(q_first + query, seq_q - 1).to(tl.int64)
+        q_pointers = q + slot_0 * q_stride_b + head.to(tl.int64) * q_stride_h + read_row * q_stride_s
         if LATENT:
-            tail_pointers = q_rope + slot_0 * rope_stride_b + head.to(tl.int64) * rope_stride_h + q_row * rope_stride_s
+            rope_rows = head.to(tl.int64) * rope_stride_h + read_row * rope_stride_s
+            tail_pointers = q_rope + slot_0 * rope_stride_b + rope_rows
         else:
             tail_pointers = q_pointers + MAIN * q_stride_d
         k_base = k + kv_head.to(tl.int64) * k_stride_h
@@ -132,18 +139,21 @@ def decode_split(
             )
         if not LATENT:
             v_rows = row_source(v_base, source_rows, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
-        slopes, bias_rows, mask_rows = None, None, None
+        slopes = None  # one by one: Triton 3.3.1 assigns no tuple of None
+        bias_rows = None
+        mask_rows = None
         if alibi_slopes is not None:
             there = row_valid & (sequence < batches)
-            slopes = tl.load(alibi_slopes + sequence.to(tl.int64) * alibi_stride_b + head, mask=there, other=0)
+            slope_rows = alibi_slopes + tl.minimum(sequence, batches - 1).to(tl.int64) * alibi_stride_b
+            slopes = tl.load(slope_rows + head, mask=there, other=0)
         if bias is not None:
             bias_rows = bias + slot_0 * bias_stride_b
             if not BIAS_BY_KEY:
-                bias_rows += head.to(tl.int64) * bias_stride_h + query.to(tl.int64) * bias_stride_q
+                bias_rows += head.to(tl.int64) * bias_stride_h + read_query.to(tl.int64) * bias_stride_q
         if mask is not None:
             mask_rows = mask + slot_0 * mask_stride_b
             if not MASK_BY_KEY:
-                mask_rows += head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_q
+                mask_rows += head.to(tl.int64) * mask_stride_h + read_query.to(tl.int64) * mask_stride_q
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, MASK_VALUE)
         acc, row_max, row_sum = attend(
@@ -155,7 +165,7 @@ def decode_split(
             row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale, softcap,
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-            Q_OPERAND, PIPELINE,
+            Q_OPERAND, PIPELINE, READS, CLAMPED,
         )  # fmt: skip
 
         if cu_seqlens_q is not None:

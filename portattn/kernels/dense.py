@@ -115,11 +115,14 @@ def dense_forward(
                 + tl.arange(0, BLOCK_M) * q_stride_s
             )  # fmt: skip
             row_valid = rows < stored_end
-            slopes, bias_rows, mask_rows = None, None, None
+            slopes = None  # one by one: Triton 3.3.1 assigns no tuple of None
+            bias_rows = None
+            mask_rows = None
             if alibi_slopes is not None:
                 slope = tl.load(
-                    alibi_slopes + batch.to(tl.int64) * alibi_stride_b + head, mask=batch < batches, other=0
-                )
+                    alibi_slopes + tl.minimum(batch, batches - 1).to(tl.int64) * alibi_stride_b + head,
+                    mask=batch < batches, other=0,
+                )  # fmt: skip
                 slopes = tl.full([BLOCK_M], 0.0, tl.float32) + slope
             if bias is not None:
                 bias_rows = bias + batch.to(tl.int64) * bias_stride_b
@@ -139,7 +142,7 @@ def dense_forward(
                 softcap,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                "per_page", Q_OPERAND, PIPELINE,
+                "per_page", Q_OPERAND, PIPELINE, "masked", False,
             )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.

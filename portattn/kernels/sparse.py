@@ -140,7 +140,7 @@ def sparse_split(
             keep = (place < stop) & ((token >= 0) & (token < end))
             if log_weights is not None:
                 weights = log_weights + batch * weights_stride_b + head.to(tl.int64) * weights_stride_h
-                weight = tl.load(weights + place, mask=keep, other=0.0)
+                weight = tl.load(weights + place, mask=place < stop, other=0.0)
                 keep = keep & (weight != float("-inf"))  # a token that is masked may hold NaN
             row = tl.where(keep, token, 0)
             if PAGE_SIZE == 0:

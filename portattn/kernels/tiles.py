@@ -68,7 +68,8 @@ def row_source(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.conste
 
 @triton.jit
 def tile_place(source, table, start, end, pages, stride_page, stride_row,
-               BLOCK_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
+               BLOCK_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
+               READS: tl.constexpr):  # fmt: skip
     """Where the tile's rows lie: a base pointer, and the rows' offsets [BLOCK_ROWS] from it.
 
     PAGE_SIZE 0: `source` is one sequence's matrix. Otherwise it is a cache of pages, and `table` the sequence's page
@@ -86,7 +87,10 @@ def tile_place(source, table, start, end, pages, stride_page, stride_row,
         offsets = r * stride_row
     else:
         at = start + r
-        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+        if READS == "inside":
+            page = tl.load(table + tl.minimum(at, end - 1) // PAGE_SIZE)
+        else:
+            page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
         page = tl.minimum(tl.maximum(page, 0), pages - 1)
         base = source
         offsets = page.to(tl.int64) * stride_page + (at % PAGE_SIZE).to(tl.int64) * stride_row
@@ -96,7 +100,8 @@ def tile_place(source, table, start, end, pages, stride_page, stride_row,
 @triton.jit
 def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_col,
               COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
-              LOAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr):  # fmt: skip
+              LOAD: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
+              READS: tl.constexpr):  # fmt: skip
     """Tile [BLOCK_ROWS, BLOCK_COLS] from row `start`. Rows from `end` on read as 0 when BOUNDED; columns always do."""
     if LOAD == "descriptor" and PAGE_SIZE == 0:
         tile = source.load([start, 0])
@@ -106,11 +111,11 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
         tile = source.load([page * PAGE_SIZE + start % PAGE_SIZE, 0])
     elif LOAD == "block_ptr" and (PAGE_SIZE == 0 or PAGE_LOOP == "per_page"):
         base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                                   PAGE_LOOP)  # fmt: skip
+                                   PAGE_LOOP, READS)  # fmt: skip
         tile = load_block_rows(base, end - start, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED)
     else:
         base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                                   PAGE_LOOP)  # fmt: skip
+                                   PAGE_LOOP, READS)  # fmt: skip
         r = tl.arange(0, BLOCK_ROWS)
         c = tl.arange(0, BLOCK_COLS)
         pointers = base + offsets[:, None] + c[None, :] * stride_col
@@ -129,20 +134,20 @@ def load_rows(source, table, start, end, pages, stride_page, stride_row, stride_
 def load_columns(source, table, start, end, pages, stride_page, stride_row, stride_col,
                  COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
                  LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                 PAGE_LOOP: tl.constexpr):  # fmt: skip
+                 PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
     """The tile of load_rows as its transpose [BLOCK_COLS, BLOCK_ROWS]: what Q·Kᵀ takes on the right."""
     if K_TILE == "row" or LOAD == "descriptor":
         tile = tl.trans(load_rows(source, table, start, end, pages, stride_page, stride_row, stride_col, COLS,
-                                  BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP))  # fmt: skip
+                                  BLOCK_ROWS, BLOCK_COLS, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS))  # fmt: skip
     elif LOAD == "block_ptr" and (PAGE_SIZE == 0 or PAGE_LOOP == "per_page"):
         base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                                   PAGE_LOOP)  # fmt: skip
+                                   PAGE_LOOP, READS)  # fmt: skip
         tile = load_block_columns(
             base, end - start, stride_row, stride_col, COLS, BLOCK_ROWS, BLOCK_COLS, BOUNDED, BLOCK_ORDER
         )
     else:
         base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                                   PAGE_LOOP)  # fmt: skip
+                                   PAGE_LOOP, READS)  # fmt: skip
         r = tl.arange(0, BLOCK_ROWS)
         c = tl.arange(0, BLOCK_COLS)
         pointers = base + c[:, None] * stride_col + offsets[None, :]
@@ -212,22 +217,26 @@ def capped(x, softcap):
 
 
 @triton.jit
-def load_scores(rows, stride, keys, end, row_valid, BY_KEY: tl.constexpr):
+def load_scores(rows, stride, keys, end, row_valid, BY_KEY: tl.constexpr, CLAMPED: tl.constexpr):
     """A tile of what is given for every score, [BLOCK_M, BLOCK_N], from rows' pointers; 0 where there is none.
 
     BY_KEY: it is the same for all rows, of which `rows` is the one pointer, and the tile is [1, BLOCK_N].
+    CLAMPED: what is masked out may be read all the same, so it is looked up at a key that exists.
     """
     if BY_KEY:
         tile = tl.load(rows + keys * stride, mask=keys < end, other=0)[None, :]
     else:
         there = row_valid[:, None] & (keys < end)[None, :]
+        if CLAMPED:
+            keys = tl.minimum(keys, end - 1)
         tile = tl.load(rows[:, None] + keys[None, :] * stride, mask=there, other=0)
     return tile
 
 
 @triton.jit
 def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                 EXP: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr):  # fmt: skip
+                 EXP: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
+                 CLAMPED: tl.constexpr):  # fmt: skip
     """Raw products [BLOCK_M, BLOCK_N] as scores in the base of `exponential`, with every additive feature.
 
     In the order of the field: scaled, capped, minus slope·|distance|, plus bias. What is not asked for is None.
@@ -240,7 +249,7 @@ def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows
             distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
             x = x - slopes[:, None] * distance
         if bias_rows is not None:
-            bias = load_scores(bias_rows, bias_stride, keys, end, row_valid, BIAS_BY_KEY).to(tl.float32)
+            bias = load_scores(bias_rows, bias_stride, keys, end, row_valid, BIAS_BY_KEY, CLAMPED).to(tl.float32)
             # -inf masks, whatever the key holds.
             x = tl.where(bias == float("-inf"), float("-inf"), x + bias)
         x = softmax_scale(x, EXP)
@@ -254,7 +263,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
                  bias_rows, bias_stride, mask_rows, mask_stride, row_valid,
                  BLOCK_N: tl.constexpr, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                  BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, EXP: tl.constexpr,
-                 MASK_VALUE: tl.constexpr):  # fmt: skip
+                 MASK_VALUE: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
     """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
     When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on. Returns the
@@ -264,7 +273,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
     if LIMITED or (mask_rows is not None or bias_rows is not None):
         # Scaled before it is masked: a finite mask value must stay what it is, for row_max - base to be exactly 0.
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, SOFTCAP, BIAS_BY_KEY)  # fmt: skip
+                              EXP, SOFTCAP, BIAS_BY_KEY, LIMITED and CLAMPED)  # fmt: skip
         if LIMITED:
             keep = keys[None, :] < row_end[:, None]
         else:
@@ -272,7 +281,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
         if LIMITED and WINDOW:
             keep = keep & (keys[None, :] >= row_start[:, None])
         if mask_rows is not None:
-            attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, MASK_BY_KEY)
+            attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, MASK_BY_KEY, LIMITED and CLAMPED)
             keep = keep & (attend.to(tl.int32) != 0)
         scaled = tl.where(keep, scaled, lowest(MASK_VALUE))
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
@@ -285,7 +294,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
             p = exponential(scaled - base[:, None], EXP)
     elif SOFTCAP or slopes is not None:
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, SOFTCAP, BIAS_BY_KEY)  # fmt: skip
+                              EXP, SOFTCAP, BIAS_BY_KEY, False)  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
         base = new_max
         p = exponential(scaled - base[:, None], EXP)
@@ -320,8 +329,9 @@ def sequence_bounds(length, leftpad, batch, capacity):
 @triton.jit
 def packed_first(cu_seqlens, batch, batches, total):
     """First row of sequences of packed rows, clamped; of the first one 0. `batch` may be a tile, up to `batches`."""
-    first = tl.load(cu_seqlens + batch, mask=(batch > 0) & (batch <= batches), other=0)
-    return tl.minimum(tl.maximum(first, 0), total)
+    # Only an upper bound in the mask: compilers that know no other one would read the whole tile.
+    first = tl.load(cu_seqlens + batch, mask=batch < batches + 1, other=0)
+    return tl.minimum(tl.maximum(tl.where(batch > 0, first, 0), 0), total)
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def test_magicpig_at_the_ends_of_the_angle(device: Device) -> None:
     check(device, call)
 
 
-@pytest.mark.parametrize("bits, tables", [(1, 2), (10, 150), (32767, 32767)])
+@pytest.mark.parametrize(("bits", "tables"), [(1, 2), (10, 150), (32767, 32767)])
 def test_magicpig_by_numbers_is_magicpig_by_tensors(device: Device, bits: int, tables: int) -> None:
     call = random_call(problem("sparse", batch=1, magicpig=True, head_dim=32), 3, device=device.name)
     assert call.magicpig_bits is not None
