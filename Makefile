@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test lint bench docs wheel clean
+.PHONY: demo test slice lint bench docs wheel clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -27,6 +27,15 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+# Other compilers: environments of the lab, cells of the matrix compiled in them (Ascend's executed on this CPU), and probes.
+SLICE = --toolchain triton==3.2.0 --toolchain triton==3.4.0 --toolchain triton==3.9.0 --toolchain triton-ascend==3.2.0
+
+slice: $(READY)
+	$(PY) -m portattn.cli lab create $(subst --toolchain ,,$(SLICE))
+	$(PY) -m portattn.cli matrix run --quick $(SLICE) --targets cuda:sm_90,rocm:gfx942,ascend:ascend910b2 --out $(MATRIX)-slice
+	$(PY) -m portattn.cli quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
+	$(PY) -m portattn.cli quirks audit
 
 lint: $(READY)
 	$(PY) -m ruff format --check .
@@ -42,6 +51,7 @@ bench: $(READY)
 # The pages under docs/ that are made from the registry.
 docs: $(READY)
 	$(PY) -m portattn.catalogue > docs/quirk-catalogue.md
+	$(PY) -m portattn.catalogue --verification > docs/quirk-verification.md
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

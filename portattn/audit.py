@@ -1,7 +1,8 @@
 """The audit of the quirk registry, behind `portattn quirks audit`: every entry readable, fresh, of use, and at peace.
 
 Red on: a file outside the schema, an id or number used twice, a review date that is past, an entry that can never
-apply, and two entries that can both be active and set one choice differently.
+apply, two entries that can both be active and set one choice differently, and an entry whose probe has seen otherwise
+than it says ([[verified]]): stale, changed, ineffective, or too narrow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from portattn import tomlfile, witness
 from portattn.backends.base import Backend
 from portattn.conditions import parse
 from portattn.core import KERNEL_NAMES
-from portattn.errors import DataError, QuirkConflict
+from portattn.errors import DataError, PortattnError, QuirkConflict
 from portattn.lowering import CHOICES
 from portattn.planner import plan
 from portattn.problem import Dtype, Problem
@@ -90,7 +91,8 @@ def load_for_audit(
             name: {path.stem: load_tuning(path, name) for path in sorted((b.folder / "tuning").glob("*.toml"))}
             for name, b in backends.items()
         },
-        quirks=quirks,
+        quirks={name: quirk for name, quirk in quirks.items() if quirk.retired is None},
+        retired={name: quirk for name, quirk in quirks.items() if quirk.retired is not None},
     )
     return registry, findings
 
@@ -99,6 +101,8 @@ def audit(registry: Registry, today: datetime.date) -> list[Finding]:
     """Everything that is wrong with a registry's quirks on a given day; takes a few seconds for the shipped one."""
     quirks = list(registry.quirks.values())
     findings = [finding for quirk in quirks for finding in _stale(quirk, today)]
+    findings += [finding for quirk in quirks for finding in _probed(quirk, registry)]
+    findings += [finding for quirk in registry.retired.values() for finding in _replaced(quirk, registry)]
     useless = {quirk.id: list(_never_applies(quirk, registry)) for quirk in quirks}
     findings += itertools.chain.from_iterable(useless.values())
     alive = [quirk for quirk in quirks if not any(f.severity == "error" for f in useless[quirk.id])]
@@ -133,6 +137,41 @@ def _stale(quirk: Quirk, today: datetime.date) -> Iterator[Finding]:
         yield _at(quirk, key, f"{quirk.id} was to be reviewed by {due}: probe it on a newer toolchain")
     elif due - today <= REVIEW_SOON:
         yield _at(quirk, key, f"{quirk.id} is due for review by {due}", "warning")
+
+
+def _probed(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """What the entry's probe is, and what it saw, against what the entry says."""
+    from portattn.probing import plans, ranges, results, running
+
+    if quirk.evidence.probe.startswith(plans.PREFIX):
+        try:
+            running.place(quirk, None, plans.parse(quirk.evidence.probe).target, registry)
+        except PortattnError as error:
+            yield _at(quirk, ("evidence", "probe"), str(error))
+            return
+    if running.has_probe(quirk) and not quirk.evidence.needs and not quirk.verified:
+        hint = f"`portattn quirks probe {quirk.id} --all-toolchains --record` runs it"
+        yield _at(quirk, ("evidence", "probe"), f"{quirk.id} was never probed: {hint}", "warning")
+    for number, seen in enumerate(quirk.verified):
+        key = ("verified", str(number))
+        try:
+            where = registry.target(seen.target, seen.toolchain)
+        except PortattnError as error:
+            yield _at(quirk, key, str(error))
+            continue
+        verdict = results.recorded(quirk, seen, where)
+        if verdict in results.RED:
+            diff = ranges.diff(quirk, where, verdict, running.affected(quirk))
+            saw = f": {seen.saw}" if seen.saw else ""
+            message = f"{quirk.id} is {verdict} on {seen.toolchain} ({seen.target}, {seen.date}){saw}"
+            yield _at(quirk, key, f"{message}\n{diff}" if diff else message)
+
+
+def _replaced(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """A tombstone that points at nothing."""
+    other = quirk.retired.replaced_by if quirk.retired else ""
+    if other and other not in registry.quirks and other not in registry.retired:
+        yield _at(quirk, ("retired", "replaced_by"), f"no quirk has the id {other!r}")
 
 
 def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:

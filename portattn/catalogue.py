@@ -1,9 +1,12 @@
-"""The registry as a page: `python -m portattn.catalogue > docs/quirk-catalogue.md` writes it."""
+"""The registry as pages: `python -m portattn.catalogue > docs/quirk-catalogue.md` writes the catalogue.
+
+With `--verification` it is docs/quirk-verification.md: what probes have seen, quirks × toolchains (verification.py).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -58,11 +61,11 @@ def render(quirks: Iterable[Quirk], left_out: Iterable[Report]) -> str:
     ]
     for kind, title, about in _SECTIONS:
         rows = [_row(quirk) for quirk in entries if quirk.kind == kind]
-        parts.append(f"## {title}\n\n{about}\n\n{_table(_COLUMNS, rows)}")
+        parts.append(f"## {title}\n\n{about}\n\n{table(_COLUMNS, rows)}")
     reports = [(r.backend, r.what, r.where, r.source, r.reason) for r in left_out]
     parts.append(
         "## Not in the registry\n\nReports about attention that were looked at, and why they are no entries.\n\n"
-        + _table(("backend", "report", "where", "source", "why there is no entry"), reports)
+        + table(("backend", "report", "where", "source", "why there is no entry"), reports)
     )
     return "\n".join(parts)
 
@@ -92,7 +95,7 @@ def _row(quirk: Quirk) -> tuple[str, ...]:
     )
 
 
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "".join("| " + " | ".join(_cell(text) for text in line) + " |\n" for line in lines)
 
@@ -102,10 +105,17 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def main() -> None:
-    """Write the catalogue of the registry that comes with portattn to standard output."""
-    sys.stdout.write(render(Registry.load().quirks.values(), load_left_out()))
+def main(arguments: Sequence[str] = ()) -> None:
+    """Write a page about the registry that comes with portattn to standard output: the catalogue, or the other one."""
+    if list(arguments) == ["--verification"]:
+        from portattn.verification import render as verification
+
+        sys.stdout.write(verification(Registry.load()))
+    elif arguments:
+        sys.exit(f"python -m portattn.catalogue: {' '.join(arguments)!r} is not --verification")
+    else:
+        sys.stdout.write(render(Registry.load().quirks.values(), load_left_out()))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

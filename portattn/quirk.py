@@ -5,44 +5,43 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import functools
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from portattn import conditions, tomlfile
+from portattn import conditions, quirk_checks, tomlfile
 from portattn.errors import DataError, SettingError
-from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, Lowering, check_launch_values, check_option
+from portattn.lowering import Launch, Lowering
 from portattn.problem import Problem
+from portattn.quirk_checks import EFFECTS, NUMBER, PATH_EFFECTS
 from portattn.target import Target
-from portattn.toolchain import COMPILERS, COMPONENTS, Toolchain, has_upper_bound, parse_range
+from portattn.toolchain import Toolchain
+
+__all__ = [
+    "EFFECTS",
+    "LEVELS",
+    "NUMBER",
+    "PATH_EFFECTS",
+    "Effect",
+    "Evidence",
+    "Level",
+    "Quirk",
+    "Retired",
+    "Symptom",
+    "Verified",
+    "When",
+    "check_file",
+    "describe_effect",
+    "launch_holds",
+    "load_quirk",
+    "parse_overrides",
+]
 
 Symptom = Literal["compile-error", "compiler-crash", "hang", "wrong-result", "slow", "resource-limit"]
 Level = Literal["declared", "compiles", "lowering-checked", "emulated", "runs", "measured"]
 LEVELS: tuple[str, ...] = ("declared", "compiles", "lowering-checked", "emulated", "runs", "measured")
-
-# Environment variables that Triton's compilers read at compile time and that a quirk may set.
-COMPILE_ENV = frozenset(
-    {
-        "TRITON_HIP_USE_BLOCK_PINGPONG",
-        "TRITON_HIP_USE_ASYNC_COPY",
-        "TRITON_HIP_USE_IN_THREAD_TRANSPOSE",
-        "AMDGCN_USE_BUFFER_OPS",
-        "TRITON_ALL_BLOCKS_PARALLEL",
-        "DISABLE_PTXAS_OPT",
-    }
-)
-# Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
-PATH_EFFECTS = ("vendor", "reference")
-
-# The kinds of effect; every quirk has exactly one.
-EFFECTS = ("lowering", "launch", "env", "path", "note")
-ANY = "any"  # stands for the backend in the id of a quirk that concerns every backend
-
-_ID = re.compile(r"^([a-z][a-z0-9_]*)-\d{4}(-[a-z0-9]+)+$")
-NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +96,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Why we believe it.
 
     signature   regex that the failure's text must match; empty only for `wrong-result`, `slow` and `hang`
-    probe       a program under quirks/, or "none: <reason>"
+    probe       "probes/<name>.py", a program under quirks/; "plan: <op> --target …", a problem whose plan is compiled
+                with the quirk switched off and on; or "none: <reason>"
+    needs       device that the probe must run on, BACKEND:ARCH with a glob; empty for one that only compiles
+    stand_in    a release that no registry has, NAME==VERSION, for which the lab's stand-in shows the failure too
     upstream    link, or "unreported"
     source      where it was seen and who published it
     last_seen   newest toolchain it was seen on, NAME==VERSION; needed when the range has no upper bound
@@ -106,6 +108,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     signature: str = ""
     probe: str
+    needs: str = ""
+    stand_in: str = ""
     upstream: str
     source: str
     last_seen: str = ""
@@ -113,7 +117,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one run of the probe saw. Written by the tool only."""
+    """What one run of the probe saw. Written by the tool only; one for each (toolchain, target).
+
+    off, on  the arms without and with the work-around: "pass", "fail:signature", "fail:<other kind>"; `on` is "not run"
+             where the first arm passed. What that means is judged against the entry's range when it is asked for
+    saw      the line of the failure that says most; empty when nothing failed
+    stand_in the toolchain that really ran, where `toolchain` is in no registry; empty when it was the very one
+    """
 
     toolchain: str
     target: str
@@ -121,6 +131,21 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     off: str
     on: str
     date: datetime.date
+    saw: str = ""
+    stand_in: str = ""
+
+
+class Retired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tombstone: the entry applies no more, and its id stays taken.
+
+    fixed_in     first compiler without the bug, NAME==VERSION; empty when it is not known, or was no bug
+    replaced_by  id of the entry that took its place; empty for none
+    """
+
+    date: datetime.date
+    reason: str
+    fixed_in: str = ""
+    replaced_by: str = ""
 
 
 class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,6 +159,7 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     effect: Effect
     evidence: Evidence
     verified: tuple[Verified, ...] = ()
+    retired: Retired | None = None
     file: str = ""
 
     def applies(
@@ -239,137 +265,11 @@ def check_file(path: Path, backends: Collection[str] = ()) -> tuple[Quirk | None
         return None, [error]
     errors = [
         DataError(path, tomlfile.line_of(text, *keys), f"key {'.'.join(keys)!r}: {problem}")
-        for keys, problem in _problems(quirk, backends)
+        for keys, problem in quirk_checks.problems(quirk, backends, path)
     ]
     if quirk.id != path.stem:
         errors.append(DataError(path, tomlfile.line_of(text, "id"), f"key 'id': {quirk.id!r} is not the file's name"))
     return msgspec.structs.replace(quirk, file=str(path)), errors
-
-
-_Problems = list[tuple[tuple[str, ...], str]]  # (key path, problem) pairs
-
-
-def _problems(quirk: Quirk, backends: Collection[str]) -> _Problems:
-    """What the types alone do not catch."""
-    return [
-        *_identity_problems(quirk, backends),
-        *_when_problems(quirk.when),
-        *_effect_problems(quirk.effect, quirk.when.backend),
-        *_evidence_problems(quirk),
-        *_open_range_problems(quirk),
-    ]
-
-
-def _identity_problems(quirk: Quirk, backends: Collection[str]) -> _Problems:
-    found: _Problems = []
-    backend = quirk.when.backend
-    if not _ID.match(quirk.id):
-        found.append((("id",), f"{quirk.id!r} is not <backend>-<4 digits>-<words-with-dashes>"))
-    elif quirk.id.partition("-")[0] != (backend or ANY):
-        found.append((("id",), f"{quirk.id!r} does not start with {backend or ANY}-, as its when.backend asks for"))
-    if backend is not None and backends and backend not in backends:
-        found.append((("when", "backend"), f"unknown backend {backend!r}; known: {', '.join(backends)}"))
-    if not quirk.title.strip():
-        found.append((("title",), "is empty"))
-    return found
-
-
-def _when_problems(when: When) -> _Problems:
-    found: _Problems = []
-    for name, specifier in when.toolchain.items():
-        if name not in COMPILERS + COMPONENTS:
-            found.append((("when", "toolchain", name), f"unknown; known: {', '.join(COMPILERS + COMPONENTS)}"))
-        try:
-            parse_range(specifier)
-        except ValueError as error:
-            found.append((("when", "toolchain", name), str(error)))
-    if len([name for name in when.toolchain if name in COMPILERS]) > 1:
-        found.append((("when", "toolchain"), "names two compilers, and a toolchain has one"))
-    for text in when.features:
-        try:
-            conditions.parse(text)
-        except ValueError as error:
-            found.append((("when", "features"), str(error)))
-    found += _choice_problems("when", when.lowering)
-    for name, wanted in when.launch.items():
-        known = int if name in LAUNCH_FIELDS else OPTIONS.get(name)
-        if known is None:
-            found.append((("when", "launch", name), f"unknown; known: {', '.join([*LAUNCH_FIELDS, *OPTIONS])}"))
-        elif type(wanted) is not known and not (known is int and isinstance(wanted, str) and NUMBER.match(wanted)):
-            compared = ', or a comparison such as ">=4"' if known is int else ""
-            found.append((("when", "launch", name), f"{wanted!r} is not of type {known.__name__}{compared}"))
-        try:
-            check_option(name, when.backend)
-        except ValueError as error:
-            found.append((("when", "launch", name), str(error)))
-    return found
-
-
-def _choice_problems(section: str, choices: Mapping[str, str]) -> _Problems:
-    found: _Problems = []
-    for name, value in choices.items():
-        if name not in CHOICES:
-            found.append(((section, "lowering", name), f"unknown choice; known: {', '.join(CHOICES)}"))
-        elif value not in CHOICES[name]:
-            found.append(((section, "lowering", name), f"{value!r} is not one of {', '.join(CHOICES[name])}"))
-    return found
-
-
-def _effect_problems(effect: Effect, backend: str | None) -> _Problems:
-    found: _Problems = []
-    kinds = [k for k in EFFECTS if getattr(effect, k) is not None]
-    if len(kinds) != 1:
-        found.append((("effect",), f"needs exactly one of {', '.join(EFFECTS)}; has {', '.join(kinds) or 'none'}"))
-    found += [(("effect", k), "is empty") for k in kinds if not getattr(effect, k)]
-    found += _choice_problems("effect", effect.lowering or {})
-    try:
-        check_launch_values(effect.launch or {}, backend)
-    except ValueError as error:
-        found.append((("effect", "launch"), str(error)))
-    for name in effect.env or {}:
-        if name not in COMPILE_ENV:
-            found.append((("effect", "env", name), f"unknown; known: {', '.join(sorted(COMPILE_ENV))}"))
-    return found
-
-
-def _evidence_problems(quirk: Quirk) -> _Problems:
-    found: _Problems = []
-    evidence = quirk.evidence
-    try:
-        re.compile(evidence.signature)
-    except re.error as error:
-        found.append((("evidence", "signature"), f"not a regular expression: {error}"))
-    if not evidence.signature and quirk.symptom not in ("wrong-result", "slow", "hang"):
-        found.append((("evidence", "signature"), f"is needed: a {quirk.symptom} has a text to match"))
-    for name in ("probe", "upstream", "source"):
-        if not getattr(evidence, name).strip():
-            found.append((("evidence", name), "is empty"))
-    if evidence.probe == "none" or (evidence.probe.startswith("none:") and not evidence.probe[5:].strip()):
-        found.append((("evidence", "probe"), 'a missing probe needs its reason: "none: <reason>"'))
-    if evidence.last_seen:
-        name, _, version = evidence.last_seen.partition("==")
-        try:
-            if name not in COMPILERS + COMPONENTS:
-                raise ValueError(f"{evidence.last_seen!r} is not NAME==VERSION with a known name")
-            parse_range(f"=={version}")
-        except ValueError as error:
-            found.append((("evidence", "last_seen"), str(error)))
-    return found
-
-
-def _open_range_problems(quirk: Quirk) -> _Problems:
-    """A work-around whose range has no upper bound goes stale unseen: it needs last_seen and a review date."""
-    if quirk.kind == "limit":
-        return []
-    try:
-        bounded = any(has_upper_bound(s) for s in quirk.when.toolchain.values())
-    except ValueError:
-        return []  # a malformed range has been reported already
-    if bounded:
-        return []
-    needed = ("review_by", "last_seen")
-    missing = [name for name in needed if not getattr(quirk.evidence, name)]
-    return [(("evidence", name), "is needed: the version range has no upper bound") for name in missing]
 
 
 def parse_overrides(text: str, known: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:

@@ -19,12 +19,13 @@ from portattn.tuning import Tuning, load_tuning
 
 
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
-    """Backends with their arches and tuning, and the quirks by id."""
+    """Backends with their arches and tuning, and the quirks by id: those that live, and the tombstones of others."""
 
     backends: dict[str, Backend]
     arches: dict[str, dict[str, Arch]]
     tunings: dict[str, dict[str, Tuning]]
     quirks: dict[str, Quirk]
+    retired: dict[str, Quirk] = {}
 
     @staticmethod
     @functools.lru_cache(maxsize=1)
@@ -42,11 +43,13 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         folders = [folder / name for name in backends] + [folder / "any"]
         if quirk_folder is None:
             folders += [own for b in backends.values() if (own := b.quirk_folder())]
+        known = load_quirks(folders, tuple(backends))
         return Registry(
             backends=dict(backends),
             arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
             tunings={name: _load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
-            quirks=load_quirks(folders, tuple(backends)),
+            quirks={name: quirk for name, quirk in known.items() if quirk.retired is None},
+            retired={name: quirk for name, quirk in known.items() if quirk.retired is not None},
         )
 
     def target(self, text: str, toolchain: str | Toolchain | None = None) -> Target:
@@ -121,7 +124,10 @@ def _load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:
 
 
 def load_quirks(folders: list[Path], backends: tuple[str, ...]) -> dict[str, Quirk]:
-    """Read every quirk file of the folders. Raises DataError on a broken file, an unknown backend, an id used twice."""
+    """Read every quirk file of the folders, tombstones too.
+
+    Raises DataError on a broken file, an unknown backend, an id used twice.
+    """
     quirks: dict[str, Quirk] = {}
     for folder in folders:
         for nested in folder.glob("*/*.toml"):

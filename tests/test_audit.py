@@ -179,3 +179,34 @@ def test_same_value_is_no_conflict(tmp_path: Path) -> None:
     plant(tmp_path, "rocm-0901-one", CAP.format(1))
     plant(tmp_path, "rocm-0902-two", CAP.format(1))
     assert audited(tmp_path) == []
+
+
+def test_planned_probe_that_cannot_be_read(tmp_path: Path) -> None:
+    path = plant(tmp_path, "rocm-0901-one", "launch = { num_stages = 1 }")
+    good = path.read_text()
+    for probe, complaint in (
+        ("plan: attention --target rocm:gfx942 --colour red", "must be the options of `portattn plan`"),
+        ("plan: attention --target cuda:sm_90 --q 1,1,8,64 --kv 1,1,8,64 --dtype fp16", "concerns rocm:gfx90a"),
+    ):
+        path.write_text(good.replace("none: planted by a test", probe))
+        found = audited(tmp_path)
+        assert [f.severity for f in found] == ["error"]
+        assert complaint in found[0].message
+        assert found[0].line is not None
+        assert path.read_text().splitlines()[found[0].line - 1].startswith("probe")
+
+
+def test_tombstones(tmp_path: Path) -> None:
+    """A tombstone's number stays taken, nothing else of it is looked at, and it may not point at nothing."""
+    path = plant(
+        tmp_path, "cuda-0901-one", 'note = "x"', evidence='last_seen = "triton==3.6.0"\nreview_by = 2020-01-01'
+    )
+    tombstone = '\n[retired]\ndate = 2026-11-01\nreason = "fixed"\n'
+    path.write_text(path.read_text() + tombstone)
+    assert audited(tmp_path) == []
+    path.write_text(path.read_text() + 'replaced_by = "cuda-0902-two"\n')
+    assert [f.message for f in audited(tmp_path)] == ["no quirk has the id 'cuda-0902-two'"]
+    plant(tmp_path, "cuda-0902-two", 'note = "x"')
+    assert audited(tmp_path) == []
+    plant(tmp_path, "cuda-0901-again", 'note = "x"')
+    assert ["is already taken by" in f.message for f in audited(tmp_path)] == [True]

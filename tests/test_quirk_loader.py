@@ -10,6 +10,7 @@ import pytest
 from portattn import tomlfile
 from portattn.errors import DataError
 from portattn.quirk import check_file, load_quirk
+from portattn.registry import Registry, find_backends
 
 GOOD = """\
 id      = "rocm-0042-planted"
@@ -52,6 +53,7 @@ off       = "pass"
 on        = "pass"
 date      = 2026-11-22
 """
+RETIRED = '[retired]\ndate = 2026-11-21\nreason = "x"\n'
 BACKENDS = ("cuda", "rocm", "ascend", "cpu")
 
 
@@ -126,6 +128,29 @@ BROKEN = {
     "bad expression": ('"boom"', '"boom("', "boom(", "evidence.signature", "not a regular expression"),
     "no signature": ('signature = "boom"\n', "", "[evidence]", "evidence.signature", "is needed"),
     "probe without reason": ('"none: planted by a test"', '"none:"', "probe", "evidence.probe", "needs its reason"),
+    "probe of no form": ('"none: planted by a test"', '"a script of mine"', "probe", "evidence.probe",
+                         '"probes/<name>.py"'),
+    "probe that is not there": ('"none: planted by a test"', '"probes/absent.py"', "probe", "evidence.probe",
+                                "absent.py does not exist"),
+    "probe outside its folder": ('"none: planted by a test"', '"probes/../x.py"', "probe", "evidence.probe", "is not"),
+    "planned probe without a problem": ('"none: planted by a test"', '"plan: "', "probe", "evidence.probe",
+                                        "needs its problem"),
+    "needs no device": ('upstream  = "unreported"', 'upstream = "x"\nneeds = "gfx942"', "needs", "evidence.needs",
+                        "is not BACKEND:ARCH"),
+    "needs another's device": ('upstream  = "unreported"', 'upstream = "x"\nneeds = "cuda:sm_90"', "needs",
+                               "evidence.needs", "is no device of rocm"),
+    "needs a device for nothing": ('upstream  = "unreported"', 'upstream = "x"\nneeds = "rocm:*"', "needs",
+                                   "evidence.needs", "goes with a probe"),
+    "malformed stand_in": ('upstream  = "unreported"', 'upstream = "x"\nstand_in = "3.1"', "stand_in",
+                           "evidence.stand_in", "NAME==VERSION"),
+    "tombstone without reason": ("[[verified]]", '[retired]\ndate = 2026-11-21\nreason = ""\n\n[[verified]]', "reason",
+                                 "retired.reason", "is empty"),
+    "tombstone without date": ("[[verified]]", '[retired]\nreason = "x"\n\n[[verified]]', "[retired]", "retired",
+                               "lacks the key `date`"),
+    "malformed fixed_in": ("[[verified]]", RETIRED + 'fixed_in = "3.9"\n\n[[verified]]',
+                           "fixed_in", "retired.fixed_in", "NAME==VERSION"),
+    "malformed replaced_by": ("[[verified]]", RETIRED + 'replaced_by = "rocm-1"\n\n[[verified]]',
+                              "replaced_by", "retired.replaced_by", "is not <backend>"),
     "malformed last_seen": ('upstream  = "unreported"', 'upstream = "x"\nlast_seen = "3.4.0"', "last_seen",
                             "evidence.last_seen", "NAME==VERSION"),
     "last_seen of two": ('upstream  = "unreported"', 'upstream = "x"\nlast_seen = "triton==3.4.0,ptxas==12.8"',
@@ -183,6 +208,25 @@ def test_open_range_needs_last_seen_too(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace('">=3.4,<3.5"', '">=3.4"'))
     _, errors = check_file(path)
     assert [e.problem.split(":")[0] for e in errors] == ["key 'evidence.review_by'", "key 'evidence.last_seen'"]
+
+
+def test_probes_and_tombstones(tmp_path: Path) -> None:
+    """The three forms of a probe; a tombstone needs no review date, and is kept apart by the registry."""
+    (tmp_path / "probes").mkdir()
+    (tmp_path / "probes" / "x.py").write_text("")
+    (tmp_path / "rocm").mkdir()
+    for probe in ("probes/x.py", "plan: attention --target rocm:gfx942", "none: for a reason"):
+        path = write(tmp_path / "rocm", GOOD.replace("none: planted by a test", probe))
+        assert load_quirk(path, BACKENDS).evidence.probe == probe
+    tombstone = (
+        '[retired]\ndate = 2026-11-21\nreason = "fixed"\nfixed_in = "triton==3.9.0"\nreplaced_by = "rocm-0043-x"\n'
+    )
+    text = GOOD.replace(">=3.4,<3.5", ">=3.4") + tombstone
+    retired = load_quirk(write(tmp_path / "rocm", text), BACKENDS).retired
+    assert retired is not None
+    assert (retired.fixed_in, retired.replaced_by) == ("triton==3.9.0", "rocm-0043-x")
+    known = Registry.read(find_backends(), tmp_path)
+    assert (list(known.quirks), list(known.retired)) == ([], ["rocm-0042-planted"])
 
 
 def test_limit_needs_neither(tmp_path: Path) -> None:

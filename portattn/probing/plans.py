@@ -1,0 +1,198 @@
+"""An arm of a planned probe: the plan of a stated problem with the quirk switched off or on, all its kernels compiled.
+
+"plan: attention --target rocm:gfx950 --q 2,8,1024,128 --kv 2,8,1024,128 --dtype bf16 --start num_stages=4" states the
+problem as `portattn plan` does. `--start NAME=VALUE` (a launch value, a compiler option or a lowering choice; repeat
+it, or use commas) is what the plan starts from, with the defaults of Launch and Lowering for all others, instead of
+what the arch's tuning says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from typing import Any
+
+import click
+import msgspec
+
+from portattn.cli.arguments import CausalCommand, problem_from, problem_options
+from portattn.compiling import over_limit
+from portattn.config import Settings
+from portattn.core import CORES
+from portattn.errors import ArgumentError, PortattnError
+from portattn.launch import kernel_calls, meta_call, signature
+from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values
+from portattn.matrix import gates
+from portattn.matrix.cells import KernelFacts
+from portattn.planner import Plan, plan
+from portattn.probing.results import PASSED, Arm, ArmName, ended, matches
+from portattn.problem import OPS, Problem
+from portattn.quirk import Quirk
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.tuning import Entry, Provenance, Tuning
+from portattn.worker.client import Worker
+
+PREFIX = "plan:"
+# A kernel without products, which every compiler that works at all compiles: the one that merges a split.
+_CONTROL = Problem(op="decode_attention", batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, num_splits=4)
+_UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a "plan:" probe states. `start`: launch values, options and choices by name."""
+
+    problem: Problem
+    target: str
+    start: dict[str, bool | int | str]
+
+
+@click.command(cls=CausalCommand, add_help_option=False)
+@click.argument("op")
+@click.option("--target", required=True)
+@click.option("--start", multiple=True)
+@problem_options
+def _options(**_: Any) -> None:
+    """Never called: only its parser is of use."""
+
+
+def parse(text: str) -> Planned:
+    """Read a "plan:" probe. Raises ArgumentError naming what is wrong with it."""
+    try:
+        given = _options.make_context("plan", shlex.split(text.removeprefix(PREFIX))).params
+    except (click.UsageError, ValueError) as error:
+        message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise ArgumentError("probe", "plan", text, f"must be the options of `portattn plan`: {message}") from None
+    op, target, start = given.pop("op"), given.pop("target"), given.pop("start")
+    if op not in OPS:
+        raise ArgumentError("probe", "OP", op, f"must be one of {', '.join(OPS)}")
+    values = dict(_start(part.strip()) for text in start for part in text.split(","))
+    try:
+        check_launch_values({k: v for k, v in values.items() if k not in CHOICES}, target.partition(":")[0])
+    except ValueError as error:
+        raise ArgumentError("probe", "--start", ", ".join(start), str(error)) from None
+    return Planned(problem=problem_from(op, **given), target=target, start=values)
+
+
+def _start(text: str) -> tuple[str, bool | int | str]:
+    name, equals, value = text.partition("=")
+    kind = int if name in LAUNCH_FIELDS else OPTIONS.get(name)
+    known = [*LAUNCH_FIELDS, *OPTIONS, *CHOICES]
+    if not equals or name not in known:
+        raise ArgumentError("probe", "--start", text, f"must be NAME=VALUE, with one of {', '.join(known)}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ArgumentError("probe", "--start", text, f"must be one of {', '.join(CHOICES[name])}")
+    if (kind is int and not value.isdigit()) or (kind is bool and value not in ("true", "false")):
+        raise ArgumentError("probe", "--start", text, f"must be {'a whole number' if kind is int else 'true or false'}")
+    return name, int(value) if kind is int else value == "true" if kind is bool else value
+
+
+def run_arm(
+    quirk: Quirk, arm: ArmName, target: Target, registry: Registry, worker: Worker, seconds: float, passes: str = ""
+) -> Arm:
+    """Plan and compile one arm. Whatever the compiler does is the Arm."""
+    stated = parse(quirk.evidence.probe)
+    if arm == "control":
+        return _control(quirk, target, registry, worker, seconds, passes)
+    started = _started(registry, stated, target)
+    try:
+        made = planned(quirk, arm, stated, target, started)
+    except PortattnError as error:
+        return Arm(outcome="fail", kind="NoPlan", stage="plan", text=str(error))
+    if quirk.effect.kind == "path" and arm == "on":
+        return (
+            PASSED if made is None else Arm(outcome="fail", kind="NoPlan", text="the core path is taken all the same")
+        )
+    if made is None:
+        return Arm(
+            outcome="fail", kind="NoPlan", stage="plan", text="no core kernel is planned for the probe's problem"
+        )
+    return _compiled(quirk, made, target, started, worker, seconds, passes)
+
+
+def planned(quirk: Quirk, arm: ArmName, stated: Planned, target: Target, registry: Registry) -> Plan | None:
+    """The core plan of an arm; None when the core path is not taken.
+
+    Raises PortattnError where no plan can be made, and where the quirk leaves the plan of its own probe alone.
+    """
+    core = registry.backends[target.backend].core_path
+    overrides = ["-" if arm == "off" else "+", quirk.id, *(f",-{other}" for other in rivals(quirk, registry))]
+    settings = Settings(quirks="".join(overrides), backend=core)
+    if arm == "on" and quirk.effect.kind == "path":
+        settings = msgspec.structs.replace(settings, backend="auto")
+    made = plan(stated.problem, target, registry, settings=settings)
+    if arm == "on" and quirk.id not in _mentioned(made):
+        raise PortattnError(f"{quirk.id} changes nothing in the plan of its probe: the probe states another problem")
+    return made if made.lowering is not None else None
+
+
+def rivals(quirk: Quirk, registry: Registry) -> list[str]:
+    """Ids of the other quirks that set what this one asks about or sets: they would hide it, or its absence."""
+    mine = {*quirk.when.launch, *quirk.when.lowering, *quirk.effect.sets}
+    return [other.id for other in registry.quirks.values() if other.id != quirk.id and mine & other.effect.sets.keys()]
+
+
+def _mentioned(made: Plan) -> set[str]:
+    """Quirks that had a part in a plan."""
+    return {a.id for a in made.quirks} | {no.quirk for no in made.rejected}
+
+
+def _started(registry: Registry, stated: Planned, target: Target) -> Registry:
+    """The registry with a tuning that makes a plan of the problem start from the stated values, if there are any."""
+    if not stated.start:
+        return registry
+    kernel = CORES[stated.problem.op].name
+    launch = {name: value for name, value in stated.start.items() if name not in CHOICES}
+    lowering = {name: str(value) for name, value in stated.start.items() if name in CHOICES}
+    entry = Entry(kernel=kernel, launch=launch, lowering=lowering)
+    own = {target.arch.tuning or target.arch.name: Tuning(provenance=_UNTIMED, entry=(entry,))}
+    return msgspec.structs.replace(registry, tunings={**registry.tunings, target.backend: own})
+
+
+def _control(quirk: Quirk, target: Target, registry: Registry, worker: Worker, seconds: float, passes: str) -> Arm:
+    """Whether the compiler works at all: the kernel that merges a split, planned without any quirk or tuning."""
+    bare = msgspec.structs.replace(registry, quirks={}, tunings={name: {} for name in registry.tunings})
+    made = plan(_CONTROL, target, bare, settings=Settings(backend=bare.backends[target.backend].core_path))
+    launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
+    return ended(_compile(worker, launches[-1], made, target, registry, seconds, passes), quirk)
+
+
+def _compile(
+    worker: Worker, launch: Any, made: Plan, target: Target, registry: Registry, seconds: float, passes: str
+) -> Any:
+    backend = registry.backends[target.backend]
+    return worker.request(
+        "compile",
+        seconds,
+        signature=msgspec.to_builtins(signature(launch)),
+        target=list(backend.triton_target(target.arch)),
+        env=made.env,
+        facts="full",
+        passes=passes,
+    )
+
+
+def _compiled(
+    quirk: Quirk, made: Plan, target: Target, registry: Registry, worker: Worker, seconds: float, passes: str
+) -> Arm:
+    launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
+    found: list[KernelFacts] = []
+    broken: list[str] = []
+    for launch in launches:
+        reply = _compile(worker, launch, made, target, registry, seconds, passes)
+        if reply.outcome != "ok":
+            return ended(reply, quirk)
+        found.append(KernelFacts(function=launch.function, facts=dict(reply.facts)))
+        broken += [text for text in (over_limit(reply, target),) if text]
+        if reply.facts.get("leftover_tt"):
+            broken.append(f"{launch.function}: {reply.facts['leftover_tt']} leftover tt. operations after lowering")
+        if reply.facts.get("serialized_wgmma") and quirk.symptom == "slow":
+            broken.append(f"{launch.function}: wgmma serialized {reply.facts['serialized_wgmma']} times (ptxas C7511)")
+    # Spills are no matter of those quirks that are about compiling at all, or about fitting the chip.
+    if quirk.symptom == "slow":
+        checked = gates.check(made, target, tuple(found), registry)
+        broken += [str(gate) for gate in checked if not gate.passed]
+    if not broken:
+        return PASSED
+    text = "\n".join(broken)
+    return Arm(outcome="fail", kind="Gates", stage="read", text=text, matched=matches(quirk, "fail", "Gates", text))

@@ -1,0 +1,29 @@
+"""A product of fp32 operands with tf32x3 precision is refused outside NVIDIA.
+
+    ValueError: input_precision must be one of (…). Got tf32x3                         (AMD)
+    input_precision == tf32 or tf32x3 is invalid, please use input_precision='hf32'     (Ascend)
+
+tf32x3, three tf32 products that stand for one of fp32, is offered on NVIDIA only: Triton up to 3.9 allows it for no AMD
+chip, and triton-ascend for no NPU. The work-around is the full precision, `ieee`.
+"""
+
+import triton
+import triton.language as tl
+from harness import Bench, main
+
+
+@triton.jit
+def product(a, b, out, N: tl.constexpr, PRECISION: tl.constexpr):
+    rows = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + rows, tl.dot(tl.load(a + rows), tl.load(b + rows), input_precision=PRECISION))
+
+
+def probe(arm: str, bench: Bench) -> None:
+    # The control is a product of 16-bit operands, whose precision is their own.
+    kind = "*fp16" if arm == "control" else "*fp32"
+    precision = "tf32x3" if arm == "off" else "ieee"
+    bench.compile(product, {"a": kind, "b": kind, "out": "*fp32"}, {"N": 32, "PRECISION": precision})
+
+
+if __name__ == "__main__":
+    main(probe, "rocm:gfx942", __doc__)

@@ -1,0 +1,169 @@
+"""`portattn quirks probe` and what `audit` says afterwards: exit statuses, the table, recording."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+from planted_probe import BOOM, ID, arms_of, child, plant
+
+from portattn import audit
+from portattn.cli import main
+from portattn.quirk import load_quirk
+from portattn.toolchain import Toolchain
+
+Probe = Callable[..., click.testing.Result]
+HERE = Toolchain(distribution="triton", version="3.6.0")
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
+    """probe("--record", off=BOOM): run the command on the planted folder with a planted compiler, triton==3.6.0."""
+    for module in ("running", "many"):
+        monkeypatch.setattr(f"portattn.probing.{module}.installed", lambda: HERE)
+    monkeypatch.setattr("portattn.toolchain.installed", lambda: HERE)
+
+    def call(*arguments: str, arms: dict[str, str] | None = None) -> click.testing.Result:
+        monkeypatch.setattr("portattn.lab.worker", lambda *_, **__: child(tmp_path, **(arms or {})))
+        words = ["quirks", "probe", "--folder", str(tmp_path), *arguments]
+        result = click.testing.CliRunner().invoke(main, words, prog_name="portattn")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return call
+
+
+def findings(folder: Path) -> list[str]:
+    return [finding.message for finding in audit.run(folder) if finding.severity == "error"]
+
+
+def test_confirmed_is_green(tmp_path: Path, probe: Probe) -> None:
+    plant(tmp_path)
+    result = probe(arms={"off": BOOM})
+    assert result.exit_code == 0
+    row = result.stdout.splitlines()[1].split()
+    assert row == [ID, "rocm:gfx942", "triton==3.6.0", "fail:signature", "pass", "confirmed"]
+    assert "1 probe: 1 confirmed" in result.stdout
+    assert "[1/1] confirmed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("range_", "arms", "verdict"),
+    [
+        (">=3.4,<3.9", {"off": "pass"}, "stale"),
+        (">=3.4,<3.9", {"off": "ValueError:other"}, "changed"),
+        (">=3.4,<3.9", {"off": BOOM, "on": "crash"}, "ineffective"),
+        (">=3.7,<3.9", {"off": BOOM}, "too narrow"),
+    ],
+)
+def test_red_here_and_in_the_audit(
+    tmp_path: Path, probe: Probe, range_: str, arms: dict[str, str], verdict: str
+) -> None:
+    plant(tmp_path, range_=range_)
+    result = probe("--record", arms=arms)
+    assert result.exit_code == 1
+    assert f"{verdict}: {ID} on triton==3.6.0" in result.stdout
+    assert "1 table recorded" in result.stdout
+    said = findings(tmp_path)
+    assert len(said) == 1
+    assert f"{ID} is {verdict} on triton==3.6.0 (rocm:gfx942" in said[0]
+    for text in (result.stdout, said[0]):
+        has_diff = '\n+toolchain = { triton = "' in text
+        assert has_diff is (verdict in ("stale", "too narrow"))
+
+
+def test_broken_is_red_and_not_recorded(tmp_path: Path, probe: Probe) -> None:
+    plant(tmp_path)
+    result = probe("--record", arms={"control": "ValueError:no compiler"})
+    assert result.exit_code == 1
+    assert "0 tables recorded" in result.stdout
+    assert findings(tmp_path) == []
+
+
+def test_a_corrected_range_is_green_again(tmp_path: Path, probe: Probe) -> None:
+    """What was seen is recorded, and judged against the range that the entry has now."""
+    quirk = plant(tmp_path, range_=">=3.4,<3.9")
+    probe("--record", arms={"off": "pass"})
+    assert findings(tmp_path)
+    path = Path(quirk.file)
+    path.write_text(path.read_text().replace(">=3.4,<3.9", ">=3.4,<3.6.0"))
+    assert findings(tmp_path) == []
+
+
+def test_never_probed_is_a_warning(tmp_path: Path, probe: Probe) -> None:
+    plant(tmp_path)
+    said = audit.run(tmp_path)
+    assert [f.severity for f in said] == ["warning"]
+    assert f"{ID} was never probed" in said[0].message
+    probe("--record", arms={"off": BOOM})
+    assert audit.run(tmp_path) == []
+
+
+def test_json(tmp_path: Path, probe: Probe) -> None:
+    plant(tmp_path)
+    result = probe("--json", arms={"off": BOOM, "on": BOOM})
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (found["red"], found["recorded"], found["missing"], found["interrupted"]) == (1, 0, [], False)
+    first = found["results"][0]
+    assert (first["quirk"], first["verdict"], first["off"]["matched"]) == (ID, "ineffective", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["rocm-0999"], "ID is 'rocm-0999', but no quirk has this id"),
+        (
+            ["--toolchain", "triton==3.5.0"],
+            "triton==3.5.0: its lab environment is not there; `portattn lab create triton==3.5.0`",
+        ),
+        (["--toolchain", "3.5"], "toolchain is '3.5'"),
+        (["--toolchain", "triton==3.6.0", "--all-toolchains"], "goes without --all-toolchains"),
+        (["--target", "rocm:gfx1"], "arch is 'gfx1'"),
+        (
+            ["rocm-0901", "--target", "rocm:gfx950"],
+            "--target is 'rocm:gfx950', but rocm-0901-planted concerns rocm:gfx942",
+        ),
+        (["--jobs", "0"], "--jobs"),
+    ],
+)
+def test_bad_input(tmp_path: Path, probe: Probe, arguments: list[str], complaint: str) -> None:
+    plant(tmp_path)
+    result = probe(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert arms_of_or_none(tmp_path) == []
+
+
+def arms_of_or_none(folder: Path) -> list[str]:
+    return arms_of(folder) if (folder / "arms").exists() else []
+
+
+def test_retired_id(tmp_path: Path, probe: Probe) -> None:
+    plant(tmp_path, more='\n[retired]\ndate = 2026-11-01\nreason = "fixed upstream"\nfixed_in = "triton==3.9.0"\n')
+    result = probe("rocm-0901")
+    assert result.exit_code == 2
+    assert "it was retired on 2026-11-01: fixed upstream" in result.stderr
+    assert "0 probes: none" in probe().stdout, "what is retired is probed no more"
+
+
+def test_missing_toolchains_are_told(tmp_path: Path, probe: Probe) -> None:
+    """With --all-toolchains what is not here is a line with a hint, and no error."""
+    plant(tmp_path)
+    result = probe("--all-toolchains", arms={"off": BOOM})
+    assert result.exit_code == 0
+    assert "triton==3.9.0 is not here: `portattn lab create triton==3.9.0` makes it" in result.stdout
+    assert "1 probe: 1 confirmed" in result.stdout
+
+
+def test_only_what_was_asked_for(tmp_path: Path, probe: Probe) -> None:
+    quirk = plant(tmp_path)
+    result = probe("rocm-0901", "--target", "rocm:gfx942", "--toolchain", "triton==3.6.0", arms={"off": BOOM})
+    assert "1 probe: 1 confirmed" in result.stdout
+    assert load_quirk(Path(quirk.file)).verified == (), "nothing is recorded unless it is asked for"
+    assert "0 probes: none" in probe("--target", "rocm:gfx950").stdout

@@ -1,0 +1,67 @@
+"""The range that a verdict asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planted_probe import BOOM, child, plant
+
+from portattn import probing
+from portattn.probing import ranges
+from portattn.toolchain import parse_range
+
+
+@pytest.mark.parametrize(
+    ("old", "version", "affected", "new"),
+    [
+        (">=3.4", "3.9.0", ["3.6.0", "3.8.0"], ">=3.4,<3.9.0"),
+        (">=3.4,<3.9", "3.7.1", ["3.5.1"], ">=3.4,<3.7.1"),
+        (">=3.4", "3.4.0", ["3.6.0", "3.5.1"], ">=3.5.1"),
+        (">=3.4,<3.9", "3.6.0", ["3.5.1", "3.7.1"], ">=3.4,<3.9,!=3.6.0"),
+        (">=3.4,<3.9", "3.6.0", [], ">=3.4,<3.6.0"),
+        ("<3.9", "3.8.0", ["3.2.0"], "<3.8.0"),
+        ("==3.7.*", "3.7.1", ["3.7.0"], ">=3.7,<3.7.1"),
+    ],
+)
+def test_narrowed(old: str, version: str, affected: list[str], new: str) -> None:
+    assert ranges.narrowed(old, version, affected) == new
+    assert not parse_range(new).contains(version)
+    assert all(parse_range(new).contains(v) for v in affected)
+
+
+@pytest.mark.parametrize(
+    ("old", "version", "new"),
+    [
+        (">=3.5.1,<3.7", "3.7.1", ">=3.5.1,<=3.7.1"),
+        (">=3.5.1,<3.7", "3.4.0", ">=3.4.0,<3.7"),
+        ("==3.7.1", "3.8.0", ">=3.7.1,<=3.8.0"),
+        ("==3.7.1", "3.6.0", ">=3.6.0,<=3.7.1"),
+        (">=3.4,!=3.6.0", "3.6.0", ">=3.4"),
+        ("<3.4", "3.4.0", "<=3.4.0"),
+    ],
+)
+def test_extended(old: str, version: str, new: str) -> None:
+    assert ranges.extended(old, version) == new
+    assert parse_range(new).contains(version)
+
+
+def test_diff_is_of_the_files_line(tmp_path: Path) -> None:
+    quirk = plant(tmp_path, range_=">=3.4,<3.9")
+    with child(tmp_path) as worker:
+        stale = probing.run(quirk, "triton==3.6.0", worker=worker)
+    line = next(n for n, text in enumerate(Path(quirk.file).read_text().splitlines(), 1) if "toolchain" in text)
+    assert stale.diff.splitlines() == [
+        f"--- {quirk.file}:{line}",
+        '-toolchain = { triton = ">=3.4,<3.9" }',
+        '+toolchain = { triton = ">=3.4,<3.6.0" }',
+    ]
+    quirk = plant(tmp_path, range_=">=3.7")
+    with child(tmp_path, off=BOOM) as worker:
+        narrow = probing.run(quirk, "triton==3.6.0", worker=worker)
+    assert narrow.diff.endswith('+toolchain = { triton = ">=3.6.0" }')
+
+
+def test_no_diff_where_the_range_is_right(tmp_path: Path) -> None:
+    with child(tmp_path, off=BOOM) as worker:
+        assert probing.run(plant(tmp_path), "triton==3.6.0", worker=worker).diff == ""
