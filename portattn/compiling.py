@@ -176,13 +176,17 @@ def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Targ
         stage=reply.stage,
         message=f"{reply.kind} at {reply.stage}: {cause}",
         log=reply.log or reply.message,
-        command=_reproducer(launch, plan, target),
+        command=reproducer(launch, plan, target),
         environment={name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "AMDGCN_"))}
         | plan.env
         | dict(target.toolchain.components),
         date=now,
         quirks=tuple(q.id for q in plan.quirks),
         specialisation=msgspec.to_builtins(signature(launch)),
+        problem=plan.problem,
+        lowering=plan.lowering,
+        launch=plan.launch,
+        environment_set=plan.env,
     )
     verdicts.add_incident(incident)
     verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
@@ -210,8 +214,8 @@ def first_line(message: str) -> str:
     return lines[0][:300] if lines else "no message"
 
 
-def _reproducer(launch: KernelCall, plan: Plan, target: Target) -> str:
-    """A shell command that sends the same request to a worker."""
+def reproducer(launch: KernelCall, plan: Plan, target: Target, python: str = sys.executable) -> str:
+    """A shell command that sends the same request to a worker under a Python."""
     backend = Registry.load().backends[target.backend]
     request = {
         "version": 1,
@@ -220,7 +224,7 @@ def _reproducer(launch: KernelCall, plan: Plan, target: Target) -> str:
         "target": list(backend.triton_target(target.arch)),
         "env": plan.env,
     }
-    return f"echo {shlex.quote(json.dumps(request))} | {shlex.quote(sys.executable)} {shlex.quote(str(SERVE))}"
+    return f"echo {shlex.quote(json.dumps(request))} | {shlex.quote(python)} {shlex.quote(str(SERVE))}"
 
 
 def _shared_worker() -> Worker:

@@ -19,10 +19,10 @@ def merge_states(
     outs  N partial results, each (..., Sq, Dv) (B, Hq, Sq, Dv), or one tensor with N as its first axis
     lses  their log-sum-exps, natural logarithm, float32: each outs' shape without the last axis
 
-    Returns (out in outs' dtype, lse float32). Parts are added one after the other in float32; beside the results a
-    few float32 tensors of one part's size are held. Weights are exp(lseᵢ − max lse); a part that attended nothing (−inf) has none, whatever its
-    out holds, and a row that no part attended gives 0 and −inf. With sinks, let one part alone have them. Runs as
-    torch operations on any device, and is differentiable.
+    Returns (out in outs' dtype, lse float32). Parts are added one after the other in float32; beside the results a few
+    float32 tensors of one part's size are held. Weights are exp(lseᵢ − max lse); a part that attended nothing (−inf)
+    has none, whatever its out holds, and a row that no part attended gives 0 and −inf; an LSE of +inf gives NaN.
+    With sinks, let one part alone have them. Runs as torch operations on any device, and is differentiable.
 
     For packed results, out (Tq, Hq, Dv) and LSE (Hq, Tq), pass out.transpose(0, 1). Raises ArgumentError.
     """

@@ -332,7 +332,7 @@ def sparse_attention(
         values | {"magicpig": None if bits is sampling["magicpig_bits"] else (bits, tables)},
         lambda: building.sparse_call(
             q, k_cache, v_cache, indices, counts, settings=settings, page_table=table, seqlens_k=seqlens_k,
-            magicpig=None if bits is None else (bits, tables), **values, **features,
+            magicpig=None if bits is None or tables is None else (bits, tables), **values, **features,
         ),
     )  # fmt: skip
     return perform(request)

@@ -44,7 +44,8 @@ def plan(
     parse_overrides(settings.quirks, registry.quirks)  # a misspelt id is an error on every path
     backend = registry.backends[target.backend]
     requested = settings.backend
-    names = [p for p in (*(v.name for v in (*backend.variants, *backend.vendor)), backend.core_path) if p]
+    own = [variant.name for variant in backend.variants]
+    names = [p for p in (*own, backend.core_path, *(v.name for v in backend.vendor)) if p]
     if requested not in (*GROUPS, *names, "triton", INTERPRETER):
         known = ", ".join(dict.fromkeys([*GROUPS, *names]))
         raise ArgumentError(problem.op, "backend", requested, f"{target.backend} knows {known}")

@@ -80,12 +80,12 @@ class Prepared:
             dispatch.note(self.plan)
             found = self._kept(request.tensors, out, lse, self._buffers, self._memory)
             return found if request.return_lse else found[0]  # type: ignore[return-value]
-        found = None if self._key is None else dispatch.repeat(self._key, request.settings, request.tensors)
-        if found is None:
+        kept = None if self._key is None else dispatch.repeat(self._key, request.settings, request.tensors)
+        if kept is None:
             call = request.build()
             result = finished(call, *dispatch.run(call, request.settings, self._key))
         else:
-            result = found if request.return_lse else found[0]  # type: ignore[assignment]
+            result = kept if request.return_lse else kept[0]  # type: ignore[assignment]
         values = result if isinstance(result, tuple) else (result,)
         given = [
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)

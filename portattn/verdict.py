@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from portattn.lowering import Launch, Lowering
+from portattn.problem import Problem
 from portattn.quirk import Level, Symptom
 
 
@@ -43,6 +45,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log       the failing process's last output
     command   a shell command that fails the same way
     environment  toolchain, components and Triton variables that took part
+    specialisation  what the compiler saw (launch.Signature), as plain data
+    problem, lowering, launch, environment_set   what was planned, so that it can be planned and compiled again; None
+                 in an incident of an older release, or of a path that has no kernel of ours
     """
 
     id: str
@@ -59,6 +64,10 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     date: datetime.datetime
     quirks: tuple[str, ...] = ()
     specialisation: Literal[None] | dict[str, object] = None
+    problem: Problem | None = None
+    lowering: Lowering | None = None
+    launch: Launch | None = None
+    environment_set: dict[str, str] = {}
 
 
 class Verdicts(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -39,9 +39,9 @@ NO_COMPILE = Reply(outcome="error", stage="ttgir", kind="CompilationError", mess
 class Fake:
     """A worker that answers as planted, and counts."""
 
-    started = 0
-    requests: list[dict[str, Any]] = []
-    answer: Reply = GOOD
+    started: ClassVar[int] = 0
+    requests: ClassVar[list[dict[str, Any]]] = []
+    answer: ClassVar[Reply] = GOOD
 
     def __init__(self, **options: Any) -> None:
         assert options == {"runs": "kernels"}

@@ -263,7 +263,7 @@ def test_a_sequence_is_bit_for_bit_the_same_among_64(
         monkeypatch.setitem(globals(), size, value)
     arguments = data(name, seed=0, batch=64, dtype=dtype) | {"num_splits": 1}
     out, lse = perform(name, arguments)
-    assert portattn.last_plan().path == "triton"
+    assert portattn.last_plan().path in ("triton", "gluon_mla")
     for b in (0, 1, 17, 62, 63):
         found = perform(name, alone(arguments, b))
         if "cu_seqlens_q" in arguments:

@@ -75,5 +75,5 @@ def test_other_negated_views_are_refused(name: str) -> None:
 
 def test_nested_tensors_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.randn(4, 5, 16)], layout=torch.jagged)
-    with pytest.raises(ArgumentError, match="q is 'a nested tensor'.*varlen_attention takes packed rows"):
+    with pytest.raises(ArgumentError, match=r"q is 'a nested tensor'.*varlen_attention takes packed rows"):
         portattn.attention(nested, *dense()[1:])

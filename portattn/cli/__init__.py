@@ -26,6 +26,8 @@ COMMANDS = {
     "plan": ("portattn.cli.plan:plan", "How a problem would run on any target, and why."),
     "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, show, why, audit."),
     "matrix": ("portattn.cli.matrix:matrix", "Ops × targets: plan, compile, check and report every cell."),
+    "lab": ("portattn.cli.lab:lab", "Environments of other compilers: list, create, remove."),
+    "verify": ("portattn.cli.verify:verify", "The kernels by every means that is here, and which one differs."),
     "bench": ("portattn.cli.bench:bench", "Time the paths of this machine's device against each other."),
 }
 

@@ -57,6 +57,7 @@ def examine(say: Callable[[str], None]) -> Report:
         ("settings", settings),
         ("cache", cache),
         ("quirks that apply here", quirks),
+        ("paths taken here", paths),
     ]
     sections = []
     for title, probe in probes:
@@ -187,6 +188,32 @@ def quirks() -> Section:
     if not items:
         items.append(Item("none", "no quirk's conditions can hold on this machine"))
     return Section(title="quirks that apply here", items=tuple(items))
+
+
+def paths() -> Section:
+    """Which path each operation takes on this machine's devices, and what it costs where that is not the core's."""
+    from portattn.canary import CASES
+    from portattn.config import current
+    from portattn.machine import devices
+    from portattn.planner import plan
+    from portattn.registry import Registry
+    from portattn.verdicts import store
+
+    items, warnings = [], []
+    known = Registry.load().quirks
+    for target in devices():
+        for op, problems in CASES.items():
+            made = plan(problems[0], target, verdicts=store(current()), settings=current())
+            lines = [f"{made.path} path"]
+            for no in made.rejected:
+                lines.append(f"not {no.path}: {no.reason}" + (f" (hint: {no.hint})" if no.hint else ""))
+            for name in dict.fromkeys([q.id for q in made.quirks] + [no.quirk for no in made.rejected if no.quirk]):
+                cost = known[name].effect.cost if name in known else ""
+                lines.append(f"{name}" + (f" costs: {cost}" if cost else ""))
+            items.append(Item(f"{target.name} {op}", "\n".join(lines)))
+            if made.fell_back:
+                warnings.append(f"{op} on {target.name} falls back to {made.path}: {made.rejected[0].reason}")
+    return Section(title="paths taken here", items=tuple(items), warnings=tuple(warnings))
 
 
 def calls(say: Callable[[str], None]) -> list[Check]:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from portattn.cli import lifecycle
 from portattn.cli.arguments import target_from
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, setting, table
+from portattn.cli.probe import probe
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ def show(quirk_id: str, as_json: bool) -> None:
         ("cost", quirk.effect.cost),
         ("signature", evidence.signature),
         ("probe", evidence.probe),
+        ("needs", evidence.needs),
         ("upstream", evidence.upstream),
         ("source", evidence.source),
         ("last seen", evidence.last_seen),
@@ -179,6 +182,10 @@ def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -
         click.echo(f"{plural(len(errors), 'error')}, {plural(len(findings) - len(errors), 'warning')}")
     if errors:
         raise click.exceptions.Exit(RED)
+
+
+quirks.add_command(probe)
+lifecycle.add_to(quirks)
 
 
 def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:

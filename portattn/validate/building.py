@@ -30,7 +30,7 @@ def build(
     problem, call   the other fields of either that are this op's own
     differentiable  what gradients could be asked for
     """
-    views = {name: reachable(tensor.resolve_neg()) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: reachable(tensor.resolve_neg()) for name, tensor in tensors.items()}
     copied = features.copied or any(views[name] is not tensor for name, tensor in tensors.items())
     columns = [*views.values()]
     if "v" not in views:

@@ -90,7 +90,10 @@ def candidates(call: Call, slot: Slot, b: int, h: int) -> list[tuple[int, int]]:
     if call.indices is None:
         return [(0, j) for j in range(slot.k_first, slot.k_end)]
     tokens = call.indices[b, h, : int(call.counts[b, h])].tolist()
-    return [(place, j) for place, j in enumerate(tokens) if 0 <= j < slot.k_end]
+    found = [(place, j) for place, j in enumerate(tokens) if 0 <= j < slot.k_end]
+    if call.log_weights is None:
+        return found
+    return [(place, j) for place, j in found if call.log_weights[b, h, place] != float("-inf")]  # masked: may be NaN
 
 
 def stored(call: Call, slot: Slot, b: int, h: int, j: int) -> tuple[int, int, int]:

@@ -163,13 +163,15 @@ def test_chosen_tokens_are_of_every_kind(op: str) -> None:
     assert ((token >= length) & counted).any()
     assert ((token >= 0) & (token < length) & ~counted).any()
     assert torch.equal(call.log_weights.isnan(), ~(counted & (token >= 0) & (token < length)))
+    assert (call.log_weights == float("-inf")).any()
     chosen = token[0, 0][(token[0, 0] >= 0) & (token[0, 0] < length[0, 0])]
     assert len(chosen.unique()) in (len(chosen), len(chosen) - 1)
     # Where a key holds a number, some head of its group has chosen it.
     if op == "sparse":
         listed = torch.zeros(4, 2, 29, dtype=torch.bool)
         for b, h in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
-            real = token[b, h][counted[b, h] & (token[b, h] >= 0) & (token[b, h] < length[b, 0, 0])].long()
+            weighed = call.log_weights[b, h] > float("-inf")
+            real = token[b, h][counted[b, h] & (token[b, h] >= 0) & (token[b, h] < length[b, 0, 0]) & weighed].long()
             listed[b, h // 2, real] = True
         assert torch.equal(call.k.isnan().all(dim=3), ~listed)
 

@@ -1,0 +1,346 @@
+"""`portattn quirks new|reduce|bisect|retire|upgrade`: logging a compiler bug, and what becomes of its entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from portattn.cli.errors import RED
+from portattn.cli.output import emit_json, heading, json_option, pairs, plural, table
+from portattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from portattn.lifecycle.bisect import Tested
+    from portattn.lifecycle.reduce import Reduced, Subject, Tried
+    from portattn.lifecycle.upgrade import Entry
+    from portattn.registry import Registry
+    from portattn.verdict import Incident
+
+LARGEST_LOG = 64 * 2**20  # bytes; a larger file is no compiler's output but a whole build's, to be cut first
+
+
+def add_to(group: click.Group) -> None:
+    """Add the commands to `portattn quirks`."""
+    for command in (new, reduce, bisect, retire, upgrade):
+        group.add_command(command)
+
+
+@click.command()
+@click.option("--from-log", "log", type=click.Path(path_type=Path), metavar="FILE", help="Output of a failed compile.")
+@click.option(
+    "--from-incident", "incident_id", metavar="ID", help="A failure that portattn has kept (doctor lists them)."
+)
+@click.option("--backend", metavar="NAME", help="The backend, where the log does not say.")
+@click.option("--target", metavar="BACKEND:ARCH", help="The chip, where the log does not say.")
+@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler, where the log does not say.")
+@click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; quirks/drafts of a checkout.")
+@click.option("--force", is_flag=True, help="Draft although an entry has this signature.")
+@click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
+@json_option
+def new(
+    log: Path | None,
+    incident_id: str | None,
+    backend: str | None,
+    target: str | None,
+    toolchain: str | None,
+    words: str,
+    out: Path | None,
+    force: bool,
+    no_replay: bool,
+    as_json: bool,
+) -> None:
+    """Draft an entry from a log or an incident: the TOML, a program that fails the same way, and a report.
+
+    What the log does not tell is a line FILL-IN-…, which the loader refuses. Exit status 1: the registry knows this
+    failure, and nothing was written (--force drafts all the same).
+    """
+    from portattn.lifecycle import facts
+    from portattn.lifecycle import new as drafting
+    from portattn.registry import Registry
+
+    if (log is None) == (incident_id is None):
+        given = "both" if log else "neither"
+        raise ArgumentError("quirks new", "--from-log or --from-incident", given, "must be one of the two")
+    registry = Registry.load()
+    if log is not None:
+        found = facts.from_log(_read(log), log.name, registry, target, toolchain, backend)
+    else:
+        for option, value in (("--backend", backend), ("--target", target), ("--toolchain", toolchain)):
+            if value is not None:
+                raise ArgumentError("quirks new", option, value, "goes with --from-log: an incident knows where it was")
+        incident, others = _incident(incident_id or "")
+        found = facts.from_incident(incident, others, registry)
+    with _status("drafting") as say:
+        made = drafting.make(found, registry, out, words=words, force=force, replay=not no_replay, say=say)
+    if as_json:
+        emit_json(made)
+    else:
+        for entry in made.known:
+            click.secho(str(entry), fg="yellow")
+        click.echo(f"{found.failure.symptom} at stage {found.failure.stage}: {found.failure.cause}")
+        if made.files:
+            _show_draft(made)
+        else:
+            click.echo("nothing was written: --force drafts an entry all the same")
+    if not made.files:
+        raise click.exceptions.Exit(RED)
+
+
+def _show_draft(made: Any) -> None:
+    heading(made.id)
+    for file in made.files:
+        click.echo(f"  {file}")
+    if made.replay:
+        click.secho(made.replay, fg={True: "green", False: "red"}.get(made.reproduced))
+    if made.open:
+        heading("to be filled in")
+        pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
+
+
+@click.command()
+@click.argument("subject_id", metavar="ID")
+@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; by default the one that it failed on.")
+@click.option("--seconds", default=120.0, show_default=True, help="Time limit of one compile.")
+@click.option("--most", default=400, show_default=True, help="Compiles after which the smallest so far is the result.")
+@click.option("--write", is_flag=True, help="Write the result: into the quirk's probe, or as an incident ID-reduced.")
+@json_option
+def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, write: bool, as_json: bool) -> None:
+    """Shrink the specialisation of an incident, or of a quirk with a "plan:" probe, while it fails in the same way."""
+    from portattn import lab
+    from portattn.lifecycle import reduce as reducing
+    from portattn.registry import Registry
+
+    for option, value in (("--seconds", seconds), ("--most", most)):
+        if value <= 0:
+            raise ArgumentError("quirks reduce", option, value, "must be more than 0")
+    registry = Registry.load()
+    subject, incident = _subject(subject_id, registry, toolchain)
+    with _status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
+
+        def step(tried: Tried, compiles: int) -> None:
+            say(f"{plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
+
+        made = reducing.reduce(subject, registry, worker, seconds=seconds, most=most, say=step)
+    written = _write_reduced(made, incident, registry) if write else ""
+    if as_json:
+        emit_json({"reduced": made, "written": written})
+        return
+    click.secho(f"{made.id} on {made.target} with {made.toolchain}: {plural(made.compiles, 'compile')}", bold=True)
+    pairs([("changed", change) for change in made.changed] or [("changed", "nothing: it is as small as it gets")])
+    if not made.complete:
+        click.secho(f"--most {most} compiles were not enough: there may be a smaller one", fg="yellow")
+    if made.probe:
+        heading("as a probe")
+        click.echo(made.probe)
+    heading("as a command")
+    click.echo(made.command)
+    if written:
+        click.echo(f"\nwritten: {written}")
+
+
+def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tuple[Subject, Incident | None]:
+    from portattn.lifecycle import reduce as reducing
+
+    if subject_id in registry.quirks:
+        return reducing.of_quirk(registry.quirks[subject_id], registry, toolchain), None
+    incident, _ = _incident(subject_id)
+    return reducing.subject_of_incident(incident, registry, toolchain), incident
+
+
+def _write_reduced(made: Reduced, incident: Incident | None, registry: Registry) -> str:
+    from portattn.config import current
+    from portattn.lifecycle import reduce as reducing
+    from portattn.verdicts import store
+
+    if incident is not None:
+        smaller = reducing.incident_of(made, incident, registry)
+        store(current()).add_incident(smaller)
+        return f"incident {smaller.id}"
+    return reducing.write_probe(made, registry)
+
+
+@click.command()
+@click.argument("quirk_id", metavar="ID")
+@click.option("--between", nargs=2, metavar="A B", help="Only toolchains from A to B, both NAME==VERSION.")
+@click.option("--target", metavar="BACKEND:ARCH", help="The chip; by default the probe's own.")
+@click.option("--all", "every", is_flag=True, help="Test every toolchain, whatever the first ones say.")
+@click.option("--create", is_flag=True, help="Make environments of the lab that are missing (a few minutes each).")
+@json_option
+def bisect(
+    quirk_id: str, between: tuple[str, str] | None, target: str | None, every: bool, create: bool, as_json: bool
+) -> None:
+    """Find the first and the last toolchain of the lab that has the bug, and the range that this means.
+
+    Exit status 1: the range in the entry is another one, or it was seen nowhere.
+    """
+    from portattn import lab, probing
+    from portattn.lifecycle import bisect as bisecting
+    from portattn.registry import Registry
+
+    registry = Registry.load()
+    quirk = registry.quirks.get(quirk_id)
+    if quirk is None:
+        raise ArgumentError("quirks bisect", "ID", quirk_id, "must be an entry's id; `portattn quirks list` names all")
+    compiler = bisecting.compiler_of(quirk)
+    toolchains = bisecting.candidates(compiler, lab.TOOLCHAINS, between)
+    with _status("bisecting") as say:
+
+        def off(entry: Any, toolchain: str) -> probing.Arm:
+            from portattn.toolchain import installed
+
+            if create and toolchain != str(installed()) and lab.find(toolchain) is None:
+                lab.create(toolchain, say)
+            say(f"probing {toolchain}")
+            return probing.off(entry, toolchain, target, registry=registry)
+
+        made = bisecting.bisect(
+            quirk, toolchains, off, every=every, say=lambda one: say(f"{one.toolchain}: {one.seen}")
+        )
+    now = quirk.when.toolchain.get(compiler, "")
+    same = _same_range(made.range, now, toolchains)
+    if as_json:
+        emit_json({"bisected": made, "range_now": now, "agrees": same and bool(made.last_bad)})
+    else:
+        _show_bisected(made.tested)
+        if made.says:
+            click.secho(made.says, fg="yellow")
+        for name, value in (("last good before", made.last_good_before), ("first bad", made.first_bad),
+                            ("last bad", made.last_bad), ("first good", made.first_good)):  # fmt: skip
+            if value:
+                click.echo(f"{name}: {value}")
+        if made.last_bad:
+            bounds = (
+                f'{{ {compiler} = "{made.range}" }}' if made.range else f"every {compiler} that was tested: no bound"
+            )
+            click.secho(f"when.toolchain: {bounds}", bold=True)
+            click.echo("as in the entry" if same else f'the entry has: {{ {compiler} = "{now}" }}')
+    if not made.last_bad or not same:
+        raise click.exceptions.Exit(RED)
+
+
+def _show_bisected(tested: tuple[Tested, ...]) -> None:
+    table(["toolchain", "seen", "said"], [(one.toolchain, one.seen, one.detail) for one in tested])
+
+
+def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
+    """Whether two ranges have the same ones of these toolchains."""
+    from portattn.toolchain import parse_range
+
+    versions = [toolchain.partition("==")[2] for toolchain in toolchains]
+    first, second = (parse_range(text) for text in (one, two))
+    return all(first.contains(v, prereleases=True) is second.contains(v, prereleases=True) for v in versions)
+
+
+@click.command()
+@click.argument("quirk_id", metavar="ID")
+@click.option("--reason", required=True, help="Why it is needed no more.")
+@click.option("--fixed-in", default="", metavar="NAME==VERSION", help="The first compiler without the bug.")
+@click.option("--replaced-by", default="", metavar="ID", help="The entry that takes its place.")
+@click.option("--force", is_flag=True, help="Also where the newest probe confirms the entry.")
+@json_option
+def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: bool, as_json: bool) -> None:
+    """Turn an entry into a tombstone: it applies no more, and its id stays taken."""
+    from portattn.lifecycle.retire import retire as bury
+    from portattn.registry import Registry
+
+    made = bury(quirk_id, Registry.load(), reason, fixed_in=fixed_in, replaced_by=replaced_by, force=force)
+    if as_json:
+        emit_json(made)
+        return
+    click.echo(f"{made.id} is retired since {made.date}: {made.file}")
+    if made.still_in_range:
+        names = ", ".join(made.still_in_range)
+        click.secho(f"its range has supported compilers, which lose its work-around: {names}", fg="yellow")
+
+
+@click.command()
+@click.option("--from", "before", required=True, metavar="NAME==VERSION", help="The compiler that is left.")
+@click.option("--to", "after", required=True, metavar="NAME==VERSION", help="The compiler that comes.")
+@click.option("--target", "targets", multiple=True, metavar="BACKEND:ARCH", help="A chip; may be given several times.")
+@click.option("--strict", is_flag=True, help="An entry that no probe has looked at on the new compiler is red too.")
+@json_option
+def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
+    """Say what another compiler changes: entries that fall away, stay or newly apply, and plans that are not the same.
+
+    The plans are those of `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
+    """
+    from portattn.lifecycle.upgrade import upgrade as compare
+    from portattn.registry import Registry
+
+    with _status("planning") as say:
+        made = compare(before, after, Registry.load(), targets, say)
+    unverified = [entry for entry in made.entries if entry.unverified]
+    if as_json:
+        emit_json({"upgrade": made, "lost": made.lost, "unverified": [entry.id for entry in unverified]})
+    else:
+        click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
+        for change in ("falls away", "newly applies", "stays"):
+            found = [entry for entry in made.entries if entry.change == change]
+            heading(f"{change}: {len(found)}")
+            pairs((entry.id, _entry_line(entry)) for entry in found)
+        heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
+        for moved in made.moved:
+            click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
+            for line in moved.differs:
+                click.echo(f"    {line}")
+        if unverified:
+            click.echo(f"\nunverified on {made.after}: {len(unverified)}")
+    if made.lost or (strict and unverified):
+        raise click.exceptions.Exit(RED)
+
+
+def _entry_line(entry: Entry) -> str:
+    seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
+    where = ", ".join(entry.targets) if len(entry.targets) <= 3 else plural(len(entry.targets), "target")
+    return "; ".join(part for part in (entry.title, where, seen, entry.note) if part)
+
+
+_FRESH = {"TRITON_ALWAYS_COMPILE": "1"}
+
+
+def _read(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_LOG:
+            raise ArgumentError(
+                "quirks new", "--from-log", str(path), f"must be at most {LARGEST_LOG} bytes, and has {size}"
+            )
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ArgumentError("quirks new", "--from-log", str(path), f"cannot be read: {error.strerror}") from None
+
+
+def _incident(incident_id: str) -> tuple[Incident, Iterator[Incident]]:
+    """The incident, and all that this machine keeps. Raises ArgumentError on an unknown id."""
+    from portattn.config import current
+    from portattn.verdicts import store
+
+    kept = store(current())
+    known = [incident.id for incident in kept.incidents()]
+    if incident_id not in known:
+        shown = ", ".join(known[-5:]) or "there are none"
+        raise ArgumentError(
+            "quirks", "ID", incident_id, f"must be a quirk's or an incident's id; the latest incidents: {shown}"
+        )
+    found = kept.incident(incident_id)
+    assert found is not None
+    return found, kept.incidents()
+
+
+@contextmanager
+def _status(what: str) -> Iterator[Callable[[str], None]]:
+    """A line of progress on standard error; in a pipe a line for each thing that is said."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: click.echo(text, err=True)
+        return
+    with console.status(Text(what)) as status:
+        yield lambda text: status.update(Text(text))

@@ -1,0 +1,250 @@
+"""Drafts: three files or none, nothing overwritten, the next free number, and nothing that was not told."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import quirk_files
+from lifecycle_logs import FOLDER, NAMES, facts_of, read
+
+from portattn.errors import ArgumentError, DataError
+from portattn.lifecycle import new, programs, writing
+from portattn.lifecycle.entry import MARK, open_lines
+from portattn.lifecycle.issue import excerpt
+from portattn.quirk import check_file, load_quirk
+from portattn.registry import Registry, find_backends, shipped_quirks
+from portattn.tomlfile import tomllib
+
+DRAFTED = [name for name in NAMES if name not in ("green", "ascend-3.2-no-cann", "triton-3.4-no-rocm-linker")]
+BACKENDS = {
+    "triton-3.2-sm_120": "cuda", "triton-3.9-block-pointers": "cuda", "triton-3.4-gdc-wait": "cuda",
+    "triton-3.6-fp8-sm_80": "cuda", "python-segmentation-fault": "ascend", "triton-3.2-num-ctas": "rocm",
+    "triton-3.2-num-stages-0": "rocm", "triton-3.6-tf32-gfx90a": "rocm",
+}  # fmt: skip
+
+
+def draft(name: str, registry: Registry, out: Path, **named: str) -> new.Draft:
+    named = {"backend": BACKENDS[name]} | named if name in BACKENDS and "target" not in named else named
+    return new.make(facts_of(name, registry, **named), registry, out, force=True, replay=False)
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_every_log_gives_a_draft_that_the_loader_refuses(name: str, registry, tmp_path) -> None:
+    made = draft(name, registry, tmp_path)
+    entry = Path(made.files[-1])
+    assert entry.parent.parent == tmp_path
+    assert entry.stem == made.id
+    text = entry.read_text()
+    parsed = tomllib.loads(text)
+    assert parsed["symptom"] == made.failure["symptom"]
+    assert made.open
+    with pytest.raises(DataError, match=MARK):
+        load_quirk(entry, tuple(registry.backends))
+    # Filled in, it is an entry: what the log told is within the schema.
+    lines = [line for line in text.splitlines() if not line.startswith(MARK)]
+    lines.insert(lines.index("[effect]") + 1, 'path = "reference"')
+    if "last_seen" not in text:
+        lines.append('last_seen = "triton==3.6.0"\nreview_by = 2027-06-01')
+    elif "toolchain" not in parsed["when"]:
+        lines.append("review_by = 2027-06-01")
+    entry.write_text("\n".join(lines) + "\n")
+    quirk, errors = check_file(entry, tuple(registry.backends))
+    assert errors == []
+    assert quirk is not None
+    assert not quirk.evidence.signature or re.search(quirk.evidence.signature, read(name))
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_every_program_and_report_is_whole(name: str, registry, tmp_path) -> None:
+    made = draft(name, registry, tmp_path)
+    by_suffix = {Path(file).suffix: Path(file) for file in made.files}
+    program = by_suffix[".py"].read_text()
+    ast.parse(program)
+    assert "def probe(arm: str, bench: Bench)" in program
+    if ".ttir" in by_suffix or ".ptx" in by_suffix:
+        beside = by_suffix.get(".ttir", by_suffix.get(".ptx"))
+        assert f'with_name("{beside.name}")' in program
+    report = by_suffix[".md"].read_text()
+    for part in ("## Environment", "## To reproduce", "## Expected", "## Log", by_suffix[".py"].name):
+        assert part in report
+    assert made.failure["cause"].split()[0] in report
+    assert report.count("```") % 2 == 0
+
+
+def test_what_a_draft_does_not_know_is_marked(registry, tmp_path) -> None:
+    made = draft("triton-3.2-sm_120", registry, tmp_path)
+    keys = {text.split(" = ")[0] for _, text in made.open}
+    assert keys == {f"{MARK}{key}" for key in ("arch", "toolchain", "kernels", "conditions", "effect")}
+    known = draft("triton-3.2-sm_120", registry, tmp_path, target="cuda:sm_120", toolchain="triton==3.2.0")
+    assert {text.split(" = ")[0] for _, text in known.open} == keys - {f"{MARK}arch", f"{MARK}toolchain"}
+    lines = Path(known.files[-1]).read_text().splitlines()
+    assert all(lines[number - 1] == text for number, text in known.open)
+
+
+def test_a_worker_request_in_a_log_gives_a_program_of_our_kernel(registry, tmp_path) -> None:
+    found = facts_of("worker-time-out", registry)
+    assert programs.form_of(found) == "specialisation"
+    assert found.kernels == ("dense_forward", "varlen_forward")
+    text = programs.program(found, "name", "title", None)
+    assert "MODULE, FUNCTION = 'portattn.kernels.dense', 'dense_forward'" in text
+    assert "'num_stages': 8" in text
+
+
+def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
+    highest = max(int(name.split("-")[1]) for name in {**registry.quirks, **registry.retired} if name[:4] == "rocm")
+    first, second = (
+        draft("triton-3.4-kpack", registry, tmp_path, toolchain=t) for t in ("triton==3.4.0", "triton==3.5.1")
+    )
+    assert [int(made.id.split("-")[1]) for made in (first, second)] == [highest + 1, highest + 2]
+    empty = msgspec.structs.replace(registry, quirks={}, retired={})
+    assert writing.next_number("rocm", tmp_path / "none", empty) == 1
+    buried = msgspec.structs.replace(empty, retired={"rocm-0041-old": next(iter(registry.quirks.values()))})
+    assert writing.next_number("rocm", tmp_path / "none", buried) == 42
+
+
+def test_nothing_is_overwritten(tmp_path) -> None:
+    one, two = tmp_path / "a" / "one", tmp_path / "b" / "two"
+    two.parent.mkdir()
+    two.write_text("mine")
+    with pytest.raises(ArgumentError, match="nothing is overwritten"):
+        writing.write_new({one: "1", two: "2"})
+    assert two.read_text() == "mine"
+    assert not one.exists()
+    assert [path.name for path in tmp_path.glob("*/*")] == ["two"]
+
+
+def test_an_error_leaves_nothing(tmp_path, monkeypatch) -> None:
+    real, calls = os.link, []
+
+    def full(source, target):
+        calls.append(target)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(OSError, match="No space"):
+        writing.write_new({tmp_path / name: name for name in ("one", "two", "three")})
+    assert len(calls) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_entry_is_written_last(registry, tmp_path) -> None:
+    """Whoever is killed in between leaves a program and a report, and no entry."""
+    made = draft("triton-3.6-gfx950-stages", registry, tmp_path)
+    assert [Path(file).suffix for file in made.files] == [".ttir", ".py", ".md", ".toml"]
+
+
+def test_drafts_of_a_checkout_are_not_read_by_the_registry() -> None:
+    folder = writing.drafts_folder()
+    assert folder == shipped_quirks() / "drafts"
+    assert folder.name not in find_backends()
+
+
+def test_an_installed_portattn_drafts_where_it_is_called(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(writing, "shipped_quirks", lambda: tmp_path / "site-packages" / "portattn" / "quirks")
+    monkeypatch.chdir(tmp_path)
+    assert writing.drafts_folder() == tmp_path / "quirk-drafts"
+
+
+def test_a_long_log_is_cut_round_its_cause() -> None:
+    log = "\n".join(f"line {n}" for n in range(1, 501))
+    shown = excerpt(log, 250)
+    assert "line 250\n" in shown
+    assert shown.startswith("…\nline 238\n")
+    assert shown.endswith("line 500")
+    assert "line 400" not in shown
+    assert excerpt("one\ntwo", 1) == "one\ntwo"
+
+
+def test_a_fence_in_a_log_does_not_end_the_reports(registry, tmp_path) -> None:
+    text = read("triton-3.4-kpack") + "```\nnot code\n````\n"
+    found = facts_of("triton-3.4-kpack", registry)
+    made = new.make(msgspec.structs.replace(found, log=text), registry, tmp_path, force=True, replay=False)
+    report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
+    assert "`````\n" in report
+
+
+def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    found = facts_of("triton-3.4-kpack", registry)
+    found = msgspec.structs.replace(found, log=found.log + "/home/somebody/secret/kernel.py\n")
+    made = new.make(found, registry, tmp_path, force=True, replay=False)
+    report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
+    assert "~/secret/kernel.py" in report
+    assert "somebody" not in report
+
+
+@pytest.mark.compiles
+def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path) -> None:
+    """The module of a log of Triton 3.6.0 for gfx950, and PTX of another, under that very compiler."""
+    from portattn.toolchain import installed
+
+    if str(installed()) != "triton==3.6.0":
+        pytest.skip(f"the logs are of triton==3.6.0, and this is {installed()}")
+    for name in ("triton-3.6-gfx950-stages", "ptxas-registers"):
+        found = facts_of(name, registry, toolchain="triton==3.6.0")
+        made = new.make(found, registry, tmp_path, force=True)
+        assert made.reproduced is True, made.replay
+
+
+def test_the_command_line(portattn, registry, tmp_path) -> None:
+    log = str(FOLDER / "triton-3.6-num-ctas.log")
+    called = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton==3.6.0", "--out", tmp_path, "--json")
+    assert called.status == 0, called.err
+    assert called.json["known"] == []
+    assert len(called.json["files"]) == 3
+    assert all(Path(file).is_file() for file in called.json["files"])
+    assert called.json["replay"].startswith("Not reproduced here: the log holds no program")
+    words = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--words", "num-ctas")
+    assert words.status == 0
+    assert f"-{int(called.json['id'].split('-')[1]) + 1:04d}-num-ctas" in words.out
+    assert f"{MARK}effect" in words.out
+
+
+def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
+    log = str(FOLDER / "seed-ascend-sparse.log")
+    called = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton-ascend==3.1.0", "--out", tmp_path)
+    assert called.status == 1
+    assert called.out.startswith("this is ascend-0014-sparse-reshape-crash: ")
+    assert "in range here" in called.out
+    assert "--force" in called.out
+    assert list(tmp_path.iterdir()) == []
+    forced = portattn(
+        "quirks", "new", "--from-log", log, "--toolchain", "triton-ascend==3.1.0", "--out", tmp_path, "--force"
+    )
+    assert forced.status == 0
+    assert "ascend-0014" in forced.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [
+        ((), "--from-log or --from-incident"),
+        (("--from-log", "x", "--from-incident", "y"), "--from-log or --from-incident"),
+        (("--from-log", "/not/here"), "--from-log"),
+        (("--from-log", FOLDER), "--from-log"),
+        (("--from-incident", "x"), "ID"),
+        (("--from-incident", "x", "--target", "cuda:sm_90"), "--target"),
+        (("--from-log", FOLDER / "green.log"), "--from-log"),
+        (("--from-log", FOLDER / "triton-3.4-kpack.log", "--words", "Not OK", "--force"), "--words"),
+    ],
+)
+def test_bad_input_is_one_clear_error(portattn, tmp_path, arguments, argument) -> None:
+    called = portattn("quirks", "new", *arguments, "--out", tmp_path / "out", "--json")
+    assert called.status == 2
+    assert called.json["error"]["argument"] == argument
+    assert not (tmp_path / "out").exists()
+
+
+def test_open_lines_are_only_the_marked_ones() -> None:
+    assert open_lines(f"# {MARK}x\n{MARK}y = 1\na = '{MARK}'\n") == [(2, f"{MARK}y = 1")]
+
+
+def test_a_planted_entry_has_no_open_lines(tmp_path) -> None:
+    assert open_lines(quirk_files.plant(tmp_path, "cuda-0001-x", 'path = "vendor"').read_text()) == []

@@ -1,0 +1,64 @@
+"""A specialisation as a line of options: what the line says is what it was made of, or there is no line."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from portattn.config import Settings
+from portattn.lifecycle.planline import plan_line, problem_options
+from portattn.lifecycle.specialised import Specialised
+from portattn.matrix.problems import full, quick
+from portattn.planner import plan
+from portattn.probing import plans
+from portattn.registry import Registry
+
+TARGET = "rocm:gfx942"
+
+
+def specialised(problem, registry: Registry, **launch) -> Specialised:
+    target = registry.target(TARGET, "triton==3.6.0")
+    lowering, chosen = plan(problem, target, registry, settings=Settings(backend="triton")).specialised
+    return Specialised(problem=problem, lowering=lowering, launch=chosen.changed(launch))
+
+
+def test_every_problem_of_the_matrix_has_options() -> None:
+    for named in full():
+        op, *rest = problem_options(named.problem)
+        line = " ".join(["plan:", op, "--target", TARGET, *rest])
+        assert plans.parse(line).problem == named.problem, named.name
+
+
+@pytest.mark.parametrize("named", quick(), ids=lambda named: named.name)
+def test_a_line_leads_back_to_the_specialisation(named, registry) -> None:
+    target = registry.target(TARGET, "triton==3.6.0")
+    plain = specialised(named.problem, registry)
+    line = plan_line(plain, target, registry)
+    assert line
+    assert "--start" not in line, "what the plan does by itself is not said"
+    changed = specialised(named.problem, registry, num_stages=2 if plain.launch.num_stages == 1 else 1)
+    line = plan_line(changed, target, registry)
+    assert f"num_stages={changed.launch.num_stages}" in line
+    stated = plans.parse(line)
+    made = plan(stated.problem, target, plans._started(registry, stated, target), settings=Settings(backend="triton"))
+    assert made.launch == changed.launch
+    assert made.lowering == changed.lowering
+
+
+@pytest.mark.parametrize("field", ["needs_grad", "large", "negative_scale", "dropout"])
+def test_what_no_option_says_has_no_line(field: str, registry) -> None:
+    target = registry.target(TARGET, "triton==3.6.0")
+    what = specialised(quick()[0].problem, registry)
+    problem = msgspec.structs.replace(what.problem, **{field: True})
+    assert plan_line(msgspec.structs.replace(what, problem=problem), target, registry) == ""
+    with_env = msgspec.structs.replace(what, env={"AMDGCN_USE_BUFFER_OPS": "0"})
+    assert plan_line(with_env, target, registry) == ""
+
+
+def test_a_line_that_a_quirk_would_change_needs_it_off(registry) -> None:
+    """gfx950 on 3.6.0 takes three stages at most: four are planned only without the entry that says so."""
+    target = registry.target("rocm:gfx950", "triton==3.6.0")
+    what = specialised(quick()[0].problem, registry, num_stages=4)
+    what = msgspec.structs.replace(what, launch=what.launch.changed({"block_m": 64, "block_n": 32}))
+    assert plan_line(what, target, registry) == ""
+    assert "num_stages=4" in plan_line(what, target, registry, ("rocm-0001-four-stages",))

@@ -1,0 +1,150 @@
+"""Retiring: a tombstone that the loader knows, comments kept, ids never free again, and no living bug buried."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+import quirk_files
+
+from portattn.errors import ArgumentError, DataError
+from portattn.lifecycle import retire, writing
+from portattn.lifecycle.editing import edit
+from portattn.registry import Registry, find_backends
+
+TODAY = datetime.date(2026, 11, 30)
+BLOCK = """
+[[verified]]
+toolchain = "{toolchain}"
+target = "rocm:gfx942"
+level = "compiles"
+off = "{off}"
+on = "{on}"
+date = {date}
+"""
+
+
+def planted(tmp_path: Path, name: str = "rocm-0901-planted", blocks: str = "", range_: str = "<3.3") -> Registry:
+    path = quirk_files.plant(
+        tmp_path, name, 'path = "vendor"', when=f'toolchain = {{ triton = "{range_}" }}  # seen so'
+    )
+    path.write_text("# why this is here\n" + path.read_text() + blocks)
+    return Registry.read(find_backends(), tmp_path)
+
+
+def block(toolchain: str, off: str, on: str = "pass", date: str = "2026-11-20") -> str:
+    return BLOCK.format(toolchain=toolchain, off=off, on=on, date=date)
+
+
+def test_a_tombstone(tmp_path) -> None:
+    planted(tmp_path, "rocm-0902-next")
+    known = planted(tmp_path)
+    made = retire.retire(
+        "rocm-0901-planted",
+        known,
+        " fixed upstream ",
+        fixed_in="triton==3.3.1",
+        replaced_by="rocm-0902-next",
+        today=TODAY,
+    )
+    text = Path(made.file).read_text()
+    assert text.startswith("# why this is here\n")
+    assert "# seen so" in text
+    now = Registry.read(find_backends(), tmp_path)
+    assert set(now.quirks) == {"rocm-0902-next"}
+    tombstone = now.retired["rocm-0901-planted"].retired
+    assert tombstone is not None
+    assert (tombstone.date, tombstone.reason) == (TODAY, "fixed upstream")
+    assert (tombstone.fixed_in, tombstone.replaced_by) == ("triton==3.3.1", "rocm-0902-next")
+    assert writing.next_number("rocm", tmp_path / "out", now) == 903
+    with pytest.raises(ArgumentError, match="was retired on 2026-11-30: fixed upstream"):
+        retire.retire("rocm-0901-planted", now, "again")
+
+
+def test_what_is_empty_is_left_out(tmp_path) -> None:
+    made = retire.retire("rocm-0901-planted", planted(tmp_path), "was no bug", today=TODAY)
+    text = Path(made.file).read_text()
+    assert "fixed_in" not in text
+    assert "replaced_by" not in text
+
+
+@pytest.mark.parametrize(
+    ("blocks", "refused"),
+    [
+        ("", False),
+        (block("triton==3.2.0", "fail:signature"), True),
+        (block("triton==3.2.0", "pass", "not run"), False),
+        (block("triton==3.2.0", "fail:signature", "fail:signature"), False),
+        # The newest probe counts: by day, and of one day by compiler.
+        (
+            block("triton==3.2.0", "fail:signature", date="2026-10-01") + block("triton==3.2.0", "pass", "not run"),
+            False,
+        ),
+        (block("triton==3.2.0", "pass", "not run", date="2026-10-01") + block("triton==3.2.0", "fail:signature"), True),
+        (block("triton==3.2.0", "fail:signature") + block("triton==3.3.1", "pass", "not run"), False),
+        (block("triton==3.10.0", "fail:signature") + block("triton==3.9.0", "pass", "not run"), True),
+    ],
+)
+def test_a_confirmed_entry_is_not_buried(tmp_path, blocks: str, refused: bool) -> None:
+    known = planted(tmp_path, blocks=blocks)
+    before = Path(known.quirks["rocm-0901-planted"].file).read_text()
+    if not refused:
+        retire.retire("rocm-0901-planted", known, "gone")
+        return
+    with pytest.raises(ArgumentError, match="must be confirmed no more"):
+        retire.retire("rocm-0901-planted", known, "gone")
+    assert Path(known.quirks["rocm-0901-planted"].file).read_text() == before
+    retire.retire("rocm-0901-planted", known, "gone", force=True)
+    assert "rocm-0901-planted" in Registry.read(find_backends(), tmp_path).retired
+    assert "[[verified]]" in Path(known.quirks["rocm-0901-planted"].file).read_text()
+
+
+def test_supported_compilers_in_the_range_are_named(tmp_path) -> None:
+    known = planted(tmp_path, range_=">=3.5,<3.7")
+    made = retire.retire("rocm-0901-planted", known, "gone")
+    assert made.still_in_range == ("triton==3.5.1", "triton==3.6.0")
+
+
+@pytest.mark.parametrize(
+    ("given", "argument"),
+    [
+        ({"reason": "  "}, "--reason"),
+        ({"reason": "x", "fixed_in": "3.7.1"}, "--fixed-in"),
+        ({"reason": "x", "fixed_in": "gcc==14"}, "--fixed-in"),
+        ({"reason": "x", "replaced_by": "nobody"}, "--replaced-by"),
+        ({"reason": "x", "replaced_by": "rocm-0901-planted"}, "--replaced-by"),
+        ({"reason": "x", "quirk_id": "nobody"}, "ID"),
+    ],
+)
+def test_bad_input(tmp_path, given: dict[str, str], argument: str) -> None:
+    known = planted(tmp_path)
+    before = Path(known.quirks["rocm-0901-planted"].file).read_text()
+    arguments = {"quirk_id": "rocm-0901-planted", "registry": known} | given
+    with pytest.raises(ArgumentError) as refused:
+        retire.retire(**arguments)
+    assert refused.value.argument == argument
+    assert Path(known.quirks["rocm-0901-planted"].file).read_text() == before
+
+
+def test_an_edit_that_would_break_the_file_is_not_written(tmp_path) -> None:
+    known = planted(tmp_path)
+    path = Path(known.quirks["rocm-0901-planted"].file)
+    before = path.read_text()
+    with pytest.raises(DataError, match="nothing was written"):
+        edit(path, "rocm-0901-planted", lambda document: document.update(symptom="tired"))
+    with pytest.raises(DataError, match="and not 'rocm-0007-other'"):
+        edit(path, "rocm-0007-other", lambda document: None)
+    assert path.read_text() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_the_command_line(portattn, tmp_path, monkeypatch) -> None:
+    known = planted(tmp_path, range_=">=3.5,<3.7")
+    monkeypatch.setattr(Registry, "load", lambda: known)
+    called = portattn("quirks", "retire", "rocm-0901-planted", "--reason", "fixed", "--fixed-in", "triton==3.7.1")
+    assert called.status == 0, called.err
+    assert "triton==3.5.1, triton==3.6.0" in called.out
+    assert "rocm-0901-planted" in Registry.read(find_backends(), tmp_path).retired
+    missing = portattn("quirks", "retire", "nobody", "--reason", "x", "--json")
+    assert (missing.status, missing.json["error"]["argument"]) == (2, "ID")

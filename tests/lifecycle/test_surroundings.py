@@ -1,0 +1,189 @@
+"""What a log says of chip, compiler and kernel is read from it; what it does not say stays unknown."""
+
+from __future__ import annotations
+
+import pytest
+from lifecycle_logs import facts_of, read
+
+from portattn.errors import ArgumentError
+from portattn.lifecycle import facts
+from portattn.lifecycle.excerpts import excerpts, request_in
+from portattn.lifecycle.known import known
+from portattn.lifecycle.surroundings import surroundings
+
+# log -> backend, arch, compiler, function
+TOLD = {
+    "triton-3.6-gfx950-stages": ("rocm", "gfx950", "", "forward"),
+    "ptxas-registers": ("cuda", "sm_90", "", "scores"),
+    "ascend-3.2-tf32": ("ascend", "ascend910b2", "", ""),
+    "ascend-core-dim": ("ascend", "ascend910b3", "triton-ascend==3.2.0", ""),
+    "ascend-ub-overflow": ("ascend", "ascend910b4", "triton-ascend==3.2.0", ""),
+    "seed-ascend-sparse": ("ascend", "ascend910b2", "", ""),
+    "out-of-resources": ("cuda", "sm_86", "triton==3.5.1", ""),
+    "triton-3.4-kpack": ("rocm", "gfx950", "", ""),
+    "worker-time-out": ("rocm", "gfx1201", "", "dense_forward"),
+    "llvm-amdgpu-lds": ("rocm", "", "", "attention_tile"),
+    # Nothing but a path of the compiler's sources: a chip, a version and even a backend would be guesses.
+    "triton-3.2-sm_120": ("", "", "", ""),
+    "triton-3.9-block-pointers": ("", "", "", "block_tile"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_a_log_says(name: str, registry) -> None:
+    from portattn.lifecycle.recognise import recognise
+
+    text = read(name)
+    failure = recognise(text)
+    assert failure is not None
+    found = surroundings(text, failure.family, registry.arches)
+    value = lambda told: told.value if told else ""  # noqa: E731
+    assert (value(found.backend), value(found.arch), found.compiler, value(found.function)) == TOLD[name]
+    for told in (found.arch, found.function, *found.versions.values()):
+        assert told is None or told.words in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "version"),
+    [
+        ("[pip3] triton==3.3.1", "triton", "3.3.1"),
+        ("pytorch-triton-rocm==3.2.0+git0", "triton", "3.2.0+git0"),
+        ("Triton version: 3.7.1", "triton", "3.7.1"),
+        ("Found triton-3.4.0.dist-info", "triton", "3.4.0"),
+        ("triton_ascend 3.2.1rc1", "triton-ascend", "3.2.1rc1"),
+        ("Cuda compilation tools, release 12.8, V12.8.93", "ptxas", "12.8.93"),
+        ("ROCM used to build PyTorch: 6.4.43482", "rocm", "6.4.43482"),
+        ("CANN version: 8.2.RC1", "cann", "8.2rc1"),
+        ("| NVIDIA-SMI 550.54 Driver Version: 550.54.15 |", "driver", "550.54.15"),
+        ("PyTorch version: 2.9.0+cu126", "torch", "2.9.0+cu126"),
+        ("triton==3.3.1 and later triton==3.4.0", "triton", None),
+        ("triton==banana", "triton", None),
+    ],
+)
+def test_versions(text: str, name: str, version: str | None) -> None:
+    told = surroundings(text, "mlir", {}).versions.get(name)
+    assert (told.value if told else None) == version
+
+
+def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry) -> None:
+    """triton.__version__ of triton-ascend says 3.2.0 as well: alone it names no compiler of an NPU."""
+    found = facts_of("ascend-3.2-tf32", registry)
+    assert found.compiler == ""
+    with_version = facts.from_log(read("ascend-3.2-tf32") + "triton==3.2.0\n", "log", registry)
+    assert with_version.compiler == ""
+    named = facts.from_log(read("ascend-3.2-tf32") + "triton-ascend==3.2.0 triton==3.2.0\n", "log", registry)
+    assert named.compiler == "triton-ascend==3.2.0"
+
+
+def test_two_chips_in_a_log_are_no_chip(registry) -> None:
+    found = surroundings("built for gfx942 and gfx950", "mlir", registry.arches)
+    assert found.arch is None
+    assert surroundings("built for gfx942, gfx942", "mlir", registry.arches).arch.value == "gfx942"
+
+
+def test_a_chip_that_portattn_does_not_know_is_said(registry) -> None:
+    found = surroundings('module attributes {ttg.target = "hip:gfx1151"} {', "mlir", registry.arches)
+    assert (found.backend.value, found.arch, found.chip) == ("rocm", None, "gfx1151")
+
+
+def test_what_is_named_counts_more_than_the_log(registry) -> None:
+    found = facts_of("triton-3.2-sm_120", registry, target="cuda:sm_120", toolchain="triton==3.2.0,ptxas==12.4.99")
+    assert (found.backend, found.arches, found.compiler) == ("cuda", ("sm_120",), "triton==3.2.0")
+    assert found.components["ptxas"] == "12.4.99"
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "argument"),
+    [
+        ("green", {}, "--from-log"),
+        ("ascend-3.2-no-cann", {}, "--from-log"),
+        ("triton-3.4-no-rocm-linker", {}, "--from-log"),
+        ("triton-3.2-sm_120", {}, "--backend"),
+        ("triton-3.2-sm_120", {"backend": "tpu"}, "--backend"),
+        ("triton-3.2-sm_120", {"backend": "rocm", "target": "cuda:sm_120"}, "--backend"),
+        ("triton-3.2-sm_120", {"backend": "cuda", "toolchain": "gcc==14"}, "--toolchain"),
+        ("triton-3.2-sm_120", {"target": "cuda:sm_1"}, "arch"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(name: str, named: dict[str, str], argument: str, registry) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        facts_of(name, registry, **named)
+    assert refused.value.argument == argument
+
+
+def test_programs_in_a_log() -> None:
+    [module, *_] = excerpts(read("triton-3.6-gfx950-stages"))
+    assert (module.kind, module.suffix) == ("ttgir", ".ttir")
+    assert module.text.startswith("#blocked")
+    assert module.text.rstrip().endswith("#-}")
+    assert "tritongpu-coalesce" in module.passes
+    ptx = excerpts(read("ptxas-registers"))[0]
+    assert ptx.text.startswith(".version ")
+    assert "ptxas" not in ptx.text
+    sources = excerpts(read("triton-3.9-block-pointers"))
+    assert [(s.kind, s.compiles) for s in sources] == [("source", False)] * 2
+    assert sources[0].text.startswith("def block_tile(base, rows, stride, D: tl.constexpr")
+
+
+def test_a_program_that_a_log_names_is_read_where_it_is(tmp_path) -> None:
+    path = tmp_path / "kernel.ttir"
+    path.write_text("module {\n  tt.func public @f() {\n    tt.return\n  }\n}\n")
+    [found] = excerpts(f"error: 'tt.load' op in {path}\nreproducer generated at /not/here.mlir")
+    assert (found.kind, found.origin, found.text) == ("ttir", str(path), path.read_text())
+
+
+def test_a_module_that_was_cut_is_no_program() -> None:
+    text = read("triton-3.6-gfx950-stages")
+    middle = text.index("tt.load") + 2000
+    assert not excerpts(f"{text[:middle]}\n… 9000 bytes …\n{text[middle + 9000 :]}")
+
+
+def test_a_request_in_a_log() -> None:
+    request = request_in(read("worker-time-out"))
+    assert request is not None
+    assert request["target"] == ["hip", "gfx1201", 32]
+    assert request_in('{"version": 1, "task": "compile", "signature": {"cut": ') is None
+
+
+def test_the_seeds_ascend_logs_are_known(registry) -> None:
+    for name, quirk in (
+        ("seed-ascend-sparse", "ascend-0014-sparse-reshape-crash"),
+        ("seed-ascend-sparse-paged", "ascend-0015-sparse-paged-div-0"),
+    ):
+        old, *others = known(facts_of(name, registry, toolchain="triton-ascend==3.1.0"), registry)
+        assert (old.id, old.exact, old.in_range) == (quirk, True, True)
+        # An entry whose signature is as wide as the exception's name may be it, and is no reason to stop.
+        assert not any(other.exact for other in others)
+        assert str(old).startswith(f"this is {quirk}: ")
+        new, *_ = known(facts_of(name, registry, toolchain="triton-ascend==3.2.0"), registry)
+        assert new.in_range is False
+        assert "out of range here: triton-ascend <3.2.0, and this is 3.2.0" in new.says
+        unknown, *_ = known(facts_of(name, registry), registry)
+        assert unknown.in_range is None
+
+
+def test_a_known_quirk_of_another_chip_is_said_to_be_too_narrow(registry) -> None:
+    found = known(facts_of("triton-3.6-gfx950-stages", registry, toolchain="triton==3.6.0"), registry)
+    verdicts = {entry.id: entry for entry in found}
+    assert verdicts["rocm-0001-four-stages"].in_range is True
+    assert verdicts["rocm-0101-four-stages-rdna3"].in_range is False
+    assert found[0].id == "rocm-0001-four-stages"
+    before = known(facts_of("triton-3.4-gdc-wait", registry, target="cuda:sm_90", toolchain="triton==3.4.0"), registry)
+    assert [(entry.id, entry.in_range) for entry in before] == [("cuda-0014-no-dependent-launch", True)]
+
+
+def test_a_tombstone_is_known_too(registry) -> None:
+    import datetime
+
+    import msgspec
+
+    from portattn.quirk import Retired
+
+    old = registry.quirks["rocm-0015-kpack"]
+    buried = msgspec.structs.replace(
+        old, retired=Retired(date=datetime.date(2026, 11, 1), reason="gone", fixed_in="triton==3.5.1")
+    )
+    now = msgspec.structs.replace(registry, quirks={}, retired={old.id: buried})
+    [found] = known(facts_of("triton-3.4-kpack", registry, toolchain="triton==3.6.0"), now)
+    assert (found.exact, found.in_range) == (True, False)
+    assert "retired on 2026-11-01, fixed in triton==3.5.1: it is back" in found.says
