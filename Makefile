@@ -66,7 +66,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 .PHONY: .venv-none.stamp
 .venv-none.stamp:
 	@$(PY) -c 'import importlib.util as u, sys; \
-	  missing = [m for m in "torch msgspec platformdirs filelock click rich jinja2 packaging".split() if not u.find_spec(m)]; \
+	  missing = [m for m in "torch numpy msgspec platformdirs filelock click rich jinja2 packaging tomlkit".split() if not u.find_spec(m)]; \
 	  sys.exit("this Python lacks " + ", ".join(missing) + ": install them, or leave VENV= out" if missing else 0)'
 	@$(PY) -c 'import os; os.chdir("/"); import portattn.quirks, portattn.backends' 2>/dev/null || \
 	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .

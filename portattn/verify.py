@@ -1,20 +1,22 @@
 """Verifying a kernel: the same plan, kernel and lowering by every means that this machine has, and which one differs.
 
-Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source,
-the device what a compiler made of it: where only the device is wrong, the compiler or the chip is; where both are, the
-kernel is.
+Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source;
+the device, or a functional model of an AMD chip, what a compiler made of it. Where only the interpreter is right, the
+compiler or the chip is wrong; where all are wrong, the kernel is.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from portattn import canary
+from portattn import canary, lab
 from portattn.config import Settings
-from portattn.errors import PortattnError
+from portattn.emulate.check import Emulated
+from portattn.errors import ArgumentError, PortattnError
 from portattn.machine import devices
 from portattn.matrix.cells import Numerics
 from portattn.matrix.numerics import Interpreter, numerics, request_of
@@ -28,7 +30,7 @@ from portattn.worker.client import Worker
 Verdict = Literal["agree", "device", "kernel", "interpreter", "unseen", "refused"]
 SENTENCES: Mapping[Verdict, str] = {
     "agree": "right by every means that ran",
-    "device": "right under the interpreter and wrong on the device: what the compiler made of it, or the chip",
+    "device": "right under the interpreter and wrong as machine code: what the compiler made of it, or the chip",
     "kernel": "wrong by every means that ran: the kernel itself, or this lowering of it",
     "interpreter": "wrong under the interpreter only: the interpreter, or what it does not do as a device does",
     "unseen": "nothing could run it here",
@@ -52,16 +54,32 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify(
-    ops: Sequence[str], target: Target, settings: Settings, seconds: float, say: Callable[[str], None]
+    ops: Sequence[str],
+    target: Target,
+    settings: Settings,
+    seconds: float,
+    say: Callable[[str], None],
+    emulate: bool = False,
 ) -> Iterator[Row]:
     """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
 
     seconds  time limit of each means
     say      told what is being run
+    emulate  also run the machine code in a model of the chip
+
+    Raises ArgumentError when there is no model of the chip, LabError when its compiler is neither installed nor in the
+    lab.
     """
     interpreter = Interpreter(seconds)
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
-    with Worker(runs="interpreter") as interpreting, Worker(runs="kernels") as running:
+    emulated = Emulated(seconds)
+    if emulate and (lacks := emulated.lacks(target)):
+        raise ArgumentError("verify", "target", target.name, lacks)
+    with (
+        Worker(runs="interpreter") as interpreting,
+        Worker(runs="kernels") as running,
+        lab.worker(str(target.toolchain)) if emulate else contextlib.nullcontext() as compiling,
+    ):
         for op in ops or OPS:
             for problem in canary.CASES[op]:
                 say(f"{problem}")
@@ -72,6 +90,8 @@ def verify(
                 seen = {"interpreter": interpreter.check(core, interpreting)}
                 if here and core.path != "interpreter":
                     seen["device"] = _on_device(core, problem, target, running, seconds)
+                if compiling is not None:
+                    seen["emulated"] = emulated.check(core, target, compiling, running)
                 verdict = conclusion({name: found.outcome for name, found in seen.items()})
                 yield _row(problem, target, core, verdict, SENTENCES[verdict], seen)
 

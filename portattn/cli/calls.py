@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from portattn import lab
 from portattn.cli.probes import Check
 from portattn.config import current
 from portattn.machine import devices
@@ -54,5 +55,21 @@ def interpreter_check(seconds: float) -> list[Check]:
     made = plan(PROBLEM, target, settings=msgspec.structs.replace(current(), backend="interpreter", quirks=""))
     with Worker(runs="interpreter") as worker:
         seen = interpreter.check(made, worker)
+    outcome = "PASS" if seen.outcome == "pass" else "FAIL"
+    return [Check(name=name, outcome=outcome, detail=figure(seen), error=seen.error, budget=seen.budget)]  # type: ignore[arg-type]
+
+
+def emulated_check(arch: str, seconds: float) -> list[Check]:
+    """The machine code of the core kernel, made here, in the functional model of an AMD chip."""
+    from portattn.emulate.check import Emulated
+
+    target = Target.parse(f"rocm:{arch}")
+    emulated = Emulated(seconds)
+    name = f"{target}, machine code in a model"
+    if lacks := emulated.lacks(target):
+        return [Check(name=name, outcome="SKIP", detail=lacks)]
+    made = plan(PROBLEM, target, settings=msgspec.structs.replace(current(), backend="auto", quirks=""))
+    with lab.worker(str(target.toolchain)) as compiling, Worker(runs="kernels") as running:
+        seen = emulated.check(made, target, compiling, running)
     outcome = "PASS" if seen.outcome == "pass" else "FAIL"
     return [Check(name=name, outcome=outcome, detail=figure(seen), error=seen.error, budget=seen.budget)]  # type: ignore[arg-type]

@@ -11,8 +11,9 @@ COLOURS = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}
 
 
 @click.command()
+@click.option("--emulate", metavar="ARCH", help="Also run a real kernel in the model of an AMD chip, such as gfx942.")
 @json_option
-def doctor(as_json: bool) -> None:
+def doctor(emulate: str | None, as_json: bool) -> None:
     """Report the toolchain, backends, settings, the quirks that apply here, and one real call per device.
 
     What cannot be found out is reported as such: one broken part never hides the rest.
@@ -24,7 +25,7 @@ def doctor(as_json: bool) -> None:
     from portattn.cli import probes
 
     with Console(stderr=True).status("looking around") as status:
-        report = probes.examine(lambda what: status.update(what))
+        report = probes.examine(lambda what: status.update(what), emulate or "")
     if as_json:
         emit_json(report)
     else:

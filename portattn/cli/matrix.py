@@ -56,6 +56,9 @@ def matrix() -> None:
     show_default=True,
     help="Limit of each compile and each numerical check.",
 )
+@click.option(
+    "--emulate/--no-emulate", default=True, help="Run AMD's machine code in a model of the chip; 1 to 5 s a cell."
+)
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run: what it finished is kept.")
 @json_option
 def run(
@@ -70,13 +73,15 @@ def run(
     jobs: int,
     seconds: float,
     resume: bool,
+    emulate: bool,
     as_json: bool,
 ) -> None:
     """Make every cell, and write results.jsonl and index.html into --out.
 
     Each cell is planned, compiled in a child process (with the installed compiler, or in an environment of
     `portattn lab`), checked against the chip (registers, spills, local memory, matrix instructions), run under the
-    interpreter on a small problem, and run natively where its target is here. An earlier results.jsonl is kept under
+    interpreter on a small problem, AMD's machine code in a model of the chip and Ascend's lowering on this CPU, and
+    natively where its target is here. An earlier results.jsonl is kept under
     its date. Ctrl-C keeps what is finished; --resume goes on.
 
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
@@ -95,7 +100,7 @@ def run(
     here = tuple(devices())
     command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn matrix run"
     made = provenance.this_run(specs, which, command, here, tuple(pythons))
-    options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here)
+    options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here, emulate=emulate)
     with results.Results(out) as file:
         cells = file.resume(made) if resume else []
         kept = None if resume else file.start(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata as metadata
 import os
 import platform
@@ -48,8 +49,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not any(s.error for s in self.sections) and not any(c.outcome == "FAIL" for c in self.checks)
 
 
-def examine(say: Callable[[str], None]) -> Report:
-    """Make the report; `say` is told what is being looked at. Never raises."""
+def examine(say: Callable[[str], None], emulate: str = "") -> Report:
+    """Make the report; `say` is told what is being looked at. Never raises.
+
+    emulate  an AMD arch in whose model a real kernel runs too
+    """
     probes: list[tuple[str, Callable[[], Section]]] = [
         ("versions", versions),
         ("toolchain", toolchain),
@@ -63,7 +67,7 @@ def examine(say: Callable[[str], None]) -> Report:
     for title, probe in probes:
         say(f"looking at {title}")
         sections.append(guarded(title, probe))
-    return Report(sections=tuple(sections), checks=tuple(calls(say)))
+    return Report(sections=tuple(sections), checks=tuple(calls(say, emulate)))
 
 
 def guarded(title: str, probe: Callable[[], Section]) -> Section:
@@ -216,12 +220,17 @@ def paths() -> Section:
     return Section(title="paths taken here", items=tuple(items), warnings=tuple(warnings))
 
 
-def calls(say: Callable[[str], None]) -> list[Check]:
+def calls(say: Callable[[str], None], emulate: str = "") -> list[Check]:
     """One real call on each device, each path in a child; and the kernels under the interpreter where that runs."""
-    from portattn.cli.calls import device_checks, interpreter_check
+    from portattn.cli.calls import device_checks, emulated_check, interpreter_check
 
     found: list[Check] = []
-    for name, check in (("devices", device_checks), ("interpreter", interpreter_check)):
+    checks: list[tuple[str, Callable[[float], list[Check]]]] = [
+        ("devices", device_checks), ("interpreter", interpreter_check),
+    ]  # fmt: skip
+    if emulate:
+        checks.append((f"a model of {emulate}", functools.partial(emulated_check, emulate)))
+    for name, check in checks:
         say(f"calling attention: {name}")
         try:
             found += check(CALL_SECONDS)

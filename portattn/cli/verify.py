@@ -17,13 +17,17 @@ COLOURS = {"agree": "green", "unseen": "yellow", "refused": "yellow"}
 @click.argument("ops", metavar="[OP]...", nargs=-1)
 @click.option("--target", metavar="BACKEND:ARCH", help="The chip whose plans are verified; this machine's by default.")
 @click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; the installed one by default.")
+@click.option("--emulate", is_flag=True, help="Also run the machine code in a model of the (AMD) chip.")
 @click.option("--seconds", type=click.FloatRange(min=1.0), default=120.0, help="Time limit of each run.")
 @json_option
-def verify(ops: tuple[str, ...], target: str | None, toolchain: str | None, seconds: float, as_json: bool) -> None:
+def verify(
+    ops: tuple[str, ...], target: str | None, toolchain: str | None, emulate: bool, seconds: float, as_json: bool
+) -> None:
     """Run small adversarial problems of each OP (all by default) as they are planned for a target.
 
-    The same kernel, lowering and tile run under Triton's interpreter and, where the target is here, on the device; each
-    is compared with a float64 oracle. Where they do not agree the row says what is to blame.
+    The same kernel, lowering and tile run under Triton's interpreter and, where the target is here, on the device; with
+    --emulate also what the compiler made of them, in a functional model of the chip. Each is compared with a float64
+    oracle. Where they do not agree the row says what is to blame.
 
     Exit status 1: something differs.
     """
@@ -38,7 +42,7 @@ def verify(ops: tuple[str, ...], target: str | None, toolchain: str | None, seco
             raise ArgumentError("verify", "OP", op, f"must be one of {', '.join(OPS)}")
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
-        rows = list(run(ops, where, current(), seconds, lambda what: status.update(what)))
+        rows = list(run(ops, where, current(), seconds, lambda what: status.update(what), emulate))
     red = [row for row in rows if row.verdict in DIFFERS]
     if as_json:
         emit_json({"target": where.name, "toolchain": str(where.toolchain), "red": len(red), "rows": rows})

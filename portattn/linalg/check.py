@@ -59,24 +59,43 @@ def small_problems(plan: Plan) -> list[Problem]:
 
 
 class Executed:
-    """Executed lowerings, each distinct one once, however many cells and threads ask."""
+    """Executed lowerings, each distinct one once, however many cells and threads ask.
+
+    task  what the runner is asked for
+    """
+
+    task = "execute"
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.missing = missing()
         self._found: dict[str, Future[Numerics]] = {}
         self._lock = threading.Lock()
+
+    def lacks(self, target: Target) -> str:
+        """What is missing to execute what is compiled for a target; empty when nothing is."""
+        return missing()
+
+    def where(self, target: Target) -> str:
+        return f"x86, as {target.toolchain} lowers it for {target.arch.name}"
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        """What is run in place of the plan's problem."""
+        return small_problems(plan)
+
+    def piece(self, reply: Reply) -> Any:
+        """What the runner needs of one compiled launch."""
+        return str(reply.facts.get(TEXT, ""))
 
     def check(self, plan: Plan, target: Target, compiler: Worker, runner: Worker) -> Numerics:
         """Numerics of a core plan's lowered kernels on its small problems: the first that is not right, or the worst.
 
         compiler  a child that lowers for the target; runner: one of this Python, which may die of what it runs
         """
-        where = f"x86, as {target.toolchain} lowers it for {target.arch.name}"
-        if self.missing:
-            return Numerics(outcome="not_run", where=where, reason=self.missing)
+        where, lacks = self.where(target), self.lacks(target)
+        if lacks:
+            return Numerics(outcome="not_run", where=where, reason=lacks)
         worst: Numerics | None = None
-        for problem in small_problems(plan):
+        for problem in self.problems(plan):
             seen = self._one(plan, problem, target, compiler, runner, where)
             if seen.outcome != "pass":
                 return seen
@@ -100,9 +119,9 @@ class Executed:
                 return Numerics(
                     outcome=reply.outcome, where=where, problem=problem, reason=f"on a small problem, {cause}"
                 )
-            texts.append(str(reply.facts.get(TEXT, "")))
+            texts.append(self.piece(reply))
         # What the text does depends on the chip only by its number of cores.
-        parts: list[Any] = [request | {"target": ""}, target.arch.cores, texts]
+        parts: list[Any] = [self.task, request | {"target": ""}, target.arch.cores, texts]
         key = hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()
         with self._lock:
             mine = key not in self._found
@@ -110,7 +129,7 @@ class Executed:
         if mine:
             try:
                 future.set_result(
-                    judged(runner.request("execute", self.seconds, **request, texts=texts), where, problem)
+                    judged(runner.request(self.task, self.seconds, **request, texts=texts), where, problem)
                 )
             except BaseException as error:
                 future.set_exception(error)  # a waiting thread must not wait for ever

@@ -109,6 +109,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     level     evidence level reached; the interpreter's numerics are no level, they stand beside it
     lints     what was seen in code lowered for Ascend (linalg/lints.py)
     lowered   numerics of that code, executed on a CPU
+    emulated  numerics of the machine code, in a model of the chip
     stage, log  of a failed compile: where it was, and the end of what it printed
     """
 
@@ -129,6 +130,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lints: tuple[Lint, ...] = ()
     interpreter: Numerics | None = None
     lowered: Numerics | None = None
+    emulated: Numerics | None = None
     native: Numerics | None = None
     stage: str = ""
     log: str = ""

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from portattn.compiling import compile_in, first_line
 from portattn.config import Settings
 from portattn.core import CORES
+from portattn.emulate.check import Emulated
 from portattn.errors import ArgumentError, PortattnError
 from portattn.lab import LabError
 from portattn.lab import worker as lab_worker
@@ -35,7 +36,7 @@ STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
 STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
 TAIL = 4000  # characters of a failed compile's output that a cell keeps
 LOWERED = "lowers to linalg; not run here"
-NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered"}
+NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered", "emulated": "emulated"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +46,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     jobs           cells made at a time
     pythons        toolchain -> the interpreter that compiles with it; any other is the installed one, or the lab's
     here           targets that are devices of this machine
+    emulate        run the machine code of chips that have a model (portattn.emulate)
     """
 
     seconds: float = 120.0
     jobs: int = 2
     pythons: Mapping[str, str] = {}
     here: tuple[Target, ...] = ()
+    emulate: bool = True
 
 
 class Workers:
@@ -61,8 +64,8 @@ class Workers:
         self._open: dict[str, Worker] = {}
         self._closed = False
 
-    def get(self, kind: Literal["interpreter", "lowered", "device"]) -> Worker:
-        """A child of this Python that runs kernels; `lowered` ones on its CPU. Raises CancelledError once closed."""
+    def get(self, kind: Literal["interpreter", "lowered", "emulated", "device"]) -> Worker:
+        """A child of this Python that runs kernels, on a device or on its CPU. Raises CancelledError once closed."""
         return self._opened(kind, lambda: Worker(runs="interpreter" if kind == "interpreter" else "kernels"))
 
     def compiler(self, toolchain: str) -> Worker:
@@ -89,6 +92,14 @@ class Workers:
             worker.close()
 
 
+class Means(NamedTuple):
+    """How the numbers of compiled kernels are looked at without the chip; shared by all threads of a run."""
+
+    interpreter: Interpreter
+    executed: Executed
+    emulated: Emulated | None
+
+
 def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
     """Make every cell; `done` is called in this thread with each one as it is finished.
 
@@ -96,7 +107,8 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
     What a compiler does ends in its cell. KeyboardInterrupt, and whatever `done` raises, ends the run: children are
     killed, and cells under way are dropped.
     """
-    interpreter, executed = Interpreter(options.seconds), Executed(options.seconds)
+    emulated = Emulated(options.seconds) if options.emulate else None
+    means = Means(Interpreter(options.seconds), Executed(options.seconds), emulated)
     local = threading.local()
     opened: list[Workers] = []
 
@@ -104,7 +116,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
         if not hasattr(local, "workers"):
             local.workers = Workers(options)
             opened.append(local.workers)
-        return make_cell(spec, options, local.workers, interpreter, executed)
+        return make_cell(spec, options, local.workers, means)
 
     pool = ThreadPoolExecutor(options.jobs, thread_name_prefix="matrix")
     try:
@@ -127,7 +139,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
             workers.close()
 
 
-def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Interpreter, executed: Executed) -> Cell:
+def make_cell(spec: Spec, options: Options, workers: Workers, means: Means) -> Cell:
     """Make one cell. What goes wrong in planning or compiling is what the cell says."""
     begun = time.monotonic()
     registry = Registry.load()
@@ -139,7 +151,7 @@ def make_cell(spec: Spec, options: Options, workers: Workers, interpreter: Inter
     else:
         core = core_of(made, spec.target, registry)
         fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
-        fields |= _look(made, core, spec.target, options, workers, interpreter, executed, registry)
+        fields |= _look(made, core, spec.target, options, workers, means, registry)
         seen = (*fields.get("gates", ()), *fields.get("lints", ()))
         causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
         explained = (footnote(quirk, "explains", registry) for quirk in causes)
@@ -178,14 +190,13 @@ def _look(
     target: Target,
     options: Options,
     workers: Workers,
-    interpreter: Interpreter,
-    executed: Executed,
+    means: Means,
     registry: Registry,
 ) -> dict[str, Any]:
     """Status, level and what they rest on."""
     fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
     if core is not None:
-        fields |= _core(core, target, options, workers, interpreter, executed, registry)
+        fields |= _core(core, target, options, workers, means, registry)
         if core is not made and fields["status"] != "NOT_RUN":
             # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
             seen = fields["reason"] or f"{fields['level']}"
@@ -201,13 +212,13 @@ def _core(
     target: Target,
     options: Options,
     workers: Workers,
-    interpreter: Interpreter,
-    executed: Executed,
+    means: Means,
     registry: Registry,
 ) -> dict[str, Any]:
     """What the core kernel does: compiled where there is a compiler for it, and interpreted.
 
-    For Ascend the compiler's lowering is executed on this CPU, where MLIR's programs are.
+    For Ascend the compiler's lowering is executed on this CPU, where MLIR's programs are; for AMD's chips their machine
+    code, in a model.
     """
     ascend = COMPILER_OF.get(target.backend) == "triton-ascend"
     fields: dict[str, Any] = {"reason": "", "level": "declared"}
@@ -215,13 +226,18 @@ def _core(
     if fields["status"] in RED:
         return fields
     if ascend and fields["status"] != "NOT_RUN":
-        lowered = executed.check(core, target, workers.compiler(str(target.toolchain)), workers.get("lowered"))
+        lowered = means.executed.check(core, target, workers.compiler(str(target.toolchain)), workers.get("lowered"))
         fields["lowered"] = lowered
         if lowered.outcome == "pass":
             fields |= {"status": "PASS", "level": "lowering-checked", "reason": ""}
         elif lowered.outcome == "not_run":
             fields["reason"] = f"{LOWERED}: {lowered.reason}"
-    fields["interpreter"] = interpreter.check(core, workers.get("interpreter"))
+    if means.emulated is not None and target.backend == "rocm" and fields["status"] in ("PASS", "NOTE"):
+        emulated = means.emulated.check(core, target, workers.compiler(str(target.toolchain)), workers.get("emulated"))
+        fields["emulated"] = emulated
+        if emulated.outcome == "pass" and fields["status"] == "PASS":
+            fields["level"] = "emulated"
+    fields["interpreter"] = means.interpreter.check(core, workers.get("interpreter"))
     for name, words in NUMERICS_WORDS.items():
         seen: Numerics | None = fields.get(name)
         if seen is not None and seen.outcome in STATUS_OF_NUMERICS:

@@ -46,6 +46,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     kernel = build(function, signature, target, enter)
     enter("read")
     facts = resources.read(kernel, target[0], target[1], full=request.get("facts") == "full")
+    if request.get("facts") == "text" and target[0] == "hip":
+        facts["amdgcn"] = kernel.asm["amdgcn"]
     return {"facts": facts, "toolchain": triton.__version__}
 
 

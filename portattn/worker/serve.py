@@ -70,6 +70,10 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
             from portattn.linalg import execute
 
             return {"ok": True, **execute.compare(request, enter)}
+        if request["task"] == "emulate":
+            from portattn.emulate import execute as emulated
+
+            return {"ok": True, **emulated.compare(request, enter)}
         return _failure("protocol", "ProtocolError", f"unknown task {request['task']!r}")
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.

@@ -8,7 +8,7 @@ from portattn.linalg.lints import Lint
 from portattn.matrix import run, select
 from portattn.matrix.cells import Cell, KernelFacts, Numerics
 from portattn.matrix.problems import Named, decode, dense
-from portattn.matrix.run import Options, Workers, make_cell
+from portattn.matrix.run import Means, Options, Workers, make_cell
 from portattn.worker.client import Reply
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
@@ -38,7 +38,7 @@ def cell_of(monkeypatch, named: Named, standing: Standing, reply: Reply | None =
     monkeypatch.setattr(workers, "compiler", lambda _: None)
     monkeypatch.setattr(workers, "get", lambda _: None)
     (spec,) = select.specs([named], select.targets(["ascend910b2"], [], None))
-    return make_cell(spec, Options(), workers, Standing(numerics("not_run", "left out")), standing)
+    return make_cell(spec, Options(), workers, Means(Standing(numerics("not_run", "left out")), standing, None))
 
 
 def lint(name: str, message: str, function: str = "dense_forward") -> Lint:

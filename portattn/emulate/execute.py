@@ -1,0 +1,47 @@
+"""A plan's launches as machine code in a model of the chip, on a small random problem. Child process only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from portattn.emulate.amdgpu.memory import Memory
+from portattn.emulate.amdgpu.program import Program
+from portattn.emulate.amdgpu.tensors import value_of
+from portattn.launch import KernelCall, has_rows, kernel_calls, load_kernels, signature
+from portattn.reference.check import judge, nan_filled_memory
+from portattn.registry import Registry
+from portattn.worker.interpret import call_of, plan_of
+
+
+def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Run compiled launches in the model: {"facts": …} as reference/check.judge says, and `steps`, what the model did.
+
+    The request is that of worker/interpret.py with `texts`: of each launch in order its assembly (`text`), bytes of LDS
+    (`lds`) and waves of a work-group (`waves`). Outputs, partial results and all padding start as NaN. Raises what the
+    model's checks find (portattn.emulate.amdgpu.errors).
+    """
+    target = Registry.load().target(request["target"])
+    steps = 0
+    with nan_filled_memory(), torch.no_grad():
+        plan, call = plan_of(request, target), call_of(request)
+        launches, out, lse = kernel_calls(plan, call, target.arch.cores)
+        if has_rows(plan):
+            for launch, code in zip(launches, request["texts"], strict=True):
+                enter(f"emulate {launch.function}")
+                steps += run(launch, code["text"], code["lds"], code["waves"])
+    enter("judge")
+    precision = request.get("lowering", {}).get("dot_precision", "ieee")
+    return {"facts": judge(call, out, lse, precision) | {"steps": steps}}
+
+
+def run(launch: KernelCall, text: str, lds: int, waves: int) -> int:
+    """Run one launch; the model's steps. The caller's tensors hold the results."""
+    types = signature(launch).types
+    kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
+    memory = Memory()
+    values = [value_of(types[name], launch.arguments[name], memory) for name in kernel.arg_names if name in types]
+    report = Program.parse(text).launch(launch.grid, values, memory, lds_bytes=lds, waves=waves)
+    return report.steps

@@ -1,0 +1,91 @@
+"""Hand-written kernels for the tests: a body of instructions becomes a whole assembly text, and registers are set and
+read directly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from portattn.emulate.amdgpu import Checks, Memory, Program
+from portattn.emulate.amdgpu.isa import ARCHES, VECTOR
+from portattn.emulate.amdgpu.machine import Machine
+
+ARCH_NAMES = tuple(ARCHES)
+JUNK = 0xA5A5A5A5
+
+
+def text(
+    arch: str, body: Sequence[str] | str, *, waves: int = 1, arguments: Sequence[int] = (8, 8), lds: int = 0,
+    scratch: int = 0, name: str = "kernel",
+) -> str:  # fmt: skip
+    """Assembly text of a kernel. Line n of the body is line n of the source "kernel.py"."""
+    lines = body.splitlines() if isinstance(body, str) else list(body)
+    wave = ARCHES[arch].wave
+    code = []
+    for number, line in enumerate(lines, 1):
+        code += [f"\t.loc\t1 {number} 5", line if line.strip().endswith(":") else "\t" + line.strip()]
+    described, offset = [], 0
+    for size in arguments:
+        offset = -(-offset // size) * size
+        described.append(f"      - .offset: {offset}\n        .size: {size}\n        .value_kind: " + (
+            "global_buffer" if size == 8 else "by_value"))  # fmt: skip
+        offset += size
+    return "\n".join([
+        f'\t.amdgcn_target "amdgcn-amd-amdhsa--{arch}"', "\t.text", f"{name}:", '\t.file\t1 "/" "kernel.py"', *code,
+        "\ts_endpgm", ".Lfunc_end0:", f"\t.amdhsa_kernel {name}", f"\t\t.amdhsa_group_segment_fixed_size {lds}",
+        f"\t\t.amdhsa_private_segment_fixed_size {scratch}", f"\t\t.amdhsa_kernarg_size {max(offset, 8)}",
+        "\t\t.amdhsa_user_sgpr_count 2", "\t\t.amdhsa_user_sgpr_kernarg_segment_ptr 1",
+        "\t\t.amdhsa_system_sgpr_workgroup_id_x 1", *(["\t\t.amdhsa_wavefront_size32 1"] if wave == 32 else []),
+        "\t.end_amdhsa_kernel", "\t.amdgpu_metadata", "amdhsa.kernels:", "  - .args:", *described,
+        f"    .max_flat_workgroup_size: {waves * wave}", f"    .name: {name}", "\t.end_amdgpu_metadata", "",
+    ])  # fmt: skip
+
+
+def execute(
+    arch: str, body: Sequence[str] | str, vectors: Mapping[int, Any] | None = None,
+    scalars: Mapping[int, Any] | None = None, *, waves: int = 1, lds: int = 0, scratch: int = 0,
+    checks: Checks | None = None, exec_mask: int | None = None,
+) -> Machine:  # fmt: skip
+    """Run instructions with registers set: vectors {index: [lanes] or [waves, lanes] 32-bit values}, scalars {index:
+    n}.
+
+    Indices from 256 on are accumulation registers. Vector registers that are not given hold JUNK, and count as defined.
+    """
+    program = Program.parse(text(arch, body, waves=waves, scratch=scratch))
+    machine = Machine(program.assembly, waves, lds, Memory(), checks or Checks(), 100_000)
+    machine.start((0, 0, 0), 0)
+    state = machine.state
+    state.V[...] = JUNK
+    for index, values in (vectors or {}).items():
+        state.V[index] = np.ascontiguousarray(values).view(np.uint32)
+    for index, value in (scalars or {}).items():
+        state.S[:, index] = np.asarray(value) & 0xFFFFFFFF
+    if exec_mask is not None:
+        state.S[:, 126] = exec_mask & 0xFFFFFFFF
+        if state.lanes == 64:
+            state.S[:, 127] = exec_mask >> 32
+        state.exec_changed()
+    if machine.defined is not None:
+        machine.defined.reset(set(range(126)) | set(range(VECTOR, VECTOR + len(state.V))))
+        machine.defined.scc[...] = False
+        machine.defined.bad.clear()
+    with np.errstate(all="ignore"):
+        machine.finish()
+    return machine
+
+
+def lanes(arch: str) -> int:
+    return ARCHES[arch].wave
+
+
+def bits(values: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """Values of a 32-bit type as uint32."""
+    return np.ascontiguousarray(np.asarray(values, dtype)).view(np.uint32)
+
+
+def mask_of(machine: Machine, index: int, wave: int = 0) -> int:
+    """A lane mask in scalar registers as an integer."""
+    low, high = (int(machine.state.S[wave, index + n]) for n in (0, 1))
+    return low | (high << 32 if machine.state.lanes == 64 else 0)

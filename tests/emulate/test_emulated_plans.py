@@ -1,0 +1,104 @@
+"""portattn's own kernels, as planned and compiled for AMD chips, run in the model: right numbers, and bugs are seen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import support
+
+from portattn import Problem, Target, canary
+from portattn.emulate.check import Emulated
+from portattn.matrix.cells import Numerics
+from portattn.planner import plan
+from portattn.toolchain import installed
+from portattn.worker.client import Reply, Worker
+
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
+SECONDS = 120.0
+ALL = [(op, n) for op, problems in canary.CASES.items() for n in range(len(problems))]
+FEW = [("attention", 0), ("paged_attention", 1)]
+CASES = [
+    *(("gfx942", *case) for case in ALL), *(("gfx1201", *case) for case in ALL),
+    *((arch, *case) for arch in ("gfx90a", "gfx950", "gfx1100") for case in FEW),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[Worker, Worker]]:
+    lacks = Emulated(SECONDS).lacks(target("gfx942"))
+    if lacks:
+        pytest.skip(lacks)
+    with Worker(runs="") as compiling, Worker(runs="kernels") as running:
+        yield compiling, running
+
+
+def target(arch: str) -> Target:
+    return Target.parse(f"rocm:{arch}", str(installed()))
+
+
+def emulated(arch: str, problem: Problem, workers: tuple[Worker, Worker], model: Emulated | None = None) -> Numerics:
+    where = target(arch)
+    return (model or Emulated(SECONDS)).check(plan(problem, where), where, *workers)
+
+
+@pytest.mark.parametrize(("arch", "op", "number"), CASES)
+def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, op: str, number: int) -> None:
+    seen = emulated(arch, canary.CASES[op][number], workers)
+    assert seen.outcome == "pass", seen.reason
+    assert seen.error is not None
+    assert seen.error > 0.0  # 16-bit results are never exact: something was computed and compared
+
+
+class Planted(Emulated):
+    """Machine code with a bug: the first line that matches becomes another."""
+
+    def __init__(self, pattern: str, replacement: str) -> None:
+        super().__init__(SECONDS)
+        self.pattern, self.replacement = re.compile(pattern, re.MULTILINE), replacement
+
+    def piece(self, reply: Reply) -> Any:
+        found = super().piece(reply)
+        text, count = self.pattern.subn(self.replacement, found["text"], count=1)
+        assert count == 1
+        return found | {"text": text}
+
+
+BUGS = {
+    "a barrier is missing": (r"^\ts_barrier$", "\ts_nop 0", "LdsRace"),
+    "a wait is missing": (r"^\ts_waitcnt (vm|lgkm)cnt\(0\)$", "\ts_nop 0", "MissingWait"),
+    "an exponential is a logarithm": (r"^\tv_exp_f32_e32", "\tv_log_f32_e32", "over its budget|NaN or infinite"),
+    "an instruction is not known": (r"^\tv_exp_f32_e32", "\tv_expire_f32_e32", "UnknownInstruction"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bugs_in_the_machine_code_are_seen(workers: tuple[Worker, Worker], name: str) -> None:
+    pattern, replacement, said = BUGS[name]
+    seen = emulated("gfx942", canary.CASES["attention"][0], workers, Planted(pattern, replacement))
+    assert seen.outcome in ("fail", "error")
+    assert re.search(said, seen.reason), seen.reason
+
+
+def test_what_has_no_model_is_said() -> None:
+    model = Emulated(SECONDS)
+    assert "Triton 3.4 and newer" in model.lacks(Target.parse("rocm:gfx942", "triton==3.2.0"))
+    assert "sm_90 has no model" in model.lacks(Target.parse("cuda:sm_90", "triton==3.6.0"))
+    assert not model.lacks(Target.parse("rocm:gfx1201", "triton==3.9.0"))
+    made = plan(canary.CASES["attention"][0], Target.parse("rocm:gfx942", "triton==3.2.0"))
+    idle: Any = None
+    found = model.check(made, Target.parse("rocm:gfx942", "triton==3.2.0"), idle, idle)
+    assert found.outcome == "not_run"
+
+
+def test_a_hang_ends_at_the_time_limit(workers: tuple[Worker, Worker]) -> None:
+    """A branch back to itself: the model's own step limit would come later."""
+    model = Planted(r"^\ts_endpgm$", ".Lforever:\n\ts_branch .Lforever\n\ts_endpgm")
+    model.seconds = 5.0
+    problem = msgspec.structs.replace(canary.CASES["decode_attention"][1], batch=1)
+    seen = emulated("gfx942", problem, (workers[0], Worker(runs="kernels")), model)
+    assert seen.outcome in ("hang", "error")
+    assert re.search("no answer in 5 s|StepLimit", seen.reason)

@@ -1,0 +1,52 @@
+"""Programs in Triton's language, compiled by the installed Triton for each arch and executed in the model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import asmkit
+import pytest
+import support
+
+HERE = Path(__file__).parent
+SECONDS = 600
+
+pytestmark = pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")
+
+
+@functools.cache
+def outcome(arch: str) -> dict[str, Any]:
+    """What each program of an arch gave: one process for all of them."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HERE / "programs.py"), arch]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines} | {"": {"failed": result.stderr[-800:]}}
+
+
+NAMES = (
+    "add fp32", "add bf16", "add int64", "softmax fp32", "softmax fp16", "dot fp16", "dot fp16 16", "dot bf16",
+    "dot fp32",
+    "dot int8", "sort int32", "sort fp16", "cumsum fp32", "cumsum int64", "atomics", "flash fp16", "flash bf16",
+    "flash fp32", "backward fp16", "backward bf16",
+)  # fmt: skip
+FP8 = [("gfx942", "dot xf32"), ("gfx942", "dot fp8 fnuz"), ("gfx942", "dot bf8 fnuz"), ("gfx950", "dot fp8"),
+       ("gfx950", "dot bf8"), ("gfx1201", "dot fp8"), ("gfx1201", "dot bf8")]  # fmt: skip
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch in asmkit.ARCH_NAMES for name in NAMES] + FP8)
+def test_program(arch: str, name: str) -> None:
+    found = outcome(arch)
+    line = found.get(name) or found[""]
+    assert "failed" not in line, line["failed"]
+    for error, budget in line["results"]:
+        assert error != "nan", "NaN left in the output"
+        assert error <= budget
