@@ -38,4 +38,8 @@ class Emulated(Executed):
 
     def piece(self, reply: Reply) -> Any:
         facts = reply.facts
-        return {"text": str(facts.get("amdgcn", "")), "lds": int(facts["local_memory"]), "waves": int(facts["num_warps"])}
+        return {
+            "text": str(facts.get("amdgcn", "")),
+            "lds": int(facts["local_memory"]),
+            "waves": int(facts["num_warps"]),
+        }

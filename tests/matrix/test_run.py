@@ -55,7 +55,9 @@ def test_every_way_to_fail_ends_in_its_cell(planted):
     named = [dense(dtype="fp16", head_dim=64)]
     specs = select.specs(named, select.targets(["cuda", "gfx90a", "gfx942"], [], None))
     begun = time.monotonic()
-    found = {arch: cell for (arch, _), cell in cells_of(specs, pythons={HERE: planted}, seconds=3, emulate=False).items()}
+    found = {
+        arch: cell for (arch, _), cell in cells_of(specs, pythons={HERE: planted}, seconds=3, emulate=False).items()
+    }
     assert time.monotonic() - begun < 60
     assert {arch: cell.status for arch, cell in found.items()} == {
         "sm_80": "CRASH", "sm_86": "TIMEOUT", "sm_89": "ERROR", "sm_90": "PASS", "sm_100": "PASS", "sm_120": "FAIL",
