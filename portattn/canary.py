@@ -14,11 +14,12 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from portattn import __version__, tomlfile
+from portattn.compiling import PASSING_KINDS
 from portattn.config import Settings
 from portattn.errors import PortattnError
 from portattn.matrix.numerics import numerics, request_of
@@ -30,8 +31,16 @@ from portattn.target import Target
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import Reply, Worker
+from portattn.worker.stages import RUNS
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 1  # of the set: a family is looked at again when it changes
+# What says nothing about the kernels, only about this moment: another process has the memory, or the device.
+_PASSING = re.compile(
+    r"out of memory|busy or unavailable|no (CUDA|HIP)-capable|initialization error|cannot be started", re.I
+)
 _RUN_TIME = re.compile(r"CUDA error|HIP error|Triton Error \[|illegal memory|misaligned|NPU (error|function)|aicore")
 
 _COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
@@ -97,10 +106,11 @@ def wanted(target: Target, settings: Settings) -> bool:
     return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target) is None)
 
 
-def check(made: Plan, target: Target, settings: Settings) -> Verdict | None:
+def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
     """None when the plan's kernel family may run here; otherwise the negative Verdict that quarantines it.
 
-    The set is run when nobody has on this target and toolchain; that takes a child process some seconds, once.
+    The set is run on this device when nobody has on this target and toolchain; that takes a child process some
+    seconds, once.
     """
     if not wanted(target, settings):
         return None
@@ -109,8 +119,16 @@ def check(made: Plan, target: Target, settings: Settings) -> Verdict | None:
     found = verdicts.get(key)
     if found is None:
         with verdicts.lock(key, settings.compile_seconds * (len(CASES[made.problem.op]) + 1)):
-            found = verdicts.get(key) or run(made.problem.op, target, settings, verdicts)
+            found = verdicts.get(key) or run(made.problem.op, target, settings, verdicts, device)
     return None if found.passed else found
+
+
+def known_failure(made: Plan, target: Target, settings: Settings) -> Verdict | None:
+    """The verdict that quarantines the plan's kernel family here, if there is one. Nothing is run."""
+    if not made.kernel or not wanted(target, settings):
+        return None
+    found = store(settings).get(key_of(made.kernel, target))
+    return found if found is not None and not found.passed else None
 
 
 def key_of(kernel: str, target: Target) -> str:
@@ -119,9 +137,8 @@ def key_of(kernel: str, target: Target) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def run(op: str, target: Target, settings: Settings, verdicts: VerdictStore) -> Verdict:
-    """Run the set of one family on this machine's device, and keep the verdict."""
-    device = Registry.load().backends[target.backend].device_type
+def run(op: str, target: Target, settings: Settings, verdicts: VerdictStore, device: torch.device) -> Verdict:
+    """Run the set of one family on a device of this machine, and keep the verdict."""
     worst, looked_at, kernel = 0.0, 0, ""
     with Worker(runs="kernels") as worker:
         for problem in CASES[op]:
@@ -130,7 +147,7 @@ def run(op: str, target: Target, settings: Settings, verdicts: VerdictStore) -> 
                 continue
             kernel = case.kernel
             reply = worker.request(
-                "interpret", settings.compile_seconds, **request_of(case, problem, case.path, target.name, device)
+                "interpret", settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
             )
             symptom, cause = judged(reply, target, problem)
             if symptom:
@@ -164,13 +181,17 @@ def planned(problem: Problem, target: Target, settings: Settings) -> Plan | None
 def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
     """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
 
-    A compile that fails says nothing about the family: that specialisation's own first call finds it.
+    A compile that fails says nothing about the family: that specialisation's own first call finds it. Nor does a child
+    that was killed, that never came to the kernels, or that found no room on the device.
     """
     seen = numerics(reply, str(target), problem)
     if seen.outcome == "pass":
         return "", ""
     if seen.outcome == "fail":
         return "wrong-result", seen.reason
+    passing = reply.kind in PASSING_KINDS or _PASSING.search(f"{reply.message}\n{reply.log}")
+    if passing or (seen.outcome in ("hang", "crash") and reply.stage != RUNS):
+        return "", seen.reason
     if seen.outcome == "hang":
         return "hang", seen.reason
     if seen.outcome == "crash" or _RUN_TIME.search(reply.message):

@@ -34,8 +34,8 @@ _worker: Worker | None = None
 _worker_lock = threading.Lock()
 
 # Failures that say nothing about the compiler, only about this moment: not kept for the next process.
-_PASSING_STAGES = ("start", "import", "protocol")
-_PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
+PASSING_STAGES = ("start", "import", "protocol")
+PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
 
 
 def code_key(plan: Plan, launches: list[KernelCall]) -> str:
@@ -190,7 +190,7 @@ def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Targ
     )
     verdicts.add_incident(incident)
     verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
-    if reply.stage in _PASSING_STAGES or reply.kind in _PASSING_KINDS:
+    if reply.stage in PASSING_STAGES or reply.kind in PASSING_KINDS:
         verdicts.remember(verdict)
     else:
         verdicts.put(verdict)

@@ -162,7 +162,11 @@ def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Setti
     if made.path == "interpreter":
         return None
     if call.dry:
-        return compiling.known_failure(made, launches, settings)
+        from portattn import canary
+
+        target, _ = detect_target(call.q.device.type, call.q.device.index)
+        failure = compiling.known_failure(made, launches, settings)
+        return failure or canary.known_failure(made, target, settings)
     target, _ = detect_target(call.q.device.type, call.q.device.index)
     return unusable(made, launches, call.q, target, settings)
 
@@ -175,7 +179,7 @@ def unusable(
     if failure is None and settings.canary != "never" and (made.key, settings.canary) not in _trusted:
         from portattn import canary  # only where it may be needed: it brings the worker and the oracle
 
-        failure = canary.check(made, target, settings)
+        failure = canary.check(made, target, settings, q.device)
         if failure is None:
             _trusted.add((made.key, settings.canary))
     return failure

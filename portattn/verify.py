@@ -27,16 +27,17 @@ from portattn.registry import Registry
 from portattn.target import Target
 from portattn.worker.client import Worker
 
-Verdict = Literal["agree", "device", "kernel", "interpreter", "unseen", "refused"]
+Verdict = Literal["agree", "device", "kernel", "interpreter", "unclear", "unseen", "refused"]
 SENTENCES: Mapping[Verdict, str] = {
     "agree": "right by every means that ran",
     "device": "right under the interpreter and wrong as machine code: what the compiler made of it, or the chip",
     "kernel": "wrong by every means that ran: the kernel itself, or this lowering of it",
     "interpreter": "wrong under the interpreter only: the interpreter, or what it does not do as a device does",
+    "unclear": "wrong, and what ran cannot tell whether the kernel or what a compiler made of it is",
     "unseen": "nothing could run it here",
     "refused": "the core kernel does not take it",
 }
-RED: frozenset[str] = frozenset({"device", "kernel", "interpreter"})
+RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear"})
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +104,13 @@ def conclusion(outcomes: Mapping[str, str]) -> Verdict:
         return "unseen"
     if all(ran.values()):
         return "agree"
+    if "interpreter" not in ran:
+        return "unclear"
     if not any(ran.values()):
-        return "kernel"
-    return "interpreter" if not ran.get("interpreter", True) else "device"
+        return "kernel" if len(ran) > 1 else "unclear"
+    if ran["interpreter"]:
+        return "device"
+    return "interpreter" if sum(ran.values()) == len(ran) - 1 else "unclear"
 
 
 def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
@@ -117,7 +122,7 @@ def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
         made = plan(problem, target, registry, settings=asked)
     except PortattnError as error:
         return str(error)
-    core = core_of(made, target, registry)
+    core = core_of(made, target, registry, settings)
     return (
         core if core is not None else (made.rejected[0].reason if made.rejected else f"the {made.path} path is taken")
     )

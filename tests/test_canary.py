@@ -105,9 +105,10 @@ def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ANSWERS)
 def test_each_answer_is_a_verdict_that_is_kept(settings: Settings, name: str) -> None:
     Fake.answer, symptom = ANSWERS[name]
-    verdict = canary.check(made_for("paged_attention"), MI300, settings)
+    verdict = canary.check(made_for("paged_attention"), MI300, settings, torch.device("cuda", 1))
     store = VerdictStore(Path(settings.cache_dir))
     assert Fake.started == 1
+    assert {request["device"] for request in Fake.requests} == {"cuda:1"}  # the call's own
     if not symptom:
         assert verdict is None
         kept = store.get(canary.key_of("paged_split", MI300))
@@ -125,15 +126,30 @@ def test_each_answer_is_a_verdict_that_is_kept(settings: Settings, name: str) ->
         assert f"quirks new --from-incident {incident.id}" in verdict.reason
         assert len(Fake.requests) == 1  # the first mismatch decides
     # Neither this process nor the next looks again.
-    again = canary.check(made_for("paged_attention"), MI300, settings)
+    again = canary.check(made_for("paged_attention"), MI300, settings, torch.device("cuda", 1))
     assert (again is None) is (verdict is None)
     assert Fake.started == 1
 
 
-def test_what_says_nothing_is_said_and_tried_again(settings: Settings) -> None:
-    Fake.answer = NO_COMPILE
-    with pytest.warns(UserWarning, match="inconclusive.*CompilationError"):
-        assert canary.check(made_for("attention"), MI300, settings) is None
+INCONCLUSIVE = {
+    "a compile that fails": NO_COMPILE,
+    "killed for memory": Reply(outcome="crash", stage="run", kind="SIGKILL", message="SIGKILL"),
+    "no room on the device": Reply(
+        outcome="error", stage="run", kind="AcceleratorError", message="CUDA error: out of memory"
+    ),
+    "the device is another's": Reply(
+        outcome="error", stage="run", kind="AcceleratorError", message="CUDA error: all devices are busy or unavailable"
+    ),
+    "slow to begin": Reply(outcome="hang", stage="start", kind="timeout", message="no answer in 3 s"),
+    "dead before the kernels": Reply(outcome="crash", stage="import", kind="SIGSEGV", message="SIGSEGV"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INCONCLUSIVE)
+def test_what_says_nothing_is_said_and_tried_again(settings: Settings, name: str) -> None:
+    Fake.answer = INCONCLUSIVE[name]
+    with pytest.warns(UserWarning, match="inconclusive"):
+        assert canary.check(made_for("attention"), MI300, settings, torch.device("cuda", 0)) is None
     assert VerdictStore(Path(settings.cache_dir)).get(canary.key_of("dense_forward", MI300)) is None
 
 
@@ -195,5 +211,8 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         with portattn.settings(fallback="error"), pytest.raises(portattn.PathUnavailable, match="canary"):
             portattn.decode_attention(q, k, v, None)
+        # What is only planned says the same.
+        assert portattn.plan("decode_attention", q, k, v, None).path == plan.path
+        assert "canary" in portattn.explain("decode_attention", q, k, v, None)
         portattn.attention(q.expand(2, 4, 3, 64), k, v)
         assert portattn.last_plan().path == "triton"

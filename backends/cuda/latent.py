@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from portattn.backends.base import Variant
 from portattn.core import ceil_div, next_power_of_two
 from portattn.planned import Rejection
-from portattn.toolchain import parse_range
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +22,7 @@ RANK, ROPE = 512, 64  # columns of a latent row: V, which is the first part of K
 ROWS, KEYS = 64, 64  # query rows of a block, and keys of its tiles
 MOST_BLOCKS = 65_535  # of a grid's second and third axis
 # Gluon's interface moves between releases, and the kernel uses hardware barriers that Triton 3.6 leaves free.
-TRITON = "==3.6.*"
+TRITON = "3.6.0"
 # 3 × 128 threads (one warp counts as four) with 168 registers each, which the kernel's three roles then share out anew.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 FEW_SPLITS = 16  # that the merging kernel reads in one chunk, with four warps
@@ -44,9 +43,7 @@ class LatentVariant(Variant):
         empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
-            f"needs Triton {TRITON}, and this is {found}": not (
-                found.distribution == "triton" and parse_range(TRITON).contains(found.version, prereleases=True)
-            ),
+            f"needs Triton {TRITON}, and this is {found}": str(found) != f"triton=={TRITON}",
             f"is for {self.op}": p.op != self.op,
             f"takes rows of {RANK} + {ROPE} columns, not {p.head_dim_v} + {p.head_dim - p.head_dim_v}": (
                 (p.head_dim_v, p.head_dim) != (RANK, RANK + ROPE)
@@ -146,7 +143,9 @@ def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> list[A
     from portattn.backends.cuda.latent_kernel import CHUNKS
 
     def describe(x: torch.Tensor, *block: int) -> Any:
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), _layout(block, str(x.dtype)))
+        # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
+        strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+        return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, str(x.dtype)))
 
     pages = tensors["k"][:, 0]
     latent = pages.as_strided((pages.shape[0] * pages.shape[1], RANK + ROPE), pages.stride()[1:])

@@ -169,13 +169,17 @@ def make_cell(spec: Spec, options: Options, workers: Workers, means: Means) -> C
     )
 
 
-def core_of(made: Plan, target: Target, registry: Registry) -> Plan | None:
+def core_of(made: Plan, target: Target, registry: Registry, settings: Settings | None = None) -> Plan | None:
     """The plan of the core kernel to look at: the plan itself, or what was passed over only for being slow."""
     if made.lowering is not None:
         return made
     backend = registry.backends[target.backend]
     if any(variant.name == made.path for variant in backend.variants):
-        return plan(made.problem, target, registry, settings=Settings(backend=backend.core_path))
+        asked = msgspec.structs.replace(settings or Settings(), backend=backend.core_path)
+        try:
+            return plan(made.problem, target, registry, settings=asked)
+        except PortattnError:
+            return None  # the core does not take what the variant does
     for no in made.rejected:
         quirk = registry.quirks.get(no.quirk)
         if no.choice is not None and quirk is not None and quirk.symptom == "slow":

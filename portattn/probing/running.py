@@ -7,7 +7,7 @@ import fnmatch
 import time
 from collections.abc import Callable
 
-from portattn import lab
+from portattn import compiling, lab
 from portattn.errors import ArgumentError, PortattnError
 from portattn.probing import plans, programs, ranges
 from portattn.probing.results import (
@@ -74,6 +74,10 @@ def run(
             arms["off"] = arm("off")
             if arms["off"].matched and quirk.effect.kind != "note":
                 arms["on"] = arm("on")
+    passing = next((f"{name} arm: {a.kind}" for name, a in arms.items() if _says_nothing(a)), "")
+    if passing:
+        reason = f"{passing}, which is this machine's doing; {_since(quirk, where)}"
+        return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     lacking = next((a.text for a in arms.values() if a.kind == "Missing"), "")
     if lacking:
         reason = f"{lacking.splitlines()[0].removeprefix('Missing: ')}; {_since(quirk, where)}"
@@ -90,6 +94,11 @@ def run(
         seconds=round(time.monotonic() - begun, 3),
         date=datetime.date.today(),
     )
+
+
+def _says_nothing(arm: Arm) -> bool:
+    """Whether an arm failed for what says nothing about a compiler: it was killed, or never came to the compiler."""
+    return arm.kind in compiling.PASSING_KINDS or (arm.kind == "timeout" and arm.stage in compiling.PASSING_STAGES)
 
 
 def off(

@@ -6,6 +6,7 @@ portattn itself in the child's Python.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,9 +22,10 @@ from portattn.reference import blockwise
 from portattn.reference.check import judge, nan_filled_memory, random_call
 from portattn.registry import Registry
 from portattn.target import Target
+from portattn.worker.stages import RUNS
 
 
-def compare(request: dict[str, Any]) -> dict[str, Any]:
+def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
     """Run `path` of `target` on random tensors: {"facts": …} as reference/check.judge says.
 
     The request holds problem, path, target and device, for a core path also kernel, lowering and launch, and a seed.
@@ -31,6 +33,7 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
     the kernels raise.
     """
     call, target = call_of(request), Registry.load().target(request["target"])
+    enter(RUNS)
     with nan_filled_memory(), torch.no_grad():
         if request["path"] == "reference":
             out, lse = blockwise.run(call)

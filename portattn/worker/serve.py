@@ -65,7 +65,7 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
         if request["task"] == "interpret":
             from portattn.worker import interpret
 
-            return {"ok": True, **interpret.compare(request)}
+            return {"ok": True, **interpret.compare(request, enter)}
         if request["task"] == "execute":
             from portattn.linalg import execute
 
