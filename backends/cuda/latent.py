@@ -143,6 +143,8 @@ def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> list[A
     from portattn.backends.cuda.latent_kernel import CHUNKS
 
     def describe(x: torch.Tensor, *block: int) -> Any:
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            x = x.contiguous()  # broadcast queries: whether a descriptor takes a stride of 0 is not documented
         # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
         strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
         return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, str(x.dtype)))

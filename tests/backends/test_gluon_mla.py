@@ -192,6 +192,12 @@ def test_strides_of_axes_of_one_element_are_anything(chip: Device) -> None:
     assert torch.equal(run_variant(VARIANT, call)[1], expected)
 
 
+def test_queries_that_are_broadcast(chip: Device) -> None:
+    call = random_call(problem(), 9, device=chip.name)
+    call.q, call.q_rope = (t[:1].expand(t.shape) for t in (call.q, call.q_rope))
+    assert_right(call)
+
+
 def test_prepared_runs_are_the_same(chip: Device) -> None:
     call = random_call(problem(return_lse=True), 6, device=chip.name)
     arguments = (call.q, call.q_rope, call.k[:, 0], call.page_table, call.seqlens_k)
