@@ -5,7 +5,7 @@ from __future__ import annotations
 import asmkit
 import numpy as np
 import pytest
-from test_memory import launch
+from test_memory_instructions import launch
 
 from portattn.emulate.amdgpu import (
     BarrierMismatch,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_memory import launch
+from test_memory_instructions import launch
 
 from portattn.emulate.amdgpu import EmulationError
 

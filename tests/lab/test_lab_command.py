@@ -67,7 +67,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing(portattn, publish, monkeypatch)
     real = command.wait
 
     def interrupted(running, **options):
-        real(running, timeout=1.0, **options)  # pip is under way
+        real(running, timeout=0.2, **options)  # under way: an install takes longer than that anywhere
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "wait", interrupted)
