@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -19,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from portattn import __version__, tomlfile
-from portattn.compiling import PASSING_KINDS
+from portattn.compiling import PASSING_KINDS, incident_of
 from portattn.config import Settings
+from portattn.corepath import kernel_source_digest
 from portattn.errors import PortattnError
 from portattn.matrix.numerics import numerics, request_of
 from portattn.planner import Plan, plan
 from portattn.problem import Problem
-from portattn.quirk import Level, Symptom
+from portattn.quirk import Symptom
 from portattn.registry import Registry
 from portattn.target import Target
 from portattn.verdict import Incident, Verdict
@@ -119,7 +119,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
     found = verdicts.get(key)
     if found is None:
         with verdicts.lock(key, settings.compile_seconds * (len(CASES[made.problem.op]) + 1)):
-            found = verdicts.get(key) or run(made.problem.op, target, settings, verdicts, device)
+            found = verdicts.get(key) or run(made, target, settings, verdicts, device)
     return None if found.passed else found
 
 
@@ -132,28 +132,30 @@ def known_failure(made: Plan, target: Target, settings: Settings) -> Verdict | N
 
 
 def key_of(kernel: str, target: Target) -> str:
-    """What a canary's verdict is about: the family, the chip, and every component of the toolchain."""
-    parts = ("canary", VERSION, __version__, kernel, target.name, str(target.toolchain), target.toolchain.components)
+    """What a canary's verdict is about: the family's source, the chip, and every component of the toolchain."""
+    found = target.toolchain
+    parts = ("canary", VERSION, __version__, kernel_source_digest(), kernel, target.name, str(found), found.components)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def run(op: str, target: Target, settings: Settings, verdicts: VerdictStore, device: torch.device) -> Verdict:
-    """Run the set of one family on a device of this machine, and keep the verdict."""
-    worst, looked_at, kernel = 0.0, 0, ""
+def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, device: torch.device) -> Verdict:
+    """Run the set of the plan's family on a device of this machine, and keep the verdict."""
+    worst, looked_at, kernel = 0.0, 0, made.kernel
     with Worker(runs="kernels") as worker:
-        for problem in CASES[op]:
+        for problem in CASES[made.problem.op]:
             case = planned(problem, target, settings)
             if case is None:
                 continue
-            kernel = case.kernel
             reply = worker.request(
                 "interpret", settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
             )
             symptom, cause = judged(reply, target, problem)
             if symptom:
-                incident = _incident(case, target, symptom, cause, reply, settings)
+                incident = _incident(case, target, symptom, cause, reply)
                 verdicts.add_incident(incident)
-                failed = _verdict(kernel, target, False, reason=incident.message, incident=incident.id)
+                failed = _verdict(
+                    kernel, target, passed=False, level="declared", reason=incident.message, incident=incident.id
+                )
                 verdicts.put(failed)
                 return failed
             if cause:
@@ -161,9 +163,12 @@ def run(op: str, target: Target, settings: Settings, verdicts: VerdictStore, dev
                 continue
             looked_at += 1
             worst = max(worst, float(reply.facts["error"]))
-    passed = _verdict(kernel, target, True, error=worst)
-    # Where nothing could be looked at there is no evidence: the next process tries again.
-    (verdicts.put if looked_at else verdicts.remember)(passed)
+    if looked_at:
+        passed = _verdict(kernel, target, passed=True, level="runs", error=worst)
+        verdicts.put(passed)
+    else:  # no evidence: this process goes on, the next one tries again
+        passed = _verdict(kernel, target, passed=True, level="declared")
+        verdicts.remember(passed)
     return passed
 
 
@@ -200,42 +205,29 @@ def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Li
     return "", seen.reason
 
 
-def _verdict(kernel: str, target: Target, passed: bool, **fields: Any) -> Verdict:
-    level: Level = "runs" if passed else "declared"
+def _verdict(kernel: str, target: Target, **seen: Any) -> Verdict:
     return Verdict(
         key=key_of(kernel, target),
         kernel=kernel,
         target=target.name,
         toolchain=str(target.toolchain),
-        level=level,
-        passed=passed,
         date=datetime.date.today(),
-        **fields,
+        **seen,
     )
 
 
-def _incident(case: Plan, target: Target, symptom: Symptom, cause: str, reply: Reply, settings: Settings) -> Incident:
-    now = datetime.datetime.now(datetime.timezone.utc)
-    digest = hashlib.sha256(f"{key_of(case.kernel, target)}{now.isoformat()}".encode()).hexdigest()[:6]
-    name = f"{now:%Y%m%d}-canary-{case.kernel.replace('_', '-')}-{digest}"
-    return Incident(
-        id=name,
+def _incident(case: Plan, target: Target, symptom: Symptom, cause: str, reply: Reply) -> Incident:
+    made = incident_of(
+        case,
+        target,
+        f"canary-{case.kernel}",
         key=case.key,
         kernel=case.kernel,
-        target=case.target,
-        toolchain=case.toolchain,
         symptom=symptom,
-        stage="run",
-        message=f"canary {case.problem}: {cause}; log it with `portattn quirks new --from-incident {name}`",
+        stage=RUNS,
+        message="",
         log=reply.log or reply.message or cause,
         command=f"portattn verify {case.problem.op} --target {target.name}",
-        environment={n: os.environ[n] for n in sorted(os.environ) if n.startswith(("TRITON_", "AMDGCN_"))}
-        | case.env
-        | dict(target.toolchain.components),
-        date=now,
-        quirks=tuple(quirk.id for quirk in case.quirks),
-        problem=case.problem,
-        lowering=case.lowering,
-        launch=case.launch,
-        environment_set=case.env,
     )
+    hint = f"log it with `portattn quirks new --from-incident {made.id}`"
+    return msgspec.structs.replace(made, message=f"canary {case.problem}: {cause}; {hint}")

@@ -163,30 +163,18 @@ def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
 
 def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
     """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that calls go by."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    digest = hashlib.sha256(f"{key}{now.isoformat()}".encode()).hexdigest()[:6]
-    cause = first_line(reply.message)
-    incident = Incident(
-        id=f"{now:%Y%m%d}-{plan.kernel.replace('_', '-')}-{digest}",
+    incident = incident_of(
+        plan,
+        target,
+        plan.kernel,
         key=key,
         kernel=launch.function,
-        target=plan.target,
-        toolchain=plan.toolchain,
         symptom=symptom_of(reply),
         stage=reply.stage,
-        message=f"{reply.kind} at {reply.stage}: {cause}",
+        message=f"{reply.kind} at {reply.stage}: {first_line(reply.message)}",
         log=reply.log or reply.message,
         command=reproducer(launch, plan, target),
-        environment={name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "AMDGCN_"))}
-        | plan.env
-        | dict(target.toolchain.components),
-        date=now,
-        quirks=tuple(q.id for q in plan.quirks),
         specialisation=msgspec.to_builtins(signature(launch)),
-        problem=plan.problem,
-        lowering=plan.lowering,
-        launch=plan.launch,
-        environment_set=plan.env,
     )
     verdicts.add_incident(incident)
     verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
@@ -195,6 +183,30 @@ def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Targ
     else:
         verdicts.put(verdict)
     return verdict
+
+
+def incident_of(plan: Plan, target: Target, label: str, **seen: Any) -> Incident:
+    """An Incident of a core plan, now: what was planned and where, and what was `seen`, its other fields.
+
+    label  what its id says beside the date; `seen` holds the key that makes it one of a kind
+    """
+    now = datetime.datetime.now(datetime.timezone.utc)
+    digest = hashlib.sha256(f"{seen['key']}{now.isoformat()}".encode()).hexdigest()[:6]
+    return Incident(
+        id=f"{now:%Y%m%d}-{label.replace('_', '-')}-{digest}",
+        target=plan.target,
+        toolchain=plan.toolchain,
+        environment={name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "AMDGCN_"))}
+        | plan.env
+        | dict(target.toolchain.components),
+        date=now,
+        quirks=tuple(q.id for q in plan.quirks),
+        problem=plan.problem,
+        lowering=plan.lowering,
+        launch=plan.launch,
+        environment_set=plan.env,
+        **seen,
+    )
 
 
 def symptom_of(reply: Reply) -> Symptom:

@@ -104,6 +104,8 @@ def _launch(
     p: Problem, scale: float, heads: int, queries: int, row_tiles: int, splits: int, tensors: Mapping[str, Any]
 ) -> None:
     """One kernel, and where keys are split a second that merges. Partial results are allocated here."""
+    import torch
+
     from portattn.backends.cuda.latent_kernel import latent_decode
     from portattn.kernels.combine import combine
 
@@ -113,7 +115,7 @@ def _launch(
     partial, partial_lse = None, lse
     if splits > 1:
         shape = (splits, p.batch, p.heads_q, p.seq_q)
-        partial, partial_lse = (q.new_empty(size, dtype=_float32()) for size in ((*shape, RANK), shape))
+        partial, partial_lse = (q.new_empty(size, dtype=torch.float32) for size in ((*shape, RANK), shape))
     latent_decode[(row_tiles, splits, p.batch)](
         *_descriptors(tensors, heads, queries), partial, partial_lse, table, tensors["seqlens_k"],
         scale * math.log2(math.e), p.heads_q, p.seq_q, p.batch, ceil_div(p.heads_q, heads), p.page_size // KEYS,
@@ -128,12 +130,6 @@ def _launch(
         HEAD_DIM_V=RANK, BLOCK_DV=RANK, BLOCK_SPLITS=block, CHUNK=block if few else 2 * FEW_SPLITS, GRID="full",
         DEPENDENT=True, num_warps=4 if few else 8, launch_pdl=True,
     )  # fmt: skip
-
-
-def _float32() -> torch.dtype:
-    import torch
-
-    return torch.float32
 
 
 def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> list[Any]:

@@ -32,14 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-LATENT, ROPE = 512, 64  # columns of a latent row: V, which is the first part of K, and the rest of K
-ROWS = 64  # query rows of a block: what one warp group's wgmma takes
-KEYS = 64  # keys of a tile
-CHUNKS = 4  # a tile's scores begin when the first of so many parts of its 512 columns is there (2, 4 or 8)
+from portattn.backends.cuda.latent import KEYS, ROPE, ROWS
+from portattn.backends.cuda.latent import RANK as LATENT  # columns that are V too: the kernel's word for them
 
-# 3 × 128 threads (one warp counts as four) with 168 registers each, which the three roles then share out anew.
-REGISTERS = 168
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+CHUNKS = 4  # a tile's scores begin when the first of so many parts of its 512 columns is there (2, 4 or 8)
 
 # Named barriers of the hardware, of which there are 16. Triton's warp specialisation takes 0 to 4 (3.6).
 _READY: gl.constexpr = gl.constexpr(5)  # 5, 6    P of the tile in buffer b is there: READY + b

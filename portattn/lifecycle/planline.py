@@ -71,7 +71,7 @@ def plan_line(what: Specialised, target: Target, registry: Registry, also: tuple
             return ""
         for start in _starts(what, plan(what.problem, target, registry, settings=settings)):
             line = " ".join([bare, *(["--start", ",".join(start)] if start else [])])
-            made = plan(what.problem, target, plans._started(registry, plans.parse(line), target), settings=settings)
+            made = plan(what.problem, target, plans.started(registry, plans.parse(line), target), settings=settings)
             if _same(made, what):
                 return line
     except PortattnError:

@@ -96,7 +96,7 @@ def of_quirk(quirk: Quirk, registry: Registry, toolchain: str | None) -> Subject
     target = registry.target(stated.target, toolchain)
     path = registry.backends[target.backend].core_path
     settings = Settings(quirks=f"-{quirk.id}", backend=path)
-    made = plan(stated.problem, target, plans._started(registry, stated, target), settings=settings)
+    made = plan(stated.problem, target, plans.started(registry, stated, target), settings=settings)
     lowering, launch = made.specialised
     what = Specialised(problem=stated.problem, lowering=lowering, launch=launch, env=made.env)
     return Subject(

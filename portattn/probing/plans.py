@@ -94,9 +94,9 @@ def run_arm(
     stated = parse(quirk.evidence.probe)
     if arm == "control":
         return _control(quirk, target, registry, worker, seconds, passes)
-    started = _started(registry, stated, target)
+    begun = started(registry, stated, target)
     try:
-        made = planned(quirk, arm, stated, target, started)
+        made = planned(quirk, arm, stated, target, begun)
     except PortattnError as error:
         return Arm(outcome="fail", kind="NoPlan", stage="plan", text=str(error))
     if quirk.effect.kind == "path" and arm == "on":
@@ -107,7 +107,7 @@ def run_arm(
         return Arm(
             outcome="fail", kind="NoPlan", stage="plan", text="no core kernel is planned for the probe's problem"
         )
-    return _compiled(quirk, made, target, started, worker, seconds, passes)
+    return _compiled(quirk, made, target, begun, worker, seconds, passes)
 
 
 def planned(quirk: Quirk, arm: ArmName, stated: Planned, target: Target, registry: Registry) -> Plan | None:
@@ -137,7 +137,7 @@ def _mentioned(made: Plan) -> set[str]:
     return {a.id for a in made.quirks} | {no.quirk for no in made.rejected}
 
 
-def _started(registry: Registry, stated: Planned, target: Target) -> Registry:
+def started(registry: Registry, stated: Planned, target: Target) -> Registry:
     """The registry with a tuning that makes a plan of the problem start from the stated values, if there are any."""
     if not stated.start:
         return registry

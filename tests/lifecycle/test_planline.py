@@ -40,7 +40,7 @@ def test_a_line_leads_back_to_the_specialisation(named, registry) -> None:
     line = plan_line(changed, target, registry)
     assert f"num_stages={changed.launch.num_stages}" in line
     stated = plans.parse(line)
-    made = plan(stated.problem, target, plans._started(registry, stated, target), settings=Settings(backend="triton"))
+    made = plan(stated.problem, target, plans.started(registry, stated, target), settings=Settings(backend="triton"))
     assert made.launch == changed.launch
     assert made.lowering == changed.lowering
 

@@ -56,7 +56,7 @@ def test_arms_differ_by_the_quirk_alone() -> None:
     quirk = probing_with(FOUR_STAGES, PROBE)
     stated = plans.parse(PROBE)
     where = place(quirk, "triton==3.6.0", None, KNOWN)
-    started = plans._started(KNOWN, stated, where)
+    started = plans.started(KNOWN, stated, where)
     off, on = (plans.planned(quirk, arm, stated, where, started) for arm in ("off", "on"))  # type: ignore[arg-type]
     assert off is not None
     assert on is not None
@@ -70,7 +70,7 @@ def test_another_entry_does_not_hide_the_bug() -> None:
     quirk = KNOWN.quirks["rocm-0021-rdna-tiles"]
     stated = plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.9.0", None, KNOWN)
-    off = plans.planned(quirk, "off", stated, where, plans._started(KNOWN, stated, where))
+    off = plans.planned(quirk, "off", stated, where, plans.started(KNOWN, stated, where))
     assert off is not None
     assert (off.specialised[1].block_m, off.specialised[1].block_n) == (64, 64)
 
@@ -80,7 +80,7 @@ def test_a_probe_about_something_else(tmp_path: Path) -> None:
     probe = f"plan: attention --target rocm:gfx950 {SIZES} --start num_stages=2"
     quirk = probing_with(FOUR_STAGES, probe)
     where = place(quirk, "triton==3.6.0", None, KNOWN)
-    started = plans._started(KNOWN, plans.parse(probe), where)
+    started = plans.started(KNOWN, plans.parse(probe), where)
     other = msgspec.structs.replace(quirk, when=msgspec.structs.replace(quirk.when, kernels=("decode_split",)))
     bent = msgspec.structs.replace(started, quirks=started.quirks | {quirk.id: other})
     with pytest.raises(PortattnError, match="changes nothing in the plan of its probe"):
@@ -106,7 +106,7 @@ def test_every_shipped_plan_is_about_its_quirk() -> None:
             continue
         stated = plans.parse(quirk.evidence.probe)
         where = place(quirk, affected, None, KNOWN)
-        started = plans._started(KNOWN, stated, where)
+        started = plans.started(KNOWN, stated, where)
         assert plans.planned(quirk, "off", stated, where, started) is not None, quirk.id
         plans.planned(quirk, "on", stated, where, started)
         asked += 1
