@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from portattn.emulate.amdgpu.checks import Checks
 from portattn.emulate.amdgpu.memory import Memory
 from portattn.emulate.amdgpu.program import Program
-from portattn.emulate.amdgpu.tensors import value_of
+from portattn.emulate.amdgpu.tensors import share, value_of
 from portattn.launch import KernelCall, has_rows, kernel_calls, load_kernels, signature
 from portattn.reference.check import judge, nan_filled_memory
 from portattn.registry import Registry
@@ -41,7 +42,11 @@ def run(launch: KernelCall, text: str, lds: int, waves: int) -> int:
     """Run one launch; the model's steps. The caller's tensors hold the results."""
     types = signature(launch).types
     kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
-    memory = Memory()
-    values = [value_of(types[name], launch.arguments[name], memory) for name in kernel.arg_names if name in types]
-    report = Program.parse(text).launch(launch.grid, values, memory, lds_bytes=lds, waves=waves)
+    memory, names = Memory(), [name for name in kernel.arg_names if name in types]
+    share((launch.arguments[name] for name in names), memory)
+    values = [value_of(types[name], launch.arguments[name], memory) for name in names]
+    # portattn's programs never exchange anything through memory within a launch.
+    report = Program.parse(text).launch(
+        launch.grid, values, memory, lds_bytes=lds, waves=waves, checks=Checks(groups=True)
+    )
     return report.steps

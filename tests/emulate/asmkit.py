@@ -3,12 +3,15 @@ read directly."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from portattn.emulate.amdgpu import Checks, Memory, Program
+from portattn.emulate.amdgpu.assembly import Instruction
 from portattn.emulate.amdgpu.isa import ARCHES, VECTOR
 from portattn.emulate.amdgpu.machine import Machine
 
@@ -46,7 +49,7 @@ def text(
 def execute(
     arch: str, body: Sequence[str] | str, vectors: Mapping[int, Any] | None = None,
     scalars: Mapping[int, Any] | None = None, *, waves: int = 1, lds: int = 0, scratch: int = 0,
-    checks: Checks | None = None, exec_mask: int | None = None,
+    checks: Checks | None = None, exec_mask: int | None = None, memory: Memory | None = None,
 ) -> Machine:  # fmt: skip
     """Run instructions with registers set: vectors {index: [lanes] or [waves, lanes] 32-bit values}, scalars {index:
     n}.
@@ -54,7 +57,8 @@ def execute(
     Indices from 256 on are accumulation registers. Vector registers that are not given hold JUNK, and count as defined.
     """
     program = Program.parse(text(arch, body, waves=waves, scratch=scratch))
-    machine = Machine(program.assembly, waves, lds, Memory(), checks or Checks(), 100_000)
+    machine = Machine(program.assembly, waves, lds, checks or Checks())
+    machine.renew(memory or Memory(), 100_000)
     machine.start((0, 0, 0), 0)
     state = machine.state
     state.V[...] = JUNK
@@ -73,7 +77,21 @@ def execute(
         machine.defined.bad.clear()
     with np.errstate(all="ignore"):
         machine.finish()
+    record(arch, [ran for ran, count in zip(program.assembly.instructions, machine.counts, strict=True) if count])
     return machine
+
+
+_RECORDS = os.environ.get("EMULATE_EXECUTED", "")  # a folder: coverage_data.py asks what the tests execute
+
+
+def record(arch: str, instructions: Sequence[Instruction]) -> None:
+    """Note what a test executed, where somebody asks."""
+    if _RECORDS:
+        with (Path(_RECORDS) / str(os.getpid())).open("a") as file:
+            for instruction in instructions:
+                for part in (instruction, instruction.second):
+                    if part is not None:
+                        file.write(f"{arch} {part.mnemonic}\n")
 
 
 def lanes(arch: str) -> int:

@@ -96,6 +96,7 @@ def launch(grid: Any = (1,), arguments: Any = (0, 0, 0), **options: Any) -> None
         "one to three"),
         ({"grid": (1, 1, 1, 1)}, "one to three"), ({"grid": (2**31,)}, "grid"),
         ({"arguments": (0, 0, 0, 0)}, "4 arguments given; kernel takes 3"), ({"arguments": (1.5, 0, 0)}, "argument 0"),
+        ({"arguments": (0,)}, "1 arguments given; kernel takes 3"), ({"arguments": ()}, "0 arguments given"),
         ({"arguments": (0, 2**32, 0)}, "argument 1.*4 bytes do not hold"), ({"arguments": (0, "x", 0)}, "argument 1"),
         ({"arguments": (0, None, 0)}, "argument 1"), ({"arguments": bytes(999)}, "999 bytes of arguments"),
         ({"lds_bytes": 70000}, "70000 bytes of LDS.*65536"), ({"waves": 17}, "1,024 work-items"),

@@ -11,6 +11,7 @@ from portattn.emulate.amdgpu import (
     BarrierMismatch,
     Checks,
     Finding,
+    GlobalRace,
     LdsOutOfRange,
     LdsRace,
     MissingWait,
@@ -346,3 +347,53 @@ def test_a_store_that_another_wave_reads_is_waited_for(arch: str, wait: str) -> 
         else:
             with pytest.raises(MissingWait, match="may not have written yet"):
                 launch(arch, body, [cells], waves=2)
+
+
+# Two work-groups. s14 is the work-group's number: the first scalar after the kernel's two user scalars is s2.
+BETWEEN_GROUPS = {
+    "both store, other values": ("global_store_dword v1, v3, s[10:11]", GlobalRace, "another value"),
+    "both store one value": ("global_store_dword v1, v0, s[10:11]", None, ""),
+    "one loads what the other stores": (
+        "global_load_dword v4, v1, s[10:11]\ns_waitcnt vmcnt(0)\nglobal_store_dword v1, v3, s[10:11]", GlobalRace,
+        "loads what another work-group stores",
+    ),
+    "both load": ("global_load_dword v4, v1, s[10:11]\ns_waitcnt vmcnt(0)", None, ""),
+    "each its own": ("global_store_dword v2, v3, s[10:11]", None, ""),
+    "atomics": ("global_atomic_add v1, v3, s[10:11]", None, ""),
+    "stores after an atomic that returns": (
+        "global_atomic_add v5, v1, v3, s[12:13] sc0\ns_waitcnt vmcnt(0)\nglobal_store_dword v1, v3, s[10:11]", None, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BETWEEN_GROUPS)
+def test_races_between_work_groups(name: str) -> None:
+    text, kind, said = BETWEEN_GROUPS[name]
+    body = (
+        "v_lshlrev_b32_e32 v1, 2, v0\nv_add_u32_e32 v3, s2, v0\ns_lshl_b32 s3, s2, 8\nv_add_u32_e32 v2, s3, v1\n" + text
+    )
+    cells = [np.zeros(128, np.uint32), np.zeros(128, np.uint32)]
+    launch("gfx942", body, cells, grid=2)  # off by default
+    launch("gfx942", body, cells, grid=1, checks=Checks(groups=True))
+    if kind is None:
+        launch("gfx942", body, cells, grid=2, checks=Checks(groups=True))
+        return
+    with pytest.raises(kind, match=said) as caught:
+        launch("gfx942", body, cells, grid=2, checks=Checks(groups=True))
+    assert caught.value.place is not None
+    assert caught.value.place.text.startswith("global_store" if "loads" not in name else "global_load")
+    assert "of array 0" in str(caught.value)
+
+
+def test_a_negative_buffer_offset_is_told_from_a_masked_lane() -> None:
+    """Triton's descriptors end at 2 GiB; a lane that its mask leaves out has the offset 0x80000000."""
+    body = """
+        s_and_b32 s11, s11, 0xffff
+        s_mov_b32 s12, 0x7ffffffe
+        s_mov_b32 s13, 0x27000
+        v_mov_b32_e32 v1, {offset}
+        buffer_load_dword v2, v1, s[10:13], 0 offen
+    """
+    launch("gfx942", body.format(offset="0x80000000"), [np.zeros(4, np.uint32)])
+    with pytest.raises(OutOfBounds, match=r"a buffer offset of -4 .*64 lanes"):
+        launch("gfx942", body.format(offset="-4"), [np.zeros(4, np.uint32)])

@@ -6,25 +6,25 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import coverage_data as coverage
 import msgspec
 import pytest
 import support
+from emulated_slice import SLICE
 
 from portattn import Problem, Target, canary
+from portattn.emulate.amdgpu import ARCHES
+from portattn.emulate.amdgpu.coverage import used
 from portattn.emulate.check import Emulated
 from portattn.matrix.cells import Numerics
+from portattn.matrix.problems import full
 from portattn.planner import plan
 from portattn.toolchain import installed
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
 SECONDS = 120.0
-ALL = [(op, n) for op, problems in canary.CASES.items() for n in range(len(problems))]
-FEW = [("attention", 0), ("paged_attention", 1)]
-CASES = [
-    *(("gfx942", *case) for case in ALL), *(("gfx1201", *case) for case in ALL),
-    *((arch, *case) for arch in ("gfx90a", "gfx950", "gfx1100") for case in FEW),
-]  # fmt: skip
+CASES = [(arch, name) for arch in ARCHES for name in SLICE]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,43 @@ def emulated(arch: str, problem: Problem, workers: tuple[Worker, Worker], model:
     return (model or Emulated(SECONDS)).check(plan(problem, where), where, *workers)
 
 
-@pytest.mark.parametrize(("arch", "op", "number"), CASES)
-def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, op: str, number: int) -> None:
-    seen = emulated(arch, canary.CASES[op][number], workers)
+class Recording(Emulated):
+    """Keeps the mnemonics of what it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(SECONDS)
+        self.mnemonics: set[str] = set()
+
+    def piece(self, reply: Reply) -> Any:
+        found = super().piece(reply)
+        self.mnemonics |= set().union(*used([found["text"]]).values())
+        return found
+
+
+@pytest.mark.parametrize(("arch", "name"), CASES)
+def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, name: str) -> None:
+    model = Recording()
+    seen = emulated(arch, SLICE[name], workers, model)
     assert seen.outcome == "pass", seen.reason
     assert seen.error is not None
-    assert seen.error > 0.0  # 16-bit results are never exact: something was computed and compared
+    assert seen.error > 0.0  # rounded results are never exact: something was computed and compared
+    coverage.check_used(arch, model.mnemonics)
+
+
+@pytest.mark.parametrize("toolchain", ["triton==3.4.0", "triton==3.6.0", "triton==3.9.0"])
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain: str) -> None:
+    """Kernels and lowerings of the matrix's full set, which has every operation, dtype, head size and feature."""
+    where = Target.parse(f"rocm:{arch}", toolchain)
+
+    def chosen(problem: Problem) -> tuple[str, str, object]:
+        made = plan(problem, where)
+        return made.path, made.kernel, made.lowering
+
+    wanted = {chosen(named.problem) for named in full()}
+    assert {path for path, _, _ in wanted} == {"triton"}
+    assert len({kernel for _, kernel, _ in wanted}) == 6
+    assert wanted <= {chosen(problem) for problem in SLICE.values()}
 
 
 class Planted(Emulated):

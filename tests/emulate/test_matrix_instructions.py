@@ -39,6 +39,8 @@ MFMA = [
     ("gfx950", "v_mfma_i32_32x32x32_i8", 32, 32, "i8", 4), ("gfx950", "v_mfma_i32_16x16x64_i8", 16, 64, "i8", 4),
     ("gfx950", "v_mfma_f32_32x32x64_f8f6f4", 32, 64, "fp8", 8), ("gfx950", "v_mfma_f32_16x16x128_f8f6f4", 16, 128,
     "fp8", 8),
+    ("gfx950", "v_mfma_f32_16x16x16_bf16", 16, 16, "bf16", 2), ("gfx950", "v_mfma_f32_16x16x4_f32", 16, 4, "f32", 1),
+    ("gfx950", "v_mfma_f32_32x32x2_f32", 32, 2, "f32", 1),
     ("gfx950", "v_mfma_f32_16x16x32_fp8_fp8", 16, 32, "fp8", 2), ("gfx950", "v_mfma_f32_32x32x16_fp8_fp8", 32, 16,
     "fp8", 2),
 ]  # fmt: skip
@@ -87,6 +89,16 @@ def mfma_result(size: int, kind: str, i: int, j: int) -> tuple[int, int]:
     return j + 16 * (i // 4), i % 4
 
 
+def wmma_sources(arch: str, m: int, k: int) -> list[tuple[int, int]]:
+    """Lanes and elements of A[m, k] (and of B[k, m]); gfx11 has them twice."""
+    return [(m, k), (m + 16, k)] if arch == "gfx1100" else [(m + 16 * (k // 8), k % 8)]
+
+
+def wmma_result(arch: str, i: int, j: int) -> tuple[int, int]:
+    """Lane and register of D[i, j]."""
+    return (j + 16 * (i % 2), i // 2) if arch == "gfx1100" else (j + 16 * (i // 8), i % 8)
+
+
 def product(arch: str, mnemonic: str, a: Operand, b: Operand, results: int, modifiers: str = "") -> Any:
     count = len(a.words)
     vectors = {16 + n: a.words[n] for n in range(count)} | {32 + n: b.words[n] for n in range(count)}
@@ -122,13 +134,10 @@ def test_wmma_layout(arch: str, mnemonic: str, kind: str, registers: int) -> Non
     for m, n, k in rng.integers(0, 16, (12, 3)):
         a, b = Operand(registers, 32, kind), Operand(registers, 32, kind)
         for operand, index in ((a, m), (b, n)):
-            if arch == "gfx1100":
-                operand.set(index, k, one(kind, arch))
-                operand.set(index + 16, k, one(kind, arch))
-            else:
-                operand.set(index + 16 * (k // 8), k % 8, one(kind, arch))
+            for place in wmma_sources(arch, int(index), int(k)):
+                operand.set(*place, one(kind, arch))
         found = product(arch, mnemonic, a, b, 8, " neg_lo:[1,1,0]" if kind == "i8" else "")
-        lane, register = (n + 16 * (m % 2), m // 2) if arch == "gfx1100" else (n + 16 * (m // 8), m % 8)
+        lane, register = wmma_result(arch, m, n)
         expected = np.zeros((8, 32), np.uint32)
         expected[register, lane] = 1 if kind == "i8" else 0x3F800000
         np.testing.assert_array_equal(found, expected)

@@ -28,7 +28,9 @@ def launch(
     program = Program.parse(asmkit.text(arch, "\n".join(head) + "\n" + body, waves=waves, arguments=[8] * len(arrays)))
     memory = Memory()
     arguments = [memory.add(array, f"array {i}") for i, array in enumerate(arrays)]
-    return program.launch((grid,), arguments, memory, lds_bytes=lds, checks=checks, step_limit=step_limit)
+    report = program.launch((grid,), arguments, memory, lds_bytes=lds, checks=checks, step_limit=step_limit)
+    asmkit.record(arch, [ran for ran in program.assembly.instructions if ran.mnemonic in report.coverage])
+    return report
 
 
 DESCRIPTOR = """

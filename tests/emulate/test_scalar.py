@@ -9,6 +9,7 @@ import asmkit
 import numpy as np
 import pytest
 
+ARCHES = asmkit.ARCH_NAMES
 M32, M64 = 2**32 - 1, 2**64 - 1
 VALUES = [0, 1, 5, 31, 32, 63, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x12345678, 0x100004]
 WIDE = [0, 1, 2**31, 2**32 - 1, 2**63, M64, 0x123456789ABCDEF0]
@@ -149,7 +150,9 @@ def test_selects_follow_scc() -> None:
         assert int(machine.state.S[0, 5]) == (9 if chosen else 3)
 
 
-@pytest.mark.parametrize(("arch", "suffix", "pair"), [("gfx942", "64", "s[4:5]"), ("gfx1100", "32", "s4")])
+@pytest.mark.parametrize(
+    ("arch", "suffix", "pair"), [(a, *(("64", "s[4:5]") if asmkit.lanes(a) == 64 else ("32", "s4"))) for a in ARCHES]
+)
 def test_save_exec(arch: str, suffix: str, pair: str) -> None:
     source = "s[6:7]" if suffix == "64" else "s6"
     mask, old = 0x0F0F_1234_00FF_F0F0, 0x00FF_FFFF_F0F0_0FF0
@@ -207,3 +210,61 @@ def test_waves_that_part_come_back_together() -> None:
     last = len(machine.counts) - 2
     assert machine.counts[last] == 4
     assert machine.steps < 2 + 4 * 4 + 8  # the loop runs once for all waves that are in it
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_branch_is_taken_by_its_condition_only(arch: str) -> None:
+    vcc = "vcc" if asmkit.lanes(arch) == 64 else "vcc_lo"
+    mov = "s_mov_b64" if asmkit.lanes(arch) == 64 else "s_mov_b32"
+    exec_ = "exec" if asmkit.lanes(arch) == 64 else "exec_lo"
+    prepare = {"scc": "s_cmp_eq_u32 {0}, 1", "vcc": f"{mov} {vcc}, {{0}}", "exec": f"{mov} {exec_}, {{0}}"}
+    branches = {
+        "s_cbranch_scc0": ("scc", 0), "s_cbranch_scc1": ("scc", 1), "s_cbranch_vccz": ("vcc", 0),
+        "s_cbranch_vccnz": ("vcc", 1), "s_cbranch_execz": ("exec", 0), "s_cbranch_execnz": ("exec", 1),
+    }  # fmt: skip
+    for name, (what, wanted) in branches.items():
+        for held in (0, 1):
+            body = [
+                prepare[what].format(held),
+                "s_mov_b32 s4, 7",
+                f"{name} over",
+                "s_mov_b32 s4, 8",
+                "over:",
+                "s_nop 0",
+            ]
+            machine = asmkit.execute(arch, body)
+            assert int(machine.state.S[0, 4]) == (7 if held == wanted else 8), (name, held)
+    machine = asmkit.execute(arch, ["s_mov_b32 s4, 7", "s_branch over", "s_mov_b32 s4, 8", "over:", "s_nop 0"])
+    assert int(machine.state.S[0, 4]) == 7
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_64_bits_everywhere(arch: str) -> None:
+    not_b = "s_andn2_b64" if asmkit.ARCHES[arch].family == 9 else "s_and_not1_b64"
+    for a in WIDE[2:]:
+        for b in WIDE[2:]:
+            scalars = {6: a & M32, 7: a >> 32, 8: b & M32, 9: b >> 32}
+            body = ["s_and_b64 s[10:11], s[6:7], s[8:9]", "s_or_b64 s[12:13], s[6:7], s[8:9]",
+                    f"{not_b} s[14:15], s[6:7], s[8:9]", "s_lshl_b64 s[16:17], s[6:7], s8"]  # fmt: skip
+            if arch != "gfx1201":
+                body += ["s_add_u32 s18, s6, s8", "s_addc_u32 s19, s7, s9"]
+            machine = asmkit.execute(arch, body, scalars=scalars)
+            expected = [a & b, a | b, a & ~b, (a << (b & 63)) & M64, (a + b) & M64][: 5 if arch != "gfx1201" else 4]
+            assert [int(machine.state.S64[0, 5 + n]) for n in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_lanes_to_scalars_and_back(arch: str) -> None:
+    lanes = asmkit.lanes(arch)
+    values = np.random.default_rng(1).integers(0, 2**32, lanes, dtype=np.uint32)
+    body = ["v_readfirstlane_b32 s4, v1", "v_readlane_b32 s5, v1, 9", "v_writelane_b32 v1, s6, 11"]
+    machine = asmkit.execute(arch, body, {1: values}, {6: 77}, exec_mask=(1 << lanes) - 1 & ~7)
+    assert int(machine.state.S[0, 4]) == values[3], "the first lane that is on"
+    assert int(machine.state.S[0, 5]) == values[9]
+    expected = values.copy()
+    expected[11] = 77
+    np.testing.assert_array_equal(machine.state.V[1, 0], expected)
+    swap = {1: values, 2: ((np.arange(lanes) ^ 5) * 4).astype(np.uint32)}
+    wait = "s_wait_dscnt 0x0" if arch == "gfx1201" else "s_waitcnt lgkmcnt(0)"
+    machine = asmkit.execute(arch, ["ds_bpermute_b32 v3, v2, v1", wait], swap)
+    np.testing.assert_array_equal(machine.state.V[3, 0], values[np.arange(lanes) ^ 5])

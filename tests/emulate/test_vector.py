@@ -328,21 +328,43 @@ def test_cmpx_writes_exec() -> None:
     np.testing.assert_array_equal(machine.state.V[2, 0], (a > 7).astype(np.uint32))
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
+@pytest.mark.parametrize("arch", asmkit.ARCH_NAMES)
 def test_carries(arch: str) -> None:
     lanes = asmkit.lanes(arch)
     low, high = integer_inputs(2, lanes, 8)
     low2, high2 = integer_inputs(2, lanes, 9)
     if lanes == 64:
         body = ["v_add_co_u32_e32 v4, vcc, v0, v2", "v_addc_co_u32_e32 v5, vcc, v1, v3, vcc",
+                "v_add_co_u32_e64 v8, s[4:5], v0, v2", "v_addc_co_u32_e64 v9, s[6:7], v1, v3, s[4:5]",
                 "v_sub_co_u32_e64 v6, s[4:5], v0, v2", "v_subb_co_u32_e64 v7, s[6:7], v1, v3, s[4:5]"]  # fmt: skip
     else:
         body = ["v_add_co_u32 v4, vcc_lo, v0, v2", "v_add_co_ci_u32_e64 v5, null, v1, v3, vcc_lo",
+                "v_mov_b32_e32 v8, v4", "v_mov_b32_e32 v9, v5",
                 "v_sub_co_u32 v6, s4, v0, v2", "v_sub_co_ci_u32_e64 v7, s6, v1, v3, s4"]  # fmt: skip
     machine = asmkit.execute(arch, body, {0: low, 1: high, 2: low2, 3: high2})
     x, y = (a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32) for a, b in ((low, high), (low2, high2)))
     np.testing.assert_array_equal(machine.state.pair(4)[0], x + y)
     np.testing.assert_array_equal(machine.state.pair(6)[0], x - y)
+    np.testing.assert_array_equal(machine.state.pair(8)[0], x + y)
+
+
+@pytest.mark.parametrize("arch", asmkit.ARCH_NAMES)
+def test_wide_products_and_mixed_sums_everywhere(arch: str) -> None:
+    lanes = asmkit.lanes(arch)
+    a, b, c, d = integer_inputs(4, lanes, 10)
+    f = np.random.default_rng(15).standard_normal(lanes).astype(np.float32)
+    name = "v_mad_co_u64_u32" if arch == "gfx1201" else "v_mad_u64_u32"
+    flag = "s[4:5]" if lanes == 64 else "s4"
+    body = [f"{name} v[4:5], {flag}, v0, v1, v[2:3]", "v_fma_mix_f32 v6, v7, v7, v7 op_sel_hi:[0,0,0]",
+            "v_fma_mixlo_f16 v8, v7, v7, 0"]  # fmt: skip
+    machine = asmkit.execute(arch, body, {0: a, 1: b, 2: c, 3: d, 7: f, 8: np.full(lanes, 0x11112222, np.uint32)})
+    for lane in range(lanes):
+        total = int(a[lane]) * int(b[lane]) + (int(c[lane]) | int(d[lane]) << 32)
+        assert int(machine.state.pair(4)[0, lane]) == total % 2**64
+        assert asmkit.mask_of(machine, 4) >> lane & 1 == total >> 64
+        assert machine.state.V[6, 0, lane].view(np.float32) == exact_fma(f[lane], f[lane], f[lane], np.float32)
+        square = np.float16(np.float64(f[lane]) ** 2)
+        assert int(machine.state.V[8, 0, lane]) == 0x11110000 | int(square.view(np.uint16))
 
 
 def test_mad_64() -> None:
@@ -361,15 +383,18 @@ def test_mad_64() -> None:
         assert int(machine.state.pair(12)[0, lane]) == (signed(z, 64) >> (x & 63)) % 2**64
 
 
-def test_ieee_division_sequence() -> None:
+@pytest.mark.parametrize("arch", asmkit.ARCH_NAMES)
+def test_ieee_division_sequence(arch: str) -> None:
     """The sequence that LLVM makes of a float32 division gives the correctly rounded quotient."""
-    body = ["v_div_scale_f32 v2, s[4:5], v1, v1, v0", "v_rcp_f32_e32 v3, v2", "v_div_scale_f32 v5, vcc, v0, v1, v0",
+    lanes = asmkit.lanes(arch)
+    flag, vcc = ("s[4:5]", "vcc") if lanes == 64 else ("s4", "vcc_lo")
+    body = [f"v_div_scale_f32 v2, {flag}, v1, v1, v0", "v_rcp_f32_e32 v3, v2", f"v_div_scale_f32 v5, {vcc}, v0, v1, v0",
             "v_fma_f32 v4, -v2, v3, 1.0", "v_fmac_f32_e32 v3, v4, v3", "v_mul_f32_e32 v4, v5, v3",
             "v_fma_f32 v6, -v2, v4, v5", "v_fmac_f32_e32 v4, v6, v3", "v_fma_f32 v2, -v2, v4, v5",
             "v_div_fmas_f32 v2, v2, v3, v4", "v_div_fixup_f32 v7, v2, v1, v0"]  # fmt: skip
     for seed in range(8):
-        n, d = float_columns(2, 64, seed)
-        machine = asmkit.execute("gfx942", body, {0: n, 1: d})
+        n, d = float_columns(2, lanes, seed)
+        machine = asmkit.execute(arch, body, {0: n, 1: d})
         with np.errstate(all="ignore"):
             same_floats(machine.state.V[7, 0].view(np.float32), n / d)
 
@@ -450,20 +475,29 @@ def test_mixed_precision_fma() -> None:
     np.testing.assert_array_equal(machine.state.V[4, 0], 0xAAAA | (square ^ 0x8000) << 16)
 
 
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
 @pytest.mark.parametrize("name", ["add", "mul", "fma"])
-def test_packed_float32(name: str) -> None:
+def test_packed_float32(arch: str, name: str) -> None:
     rng = np.random.default_rng(16)
     x = {n: rng.standard_normal(64).astype(np.float32) for n in range(2, 8)}
     third = ", v[6:7]" if name == "fma" else ""
     zeros = ",0" if name == "fma" else ""
     ones = ",1" if name == "fma" else ""
     body = [f"v_pk_{name}_f32 v[0:1], v[2:3], v[4:5]{third} op_sel_hi:[1,0{ones}] neg_lo:[0,1{zeros}]"]
-    machine = asmkit.execute("gfx942", body, x)
+    machine = asmkit.execute(arch, body, x)
     for result, (a, b, c) in enumerate(((x[2], -x[4], x[6]), (x[3], x[4], x[7]))):
         expected = {"add": a + b, "mul": a * b}.get(name)
         if expected is None:
             expected = np.array([exact_fma(*v, np.float32) for v in zip(a, b, c, strict=True)], np.float32)
         np.testing.assert_array_equal(machine.state.V[result, 0].view(np.float32), expected)
+
+
+def test_packed_move() -> None:
+    a, b, c, d = integer_inputs(4, 64, 19)
+    vectors = {2: a, 3: b, 4: c, 5: d}
+    machine = asmkit.execute("gfx90a", ["v_pk_mov_b32 v[0:1], v[2:3], v[4:5] op_sel:[1,0]"], vectors)
+    np.testing.assert_array_equal(machine.state.V[0, 0], b)
+    np.testing.assert_array_equal(machine.state.V[1, 0], c)
 
 
 @pytest.mark.parametrize("name", ["add_f16", "mul_f16", "max_f16", "add_u16", "sub_i16", "lshlrev_b16", "ashrrev_i16"])

@@ -20,6 +20,8 @@ class Checks:
     races       no LDS byte is accessed by two waves between barriers unless both only read, or write the same value
     barriers    all waves of a work-group wait at the same barrier
     undefined   nothing undefined reaches memory, an address, a branch or the execution mask
+    groups      no byte of global memory is stored by one work-group and accessed by another, unless an atomic orders
+                them; off by default: it takes some time, and kernels may order themselves in ways that it cannot see
     waits       results are used, and LDS writes relied on, only after a wait that covers them
     """
 
@@ -30,6 +32,7 @@ class Checks:
     barriers: bool = True
     undefined: bool = True
     waits: bool = True
+    groups: bool = False
 
     @classmethod
     def off(cls) -> Checks:
@@ -44,6 +47,10 @@ class Findings:
         self.checks = checks
         self.found: list[Finding] = []
         self._seen: set[tuple[type[Finding], int]] = set()
+
+    def clear(self) -> None:
+        self.found = []
+        self._seen.clear()
 
     def report(self, kind: type[Finding], problem: str, place: Place | None) -> None:
         error = kind(problem, place)

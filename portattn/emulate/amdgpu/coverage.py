@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from portattn.emulate.amdgpu.assembly import parse
@@ -30,30 +30,38 @@ def used(texts: Iterable[str]) -> dict[str, Counter[str]]:
     return found
 
 
-def table(counts: dict[str, Counter[str]], tested: set[str]) -> str:
-    """Markdown: for each family and arch, instructions used / modelled / tested, and the names that are missing."""
+def table(counts: Mapping[str, Iterable[str]], tested: Mapping[str, set[str]]) -> str:
+    """Markdown: for each family and arch, mnemonics used / modelled / tested, and the names that are missing.
+
+    counts  arch → mnemonics that kernels use
+    tested  arch → mnemonics that tests execute
+    """
     arches = sorted(counts)
     lines = ["| family | " + " | ".join(arches) + " |", "| --- |" + " --- |" * len(arches)]
     for name in FAMILIES:
         cells = []
         for arch in arches:
             names = {m for m in counts[arch] if family(m) == name}
-            cells.append(f"{len(names)} / {len(names)} / {len(names & tested)}" if names else "")
+            cells.append(f"{len(names)} / {len(names)} / {len(names & tested.get(arch, set()))}" if names else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     missing = sorted({m for arch in arches for m in counts[arch] if family(m) is None})
-    untested = sorted({m for arch in arches for m in counts[arch] if family(m) is not None and m not in tested})
-    lines += ["", "Used / modelled / tested, by mnemonic as written.", ""]
-    lines.append(f"Not modelled: {', '.join(missing) or 'none'}.")
+    lines += ["", f"Used / modelled / tested, by mnemonic as written. Not modelled: {', '.join(missing) or 'none'}."]
+    known = {arch: sorted(m for m in counts[arch] if family(m) is not None) for arch in arches}
+    elsewhere = set().union(*tested.values()) if tested else set()
+    untested = sorted({m for arch in arches for m in known[arch] if m not in elsewhere})
     if tested:
-        lines.append(f"Not executed by a test: {', '.join(untested) or 'none'}.")
+        lines += ["", f"Tested on no arch: {', '.join(untested) or 'none'}."]
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
+    if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
+        print("usage: python -m portattn.emulate.amdgpu.coverage FOLDER [TESTED.txt]", file=sys.stderr)
+        return 2
     files = sorted(path for path in Path(arguments[0]).rglob("*") if path.suffix in (".s", ".amdgcn"))
     tested = set(Path(arguments[1]).read_text().split()) if len(arguments) > 1 else set()
     counts = used(path.read_text() for path in files)
-    print(table(counts, tested))
+    print(table(counts, dict.fromkeys(counts, tested) if tested else {}))
     return int(any(family(m) is None for names in counts.values() for m in names))
 
 

@@ -79,6 +79,10 @@ class LdsRace(Finding):
     """Two waves access one LDS byte between two barriers, at least one of them writes, and the order is open."""
 
 
+class GlobalRace(Finding):
+    """Two work-groups of a launch access one byte of global memory, one at least stores, and the order is open."""
+
+
 class BarrierMismatch(Finding):
     """The waves of a work-group wait at different barriers, or one ends while others wait."""
 

@@ -14,6 +14,9 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 _LOW = np.uint64((1 << 28) - 1)
+_BELOW = np.uint64((1 << 29) - 1)  # the bits of a float64 that a float32 lacks …
+_TIE = np.uint64(1 << 28)  # … and what they are half way between two normal float32
+_NORMAL = 2.0**-126
 _ONE = np.uint64(1)
 
 
@@ -31,10 +34,16 @@ def sum_to_odd(a: Array, b: Array) -> Array:
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
     """a·b + c in float32 with one rounding."""
-    product = a.astype(np.float64) * b
+    product = np.multiply(a, b, dtype=np.float64)
     total = product + c
     # Rounding twice goes wrong only where the first result lies on a tie of the second: its low bits are zero there.
-    if (total.view(np.uint64) & _LOW).all():
+    bits = total.view(np.uint64)
+    if np.count_nonzero(bits & _LOW) == bits.size:
+        return total.astype(np.float32)
+    # Low bits of zero are common (zeros, products of short numbers); ties are not. Ties of denormals lie higher.
+    tie = (bits & _BELOW) == _TIE
+    tie |= np.abs(total) < _NORMAL
+    if not (tie & (total != 0)).any():
         return total.astype(np.float32)
     return sum_to_odd(product, c.astype(np.float64)).astype(np.float32)
 

@@ -74,7 +74,8 @@ def _lanes(machine: Machine, plane: int, offset: int) -> tuple[Array | None, Arr
     address = state.planes["u"][plane]
     mask = None if state.full else state.mask
     chosen = address.reshape(-1) if mask is None else address[mask]
-    return mask, chosen.astype(np.int64) + offset, flat_waves(mask, state.waves, state.lanes)
+    # The sum is one of 32 bits: compilers fold a negative part of an address into the register.
+    return mask, (chosen.astype(np.int64) + offset) & 0xFFFFFFFF, flat_waves(mask, state.waves, state.lanes)
 
 
 def _load(machine: Machine, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:

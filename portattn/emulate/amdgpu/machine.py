@@ -27,6 +27,7 @@ from portattn.emulate.amdgpu.errors import (
     StepLimit,
     Uninitialised,
 )
+from portattn.emulate.amdgpu.group_races import GroupRaces
 from portattn.emulate.amdgpu.isa import TTMP, VECTOR
 from portattn.emulate.amdgpu.lds import Lds
 from portattn.emulate.amdgpu.memory import Memory
@@ -48,12 +49,12 @@ _USER_SCALARS = (
 
 
 class Machine:
-    """One work-group of a program; used again for each work-group of a grid."""
+    """One work-group of a program; used again for each work-group of a grid, and for later launches."""
 
-    def __init__(
-        self, program: Assembly, waves: int, lds_bytes: int, memory: Memory, checks: Checks, step_limit: int
-    ) -> None:
-        self.program, self.memory, self.checks, self.step_limit = program, memory, checks, step_limit
+    def __init__(self, program: Assembly, waves: int, lds_bytes: int, checks: Checks) -> None:
+        self.program, self.checks = program, checks
+        self.memory, self.step_limit = Memory(), 0
+        self.group_races: GroupRaces | None = None
         self.state = State(program.arch, program.wave, waves)
         self.findings = Findings(checks)
         self.lds = Lds(lds_bytes, waves, self.findings, checks.undefined)
@@ -70,6 +71,13 @@ class Machine:
         self.pcs: Array = np.zeros(waves, np.int64)
         self.status: Array = np.zeros(waves, np.int8)
         self.signals: Array = np.zeros(waves, np.int64)
+
+    def renew(self, memory: Memory, step_limit: int) -> None:
+        """For the next launch: its memory, and nothing counted or found. What is bound stays bound."""
+        self.memory, self.step_limit = memory, step_limit
+        self.group_races = GroupRaces(memory, self.report) if self.checks.groups else None
+        self.counts[:] = [0] * len(self.counts)
+        self.findings.clear()
 
     # ---- for the instructions
 
@@ -108,6 +116,8 @@ class Machine:
 
     def ordered(self, offsets: Array, size: int) -> None:
         """A load is about to read these bytes."""
+        if self.group_races is not None:
+            self.group_races.load(offsets, size)
         if self.waits is not None and self.state.waves > 1:
             check_order(self, offsets, size)
 
@@ -152,6 +162,8 @@ class Machine:
         """Execute one work-group. Raises what the checks find, and BadProgram errors, with their place."""
         self.start(group_id, kernarg)
         self.finish()
+        if self.group_races is not None:
+            self.group_races.next_group()
 
     def finish(self) -> None:
         """Execute from where the waves are to their end."""
@@ -173,7 +185,7 @@ class Machine:
         state.reset()
         self.lds.reset()
         self.scratch.reset()
-        self.pcs[...], self.status[...], self.signals[...] = 0, RUNNING, 0
+        self.pcs[...], self.status[...], self.signals[...], self._tired = 0, RUNNING, 0, False
         if self.waits is not None:
             self.waits.reset()
         given: dict[int, int] = {}
@@ -241,7 +253,7 @@ class Machine:
                 self.steps = steps
                 raise StepLimit(f"still running after {self.step_limit} instructions of a work-group: an endless loop?")
             touches = bound.touches
-            if waits is not None and waits.pending and not waits.pending.isdisjoint(touches):
+            if waits is not None and waits.pending and not waits.pending.keys().isdisjoint(touches):
                 self._too_early(waits, bound)
             if defined is not None and not defined.bad.isdisjoint(touches):
                 defined.move(bound)

@@ -108,11 +108,13 @@ class Memory:
             self.unset = unset
 
     def write_back(self) -> None:
-        """Copy the contents to the caller's arrays, those that can be written."""
+        """Copy the contents to the caller's arrays, those that changed: others may be mapped for reading only."""
         for region in self.regions:
             if region.array is not None and region.array.flags.writeable:
                 flat = region.array.reshape(-1).view(np.uint8)
-                flat[...] = self.bytes[region.offset : region.offset + region.size]
+                now = self.bytes[region.offset : region.offset + region.size]
+                if not np.array_equal(flat, now):
+                    flat[...] = now
 
     def outside(self, offsets: Array, size: int) -> Array | None:
         """Which accesses of `size` bytes (offsets from BASE) lie in no array; None when all lie in one."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +19,7 @@ from portattn.emulate.amdgpu.machine import Machine
 from portattn.emulate.amdgpu.memory import Memory
 
 STEP_LIMIT = 20_000_000  # instructions of one work-group; minutes here, milliseconds on the chip
+_HIDDEN = 2  # trailing pointers that Triton's compiler adds to a kernel's own arguments: global and profiling scratch
 _MOST_GROUPS = 2**31 - 1
 
 
@@ -46,6 +49,7 @@ class Program:
 
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
+        self._machines: dict[tuple[int, int, Checks], Machine] = {}  # idle ones; to bind takes longer than to run
 
     @classmethod
     def parse(cls, text: str, kernel: str | None = None) -> Program:
@@ -67,7 +71,8 @@ class Program:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that a caller gives; those that Triton's runtime adds for itself come after them."""
-        return self.assembly.arguments
+        # From 3.8 on some kernels list what a runtime fills in after them (hidden_block_count_x and its like), unread.
+        return tuple(a for a in self.assembly.arguments if not a.kind.startswith("hidden_"))
 
     def launch(
         self,
@@ -84,8 +89,8 @@ class Program:
         """Run every work-group of the grid, one after the other; memory's arrays hold the results afterwards.
 
         grid        work-groups along x, y, z
-        arguments   a value for each argument of the kernel (addresses, integers, floats; trailing ones may be left
-                    out and are 0), or the whole kernarg segment as bytes
+        arguments   a value for each argument of the kernel (addresses, integers, floats; the last two pointers may be
+                    left out and are null: Triton adds such), or the whole kernarg segment as bytes
         lds_bytes   LDS of a work-group; Triton's `metadata.shared`. Default: what the text says
         waves       of a work-group; default: what the text says
         checks      which checks are on; all by default
@@ -103,14 +108,16 @@ class Program:
             raise BadLaunch(f"{lds_bytes} bytes of LDS asked for; {self.assembly.arch.name} has {limit}")
         if not 1 <= waves * self.assembly.wave <= 1024:
             raise BadLaunch(f"{waves} waves of {self.assembly.wave} lanes: a work-group has 1 to 1,024 work-items")
-        machine = Machine(self.assembly, waves, lds_bytes, memory, checks or Checks(), step_limit)
+        checks = checks or Checks()
         kernarg = np.frombuffer(self.kernarg(arguments), np.uint8).copy()
         kernarg.flags.writeable = False
         address = memory.add(kernarg, "the arguments")
         report = Report()
         try:
-            chosen = groups if groups is not None else _every(extent)
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), _no_collections():
+                machine = self._machine(waves, lds_bytes, checks)
+                machine.renew(memory, step_limit)
+                chosen = groups if groups is not None else _every(extent)
                 for group in chosen:
                     machine.steps = 0
                     machine.run(group, address)
@@ -125,7 +132,14 @@ class Program:
                     if part is not None:
                         report.coverage[part.mnemonic] += count
         report.findings = machine.findings.found
+        machine.renew(Memory(), step_limit)
+        self._machines[waves, lds_bytes, checks] = machine
         return report
+
+    def _machine(self, waves: int, lds_bytes: int, checks: Checks) -> Machine:
+        """The machine of an earlier launch with everything bound, unless another thread has it; else a new one."""
+        idle = self._machines.pop((waves, lds_bytes, checks), None)
+        return idle or Machine(self.assembly, waves, lds_bytes, checks)
 
     def kernarg(self, arguments: Sequence[int | float | None] | bytes) -> bytes:
         """The kernarg segment for these arguments. Raises BadLaunch on a wrong number or type."""
@@ -134,12 +148,26 @@ class Program:
             if len(arguments) > size:
                 raise BadLaunch(f"{len(arguments)} bytes of arguments; {self.name} takes {size}")
             return bytes(arguments).ljust(size, b"\0")
-        if len(arguments) > len(self.arguments):
+        missing = self.arguments[len(arguments) :]
+        hidden = len(missing) <= _HIDDEN and all(argument.kind == "global_buffer" for argument in missing)
+        if len(arguments) > len(self.arguments) or not hidden:
             raise BadLaunch(f"{len(arguments)} arguments given; {self.name} takes {len(self.arguments)}")
         segment = bytearray(size)
         for number, (value, argument) in enumerate(zip(arguments, self.arguments, strict=False)):
             segment[argument.offset : argument.offset + argument.size] = _encoded(value, argument, number)
         return bytes(segment)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No cyclic garbage collection: binding makes many objects that stay, and a collection walks all of a process."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _grid(grid: Sequence[int]) -> tuple[int, int, int]:

@@ -27,15 +27,27 @@ _NAME = re.compile(r"scratch_(load|store)_(\w+)")
 
 
 class Scratch:
-    """[waves · lanes, bytes] uint8, and the same of what is undefined."""
+    """Word by word as registers lie: words [size / 4, waves · lanes] uint32, and which bytes are undefined, [size, …].
+
+    Spills address one place in all lanes: one row for each register then.
+    """
 
     def __init__(self, lanes: int, size: int) -> None:
-        self.size = size
-        self.bytes: Array = np.zeros((lanes, size), np.uint8)
-        self.unset: Array = np.ones((lanes, size), bool)
+        self.size, self.lanes = size, lanes
+        self.words: Array = np.zeros((-(-size // 4), lanes), np.uint32)
+        self.bytes: Array = self.words.view(np.uint8)  # [size / 4, 4 · lanes]
+        self.unset: Array = np.ones((size, lanes), bool)
 
     def reset(self) -> None:
         self.unset[...] = True
+
+    def gather(self, rows: Array, where: Array) -> tuple[Array, Array]:
+        """Bytes [n, size] of lanes `rows` [n, 1] at offsets `where` [n, size], and which of them are undefined."""
+        return self.bytes[where // 4, 4 * rows + where % 4], self.unset[where, rows]
+
+    def scatter(self, rows: Array, where: Array, data: Array, undefined: Array | bool) -> None:
+        self.bytes[where // 4, 4 * rows + where % 4] = data
+        self.unset[where, rows] = undefined
 
 
 def known(mnemonic: str) -> bool:
@@ -86,6 +98,19 @@ def _bind(
         raise UnknownOperand("this form of a scratch address is not modelled")
     fixed = offset + (scalar.bits(32) if scalar.kind == "literal" else 0)
     registers = unified(plane, kind.registers)
+    planes = state.planes["u"][plane : plane + kind.registers]
+
+    def row() -> int | None:
+        """The row of whole registers that all lanes access; None when lanes differ, or are off, or bytes are cut."""
+        if vector.kind == "v" or not state.full or kind.size % 4:
+            return None
+        at = fixed
+        if scalar.kind == "s":
+            first = int(state.S[0, scalar.index])
+            if (state.S[:, scalar.index] != first).any():
+                return None
+            at += first
+        return at // 4 if at % 4 == 0 and 0 <= at <= scratch.size - kind.size else None
 
     def place() -> tuple[Array | None, Array, Array]:
         """Lanes that are on (None: all), their rows, and byte offsets."""
@@ -110,18 +135,32 @@ def _bind(
         return mask, rows[:, None], where[:, None] + np.arange(kind.size)
 
     def load() -> None:
-        mask, rows, columns = place()
-        put(state, plane, kind, scratch.bytes[rows, columns], mask)
-        unset = scratch.unset[rows, columns]
+        first = row()
+        if first is None:
+            mask, rows, where = place()
+            data, unset = scratch.gather(rows, where)
+            put(state, plane, kind, data, mask)
+        else:
+            mask = None
+            for n, target in enumerate(planes):
+                target.reshape(-1)[...] = scratch.words[first + n]
+            unset = scratch.unset[4 * first : 4 * first + kind.size]
         if unset.any():
-            machine.mark(registers, mask, unset)
+            machine.mark(registers, mask, unset if first is None else unset.T)
         machine.issue("load", registers)
 
     def store() -> None:
-        mask, rows, columns = place()
-        scratch.bytes[rows, columns] = get(state, plane, kind, mask)
-        undefined = machine.undefined(registers, mask)
-        scratch.unset[rows, columns] = False if undefined is None else undefined[:, : kind.size]
+        first = row()
+        if first is None:
+            mask, rows, where = place()
+            undefined = machine.undefined(registers, mask)
+            unset = False if undefined is None else undefined[:, : kind.size]
+            scratch.scatter(rows, where, get(state, plane, kind, mask), unset)
+        else:
+            undefined = machine.undefined(registers, None)
+            for n, source in enumerate(planes):
+                scratch.words[first + n] = source.reshape(-1)
+            scratch.unset[4 * first : 4 * first + kind.size] = False if undefined is None else undefined.T
         machine.issue("store", ())
 
     uses = vector.registers + scalar.registers

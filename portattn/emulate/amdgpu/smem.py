@@ -66,6 +66,8 @@ def bind(machine: Machine, instruction: Instruction) -> Bound:
         if ok.any():
             bad = machine.memory.outside(offsets[ok], size)
             if bad is None:
+                if machine.group_races is not None:
+                    machine.group_races.load(offsets[ok], size)
                 data[ok] = gather(machine.memory.bytes, offsets[ok], size)
             elif machine.checks.memory:
                 first = int(offsets[ok][bad][0])

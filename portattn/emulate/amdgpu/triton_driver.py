@@ -11,7 +11,10 @@ Triton 3.4 to 3.9; a kernel must have been defined without TRITON_INTERPRET set.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,15 +26,17 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from portattn.emulate.amdgpu.checks import Checks
-from portattn.emulate.amdgpu.errors import WrongArch
+from portattn.emulate.amdgpu.errors import EmulationError, WrongArch
 from portattn.emulate.amdgpu.isa import ARCHES, Arch
 from portattn.emulate.amdgpu.memory import Memory
 from portattn.emulate.amdgpu.program import STEP_LIMIT, Program, Report
-from portattn.emulate.amdgpu.tensors import value_of
+from portattn.emulate.amdgpu.tensors import share, value_of
 
 _THREADS = 1024  # of a work-group at most
 # Triton keeps compiled kernels by device number, whatever the driver: an arch gets one of its own, past real devices.
 _DEVICES = {name: 1000 + number for number, name in enumerate(ARCHES)}
+_one_launch = threading.Lock()
+_blocks: list[int] = []  # threads that are inside a block, the innermost last
 
 
 @dataclass
@@ -62,10 +67,16 @@ class Emulation:
 def emulated(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_LIMIT) -> Iterator[Emulation]:
     """Have Triton compile for `arch` and run kernels in the model, until the block ends.
 
-    Raises WrongArch for an arch that is not modelled; launches raise what Program.launch raises.
+    Blocks nest, and any thread may launch inside of one; Triton has one driver for all threads, so that only one thread
+    can be inside a block at a time.
+
+    Raises WrongArch for an arch that is not modelled, EmulationError where another thread is inside a block; launches
+    raise what Program.launch raises.
     """
     if arch not in ARCHES:
         raise WrongArch(f"{arch!r} is not modelled; modelled are {', '.join(ARCHES)}")
+    if _blocks and _blocks[-1] != threading.get_ident():
+        raise EmulationError("another thread emulates a chip now, and Triton has one driver for all threads")
     emulation = Emulation(arch, checks or Checks(), step_limit)
     _link_without_rocm()
     slot = "_active" if hasattr(driver, "_active") else "active"  # a plain attribute before Triton 3.5
@@ -74,16 +85,22 @@ def emulated(arch: str, *, checks: Checks | None = None, step_limit: int = STEP_
 
     def init_handles(kernel: Any) -> Any:
         # load_binary gets the linked code only; what the model executes is the text beside it.
-        active.utils.loading = kernel.asm["amdgcn"]
+        active.utils.loading.text = kernel.asm["amdgcn"]
         return original(kernel)
 
+    _blocks.append(threading.get_ident())
     driver.set_active(active)
     CompiledKernel._init_handles = init_handles
     try:
         yield emulation
+        if not emulation.launches and os.environ.get("TRITON_INTERPRET") == "1":
+            warnings.warn(
+                "nothing was emulated; with TRITON_INTERPRET=1 kernels run in Triton's interpreter", stacklevel=3
+            )
     finally:
         CompiledKernel._init_handles = original
         setattr(driver, slot, before)
+        _blocks.pop()
 
 
 class Driver:
@@ -137,7 +154,7 @@ class Utilities:
     """Device properties, and loading: a "function" is a Program."""
 
     def __init__(self, arch: Arch) -> None:
-        self.arch, self.loading = arch, ""
+        self.arch, self.loading = arch, threading.local()
         self._programs: dict[str, Program] = {}
 
     def get_device_properties(self, device: int) -> dict[str, Any]:
@@ -148,9 +165,10 @@ class Utilities:
         }  # fmt: skip
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[None, Program, int, int, int]:
-        if self.loading not in self._programs:
-            self._programs[self.loading] = Program.parse(self.loading, name)
-        return None, self._programs[self.loading], 0, 0, _THREADS
+        text = self.loading.text
+        if text not in self._programs:
+            self._programs[text] = Program.parse(text, name)
+        return None, self._programs[text], 0, 0, _THREADS
 
 
 class Launcher:
@@ -165,16 +183,21 @@ class Launcher:
             return  # Triton's own drivers launch nothing then
         # Triton keeps compiled kernels, and this launcher with them, beyond the block that compiled them.
         emulation: Emulation = driver.active.emulation
-        memory = Memory()
-        arguments = _flatten(self.types, rest[len(rest) - len(self.types) :])
-        values = [value_of(kind, argument, memory) for kind, argument in arguments if kind != "constexpr"]
-        begin = time.perf_counter()
-        report = program.launch(
-            (x, y, z), values, memory, lds_bytes=self.metadata.shared, waves=self.metadata.num_warps,
-            checks=emulation.checks, step_limit=emulation.step_limit,
-        )  # fmt: skip
-        seconds = time.perf_counter() - begin
-        emulation.launches.append(Launch(program.name, (x, y, z), report, seconds))
+        arguments = [
+            pair for pair in _flatten(self.types, rest[len(rest) - len(self.types) :]) if pair[0] != "constexpr"
+        ]
+        # A launch works on copies of the tensors: of two at once, the later one would undo the other's stores.
+        with _one_launch:
+            memory = Memory()
+            share((argument for _, argument in arguments), memory)
+            values = [value_of(kind, argument, memory) for kind, argument in arguments]
+            begin = time.perf_counter()
+            report = program.launch(
+                (x, y, z), values, memory, lds_bytes=self.metadata.shared, waves=self.metadata.num_warps,
+                checks=emulation.checks, step_limit=emulation.step_limit,
+            )  # fmt: skip
+            seconds = time.perf_counter() - begin
+            emulation.launches.append(Launch(program.name, (x, y, z), report, seconds))
 
 
 def _flatten(types: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"(buffer|global|flat)_(load|store|atomic)_(\w+)")
 # Caches and ordering: nothing to model, values never depend on them here.
 _HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
+# Triton's descriptors end at 2 GiB, whatever the tensor; lanes that its masks leave out have an offset just there. Any
+# other offset that is negative as a 32-bit number was meant to lie before the tensor's first element.
+_UNBOUNDED, _MASKED, _NEAR = 0x7FFFFFFE, 0x80000000, 4096
 # Every lane's address [waves, lanes] int64, from BASE, and which lanes are in range (None: all, or not checked).
 Address = Callable[[], tuple[Array, Array | None]]
 
@@ -123,7 +126,14 @@ def _buffer_address(machine: Machine, binder: Binder, items: list[Operand], size
         inside = planes[plane].astype(np.int64) if offen else np.zeros(state.mask.shape, np.int64)
         # One comparison for all: limits differ by wave only.
         in_range = inside <= (records - fixed - size)[:, None]
-        return inside + (base + fixed - BASE)[:, None], None if in_range.all() else in_range
+        if in_range.all():
+            return inside + (base + fixed - BASE)[:, None], None
+        negative = (inside >= _MASKED + _NEAR) & (records == _UNBOUNDED)[:, None] & state.mask
+        if negative.any() and machine.checks.memory:
+            first = int(inside[negative][0]) - 2**32
+            problem = f"a buffer offset of {first} counts as beyond the buffer's end: it reads 0, or is not stored"
+            machine.report(OutOfBounds, f"{problem}; {int(negative.sum())} lanes")
+        return inside + (base + fixed - BASE)[:, None], in_range
 
     return address
 
@@ -173,7 +183,7 @@ def fetch(machine: Machine, address: Address, size: int) -> tuple[Array, Array |
     """Bytes [n, size] of the lanes that are on, those lanes, and as bool which bytes nothing has defined."""
     mask, within, offsets, bad = _chosen(machine, address, size)
     memory = machine.memory
-    machine.ordered(offsets, size)
+    machine.ordered(offsets if bad is None else offsets[~bad], size)
     if bad is not None:
         found = np.zeros((len(offsets), size), np.uint8)
         found[~bad] = gather(memory.bytes, offsets[~bad], size)
@@ -212,6 +222,8 @@ def _store(
             undefined = None if undefined is None else undefined[~bad]
         if undefined is not None and undefined.any():
             machine.undefined_store(registers)
+        if machine.group_races is not None:
+            machine.group_races.store(offsets, data)
         scatter(machine.memory.bytes, offsets, data)
         if machine.memory.unset is not None:
             scatter(machine.memory.unset.view(np.uint8), offsets, np.zeros(data.shape, np.uint8))
@@ -281,6 +293,8 @@ def _atomic(machine: Machine, binder: Binder, space: str, name: str) -> Bound:
             undefined = None if undefined is None else undefined[within]
         if undefined is not None and undefined.any():
             machine.undefined_store(stored)
+        if machine.group_races is not None:
+            machine.group_races.atomic(offsets, size, returns)
         # cmpswap: the new value first, then the comparand.
         old = atomics.apply(machine.memory.bytes, offsets, name, values[0], values[1] if compares else None)
         if returns:

@@ -51,7 +51,7 @@ class Waits:
     def __init__(self, counters: dict[str, str]) -> None:
         self.names = counters
         self.queues: dict[str, list[Entry]] = {name: [] for name in dict.fromkeys(counters.values())}
-        self.pending: set[int] = set()
+        self.pending: dict[int, int] = {}  # register → how many accesses will write it
 
     def reset(self) -> None:
         for queue in self.queues.values():
@@ -61,20 +61,32 @@ class Waits:
     def issue(self, kind: str, entry: Entry) -> None:
         """An access of a kind ("load", "store", "atomic", "lds", "scalar") was issued."""
         self.queues[self.names[kind]].append(entry)
-        self.pending |= entry.registers
+        pending = self.pending
+        for register in entry.registers:
+            pending[register] = pending.get(register, 0) + 1
 
     def wait(self, counter: str, limit: int, waves: int) -> None:
         """The waves of a bit mask wait until at most `limit` of their accesses are outstanding."""
         queue = self.queues.get(counter)
-        if not queue:
+        if not queue or len(queue) <= limit:
             return
         if limit == 0:
             for entry in queue:
                 entry.waves &= ~waves
         else:
             self._wait_for_all_but(queue, limit, waves)
+        for entry in queue:
+            if not entry.waves:
+                self._arrived(entry)
         queue[:] = [entry for entry in queue if entry.waves]
-        self.pending = {register for q in self.queues.values() for entry in q for register in entry.registers}
+
+    def _arrived(self, entry: Entry) -> None:
+        pending = self.pending
+        for register in entry.registers:
+            if pending[register] == 1:
+                del pending[register]
+            else:
+                pending[register] -= 1
 
     @staticmethod
     def _wait_for_all_but(queue: list[Entry], limit: int, waves: int) -> None:

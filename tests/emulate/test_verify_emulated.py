@@ -1,0 +1,29 @@
+"""Canaries run in the model: what `portattn verify --target rocm:… --emulate` does, on every arch."""
+
+from __future__ import annotations
+
+import pytest
+import support
+
+from portattn import Target
+from portattn.config import Settings
+from portattn.emulate.amdgpu import ARCHES
+from portattn.emulate.check import Emulated
+from portattn.toolchain import installed
+from portattn.verify import verify
+
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_canary_by_both_means(arch: str) -> None:
+    target = Target.parse(f"rocm:{arch}", str(installed()))
+    if lacks := Emulated(60.0).lacks(target):
+        pytest.skip(lacks)
+    said: list[str] = []
+    rows = list(verify(["sparse_attention"], target, Settings(), 120.0, said.append, emulate=True))
+    assert len(rows) == len(said) == 2
+    for row in rows:
+        assert row.seen["emulated"].outcome == "pass", row.seen["emulated"].reason
+        assert f"a model of {arch}" in row.seen["emulated"].where
+        assert row.verdict == "agree", row.sentence
