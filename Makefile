@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice lint bench docs wheel clean
+.PHONY: demo test slice lint bench bench-docs docs wheel clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -45,8 +45,18 @@ lint: $(READY)
 	ln -s $(CURDIR)/portattn/* $(CURDIR)/backends $(CURDIR)/quirks .lint/portattn/
 	cd .lint && $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY)) -m mypy --config-file ../pyproject.toml -p portattn
 
+# SETS="dense18 decode": which sets; BENCH="--core-only --budget 600 --peer sdpa": any further options.
+SETS ?= seed
+BENCH ?=
+
 bench: $(READY)
-	$(PY) -m portattn.cli bench --set seed --out .bench
+	$(PY) -m portattn.cli bench $(addprefix --set ,$(SETS)) $(BENCH) --out .bench
+
+# docs/performance/ from the run in .bench: its results, the tables made from them, and the plots (needs matplotlib).
+bench-docs: $(READY)
+	mkdir -p docs/performance
+	cp .bench/bench.json docs/performance/results.json
+	$(PY) -m portattn.cli bench report docs/performance/results.json --markdown docs/performance/tables.md --plots docs/performance/plots > /dev/null
 
 # The pages under docs/ that are made from the registry.
 docs: $(READY)

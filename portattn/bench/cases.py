@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import msgspec
 
@@ -10,6 +11,7 @@ from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.problem import Causal, Dtype, Op
 
 Window = tuple[int | None, int | None]
+Timing = Literal["hot", "cold", "do_bench"]
 CACHE_OPS = ("decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 
 
@@ -25,6 +27,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     magicpig       its K and L, if the chosen tokens were sampled so
     window         keys before and after its own position that a query sees
     scale          None for 1/√head_dim
+    timing         how device time is taken (clock.py): calls back to back, each after the L2 was flushed, or as
+                   triton.testing.do_bench defines it
     """
 
     name: str
@@ -46,6 +50,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     magicpig: tuple[int, int] | None = None
     scale: float | None = None
+    timing: Timing = "hot"
 
     @property
     def queries(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from portattn.bench.cases import Case
 from portattn.bench.tensors import Tensors
 
 Run = Callable[[], torch.Tensor]
-OURS, PREPARED = "portattn", "portattn prepared"
+OURS, PREPARED, CORE = "portattn", "portattn prepared", "portattn core"
+MINE = (OURS, PREPARED, CORE)
+CORE_PATH = "triton"
 
 
 def as_is(out: torch.Tensor) -> torch.Tensor:
@@ -26,10 +29,14 @@ class Contender:
 
     run     the call that is timed
     shaped  brings what it returns into the form (B, Hq, Sq, Dv), of packed queries (Tq, Hq, Dv); not timed
+    around  a context for all of its calls, entered before the clock starts
+    path    of portattn's own: the plan's path
     """
 
     run: Run
     shaped: Callable[[torch.Tensor], torch.Tensor] = as_is
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    path: str = ""
 
 
 Build = Callable[[], Contender]  # raises where the contender cannot run the case
@@ -75,7 +82,8 @@ def _shape(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
 def ours(case: Case, t: Tensors, backend: str = "auto") -> Contender:
     """portattn's own call."""
     op, (args, options) = getattr(portattn, case.op), arguments(case, t)
-    return Contender(lambda: op(*args, **options, backend=backend), _shape(case))
+    path = plan_of(case, t, backend).path
+    return Contender(lambda: op(*args, **options, backend=backend), _shape(case), path=path)
 
 
 def prepared(case: Case, t: Tensors, backend: str = "auto") -> Contender:
@@ -84,7 +92,8 @@ def prepared(case: Case, t: Tensors, backend: str = "auto") -> Contender:
     options["backend"] = backend
     handle: Any = portattn.prepare(case.op, *args, **options)
     out = torch.empty_like(getattr(portattn, case.op)(*args, **options), memory_format=torch.contiguous_format)
-    return Contender(lambda: handle.run(*args, out=out, **options), _shape(case))
+    path = plan_of(case, t, backend).path
+    return Contender(lambda: handle.run(*args, out=out, **options), _shape(case), path=path)
 
 
 def plan_of(case: Case, t: Tensors, backend: str = "auto") -> portattn.Plan:
@@ -92,9 +101,14 @@ def plan_of(case: Case, t: Tensors, backend: str = "auto") -> portattn.Plan:
     return portattn.plan(case.op, *args, **options, backend=backend)
 
 
-def own(case: Case, t: Tensors, backend: str = "auto") -> dict[str, Build]:
-    """portattn's contenders by name; a prepared one for the ops that serving loops repeat."""
+def own(case: Case, t: Tensors, backend: str = "auto", core: bool = False) -> dict[str, Build]:
+    """portattn's contenders by name; a prepared one for the ops that serving loops repeat.
+
+    core  the portable core as well, whatever the plan takes
+    """
     builds: dict[str, Build] = {OURS: lambda: ours(case, t, backend)}
     if case.reads_cache:
         builds[PREPARED] = lambda: prepared(case, t, backend)
+    if core:
+        builds[CORE] = lambda: ours(case, t, CORE_PATH)
     return builds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,14 @@ CHECKED_PARTS = 32  # pairs of a sequence and a key/value head that are compared
 CHECKED_ROWS = 64  # query rows of each
 # What a library that cannot run a case raises; torch's own errors are RuntimeErrors.
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, OSError, PortattnError)
+
+
+class DeviceLost(PortattnError):
+    """The device takes no more work from this process, after an illegal address for example. name: who ran last."""
+
+    def __init__(self, name: str, failure: BaseException, lost: str) -> None:
+        self.name = name
+        super().__init__(f"{name}: {reason(failure)}; the device is lost to this process: {lost}")
 
 
 def as_call(case: Case, t: Tensors) -> Call:
@@ -67,7 +76,8 @@ class Gate:
 
     def error(self, contender: Contender) -> float:
         """The contender's largest error in the sample; NaN counts as infinite."""
-        out = contender.shaped(contender.run())
+        with contender.around():
+            out = contender.shaped(contender.run())
         worst = []
         for sequence, head, rows, expected in self._parts:
             got = rows_of(self.case, out, sequence, head, rows)
@@ -96,8 +106,11 @@ class Admitted:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def admit(case: Case, t: Tensors, builds: dict[str, Build]) -> Admitted:
-    """Build and check every contender of a case."""
+def admit(case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], str] = str) -> Admitted:
+    """Build and check every contender of a case. lost: tells why the device takes no more work (Clock.lost).
+
+    Raises DeviceLost.
+    """
     gate = Gate(case, t)
     found = Admitted(gate.budget)
     for name, build in builds.items():
@@ -105,6 +118,9 @@ def admit(case: Case, t: Tensors, builds: dict[str, Build]) -> Admitted:
             contender = build()
             error = gate.error(contender)
         except FAILURES as failure:
+            gone = lost()
+            if gone:
+                raise DeviceLost(name, failure, gone) from None
             found.refused[name] = reason(failure)
             continue
         found.errors[name] = error

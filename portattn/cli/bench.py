@@ -1,23 +1,32 @@
-"""`portattn bench`: time portattn beside the peers that this machine has, in one run."""
+"""`portattn bench`: time portattn beside the peers that this machine has, and make something of the figures."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from portattn.cli.output import emit_json, json_option, table
+from portattn.cli import benchreport
+from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
 
-LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown as well
+if TYPE_CHECKING:
+    from portattn.bench.cases import Case
+    from portattn.bench.firstcall import FirstCall
+    from portattn.bench.results import Result, Row
+    from portattn.bench.run import Options
 
 
-@click.command(context_settings={"show_default": True})
+@click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.option("--set", "sets", multiple=True, default=("seed",), metavar="NAME", help="Problem set; can be repeated.")
 @click.option("--only", metavar="TEXT", help="Only cases whose name holds this text.")
-@click.option("--backend", default="auto", help="portattn's path: auto, triton, vendor, reference.")
-@click.option("--rounds", default=3, type=click.IntRange(1, 100), help="Rounds in which all contenders take turns.")
+@click.option("--backend", default="auto", help="portattn's path: auto, triton, vendor, reference, or a path's name.")
+@click.option("--core-only", "core", is_flag=True, help="The portable core alone as well, beside the plan's choice.")
+@click.option("--host", "only_host", is_flag=True, help="Only the time that enqueuing a call takes the host.")
+@click.option("--rounds", default=5, type=click.IntRange(1, 100), help="Rounds in which all contenders take turns.")
 @click.option("--peer", "peers", multiple=True, metavar="NAME", help="Peer to time; can be repeated. [default: all]")
 @click.option(
     "--peer-libs",
@@ -25,69 +34,102 @@ LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Folder of torch op libraries (*.so) of peers that are not installed.",
 )
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for bench.json and bench.csv.")
+@click.option(
+    "--peer-file",
+    "files",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Python file that defines contenders(case, t): a peer by the file's name; can be repeated.",
+)
+@click.option(
+    "--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds after which no further cell is begun."
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out: what it finished is kept.")
+@click.option("--commit", default="", metavar="TEXT", help="The commit that is measured, where git cannot tell.")
 @json_option
+@click.pass_context
 def bench(
+    ctx: click.Context,
     sets: tuple[str, ...],
     only: str | None,
     backend: str,
+    core: bool,
+    only_host: bool,
     rounds: int,
     peers: tuple[str, ...],
     libraries: Path | None,
+    files: tuple[Path, ...],
+    budget: float | None,
     out: Path | None,
+    resume: bool,
+    commit: str,
     as_json: bool,
 ) -> None:
     """Time portattn and its peers: every contender is checked against float64 before it is timed.
 
-    Sets: seed, dense, decode, small, paged, padded, packed, mla, sparse, window, prefill, all. Peers, as far as this
-    machine has them: sdpa, torch, flex, fa3, flashmla, or none. Times are medians of device time with a cold L2, all
-    contenders taking turns. Files under --out are written anew after each case. Exit status 1 when portattn itself is
-    wrong on a case or cannot run it, 2 without a CUDA or ROCm device.
-    """
-    from portattn.bench.sets import SETS
+    Sets: dense18, dense-gqa, dense-packed, dense-window, dense-short-q, dense-beyond, decode, paged, sparse, mla, seed,
+    small, host, cold-start, padded, prefill, all. Peers, as far as this machine has them: sdpa, torch, flex, fa3,
+    flashmla, flash_attn, flash_attn_interface, flashinfer, xformers, flag_gems, sage, or none.
 
-    chosen = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
-    for name in chosen:
-        if name not in SETS:
-            raise ArgumentError("bench", "--set", name, f"must be one of {', '.join([*SETS, 'all'])}")
-    cases = [case for name in chosen for case in SETS[name] if only is None or only in case.name]
-    if not cases:
-        raise ArgumentError("bench", "--only", only, f"must match a case of {', '.join(chosen)}")
+    Device times are medians over rounds in which all contenders take turns; times from a graph, and the time that
+    enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json and
+    bench.csv at the end. With --budget cells are measured in an order that covers every set first.
+
+    Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost; 2 without a CUDA or
+    ROCm device; 130 after Ctrl-C, with all that was finished.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    chosen = _chosen(sets, only)
     wanted = _wanted(peers)
+    if resume and out is None:
+        raise ArgumentError("bench", "--resume", True, "needs --out, the folder of the run to go on with")
 
     import torch
 
+    from portattn.bench.peers import PEERS, from_file
+
+    others = dict(from_file(file) for file in files)
+    for name in others:
+        if name in PEERS:
+            raise ArgumentError("bench", "--peer-file", name, "has the name of a peer that is known already")
     if not torch.cuda.is_available():
         raise PortattnError("bench: no CUDA or ROCm device is here to time anything on")
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from portattn.bench.run import Options
 
-    from portattn.bench import results, run
-
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
-    written: list[Path] = []
-    with progress:
-        task = progress.add_task("bench", total=len(cases))
-
-        def done(result: dict[str, Any]) -> None:
-            progress.update(task, advance=1, description=result["rows"][-1]["case"])
-            if out:
-                written[:] = results.write(result, out, "bench")
-
-        result = run.run_set(cases, rounds, done, backend, wanted, libraries)
+    options = Options(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
+    result, ended = _measure(chosen, options, libraries, budget, out, resume, commit)
+    written = benchreport.write(result, out) if out else []
     if as_json:
-        emit_json(result)
+        from portattn.bench.summary import document
+
+        emit_json(document(result))
     else:
-        _show(result, written)
-    if results.ours_failed(result):
-        raise SystemExit(1)
+        benchreport.show(result, written)
+    if ended:
+        raise SystemExit(ended)
+    if result.failed:
+        raise SystemExit(RED)
+
+
+bench.add_command(benchreport.report)
+bench.add_command(benchreport.compare)
+
+
+def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
+    """The sets' cases that are asked for."""
+    from portattn.bench.sets import SETS
+
+    names = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
+    for name in names:
+        if name not in SETS:
+            raise ArgumentError("bench", "--set", name, f"must be one of {', '.join([*SETS, 'all'])}")
+    chosen = {name: [case for case in SETS[name] if only is None or only in case.name] for name in names}
+    if not any(chosen.values()):
+        raise ArgumentError("bench", "--only", only, f"must match a case of {', '.join(names)}")
+    return {name: cases for name, cases in chosen.items() if cases}
 
 
 def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
@@ -100,51 +142,61 @@ def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in peers if name != "none") if peers else tuple(PEERS)
 
 
-def _show(result: dict[str, Any], written: list[Path]) -> None:
-    from portattn.bench.results import names
+def _measure(
+    chosen: dict[str, list[Case]],
+    options: Options,
+    libraries: Path | None,
+    budget: float | None,
+    out: Path | None,
+    resume: bool,
+    commit: str,
+) -> tuple[Result, int]:
+    """Measure what is not measured yet; the result, and the exit status if the run ended before its end."""
+    from portattn.bench import order, peers
+    from portattn.bench.clock import DeviceClock
+    from portattn.bench.gate import DeviceLost
+    from portattn.bench.provenance import this_run
+    from portattn.bench.results import Result
+    from portattn.bench.run import run_cells
+    from portattn.bench.store import Store
+    from portattn.cli.benchprogress import BenchProgress
 
-    limits = result["ceilings"]
-    click.echo(
-        f"{result['chip']}, {result['toolchain']}, torch {result['torch']}, {result['date']}; "
-        f"this run's ceilings: GEMM {limits.gemm_tflops:.0f} TFLOP/s, copy {limits.copy_tbs:.2f} TB/s"
-    )
-    for file, state in result["libraries"].items():
-        click.echo(f"{file}: {state}")
-    rows = []
-    for row in result["rows"]:
-        for name in names(row):
-            if name in row["refused"]:
-                rows.append((row["case"], name, "", "", "", "", row["refused"][name]))
-                continue
-            rows.append(
-                (
-                    row["case"],
-                    name,
-                    f"{row['ms'][name] * 1e3:.1f}",
-                    f"{row['tbs'][name]:.2f} TB/s"
-                    if row["limit"] == "copy" and row["tbs"]
-                    else f"{row['tflops'][name]:.0f} TFLOP/s",
-                    f"{row['floor_fraction'][name]:.0%} {row['limit']}",
-                    f"{row['error'][name]:.1e}",
-                    _notes(row, name),
-                )
-            )
-    table(("case", "contender", "µs", "rate", "of limit", "error", "notes"), rows)
-    for path in written:
-        click.echo(f"written: {path}")
+    cells = order.covering(chosen) if budget is not None else order.plain(chosen)
+    loaded = peers.load(libraries)
+    clock = DeviceClock()
+    with ExitStack() as stack:
+        store = stack.enter_context(Store(out)) if out else None
+        limits = None if options.only_host else clock.ceilings()
+        run = this_run(
+            sets=tuple(chosen), cells=len(cells), rounds=options.rounds, backend=options.backend, core=options.core,
+            only_host=options.only_host, peers=peers.presence(options.wanted, options.others), libraries=loaded,
+            ceilings=limits, commit=commit,
+        )  # fmt: skip
+        result = Result(runs=[], rows=[])
+        if store and resume:
+            result = store.resume(run)
+        elif store and (kept := store.start()):
+            click.echo(f"the rows that were there are now {kept}", err=True)
+        result.runs.append(run)
+        if store:
+            store.append(run)
+        done = result.done
+        left = [(name, case) for name, case in cells if (name, case.name) not in done]
+        progress = stack.enter_context(BenchProgress(len(cells), len(cells) - len(left)))
 
+        def keep(item: Row | FirstCall) -> None:
+            if store:
+                store.append(item)
+            result.add(item)
+            progress.cell(item)
 
-def _notes(row: dict[str, Any], name: str) -> str:
-    """What else is known of a contender."""
-    notes = []
-    if name in row["ratio"]:
-        notes.append(f"{row['ratio'][name]:.2f}× {row['best_peer']}")
-    if name in row["no_graph"]:
-        notes.append(f"no graph: {row['no_graph'][name]}")
-    elif row["graph_ms"].get(name, LAUNCH_BOUND_MS) < LAUNCH_BOUND_MS:
-        notes.append(f"graph {row['graph_ms'][name] * 1e3:.1f} µs")
-    if name in row["host_us"]:
-        notes.append(f"host {row['host_us'][name]:.1f} µs")
-    if name in row["extra_bytes"]:
-        notes.append(f"+{row['extra_bytes'][name] / 2**20:.1f} MiB")
-    return "; ".join(notes)
+        try:
+            count = run_cells(left, len(result.runs) - 1, clock, limits, options, keep, budget)
+        except KeyboardInterrupt:
+            return result, INTERRUPTED
+        except DeviceLost as lost:
+            click.echo(f"portattn: {lost}; the same command with --resume goes on behind it", err=True)
+            return result, RED
+    if count < len(left):
+        click.echo(f"the budget of {budget:g} s is spent: {len(left) - count} cells are left", err=True)
+    return result, 0

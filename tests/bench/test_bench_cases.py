@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from portattn.bench import order
 from portattn.bench.cases import Case
 from portattn.bench.sets import SETS
 from portattn.problem import Problem
@@ -41,7 +42,7 @@ def test_flops_count_what_is_attended(fields, pairs):
 
 
 def test_flops_are_those_of_the_problem():
-    for case in SETS["dense"][:4]:
+    for case in SETS["dense18"][:4]:
         sizes = {name: getattr(case, name) for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim")}
         assert case.flops() == Problem(**sizes, causal=case.causal).flops()
 
@@ -82,7 +83,7 @@ def test_bytes_of_known_shapes(name, megabytes):
 
 def test_flops_of_known_shapes():
     assert named("mla B=128 H=128 S=4096").flops() == 2 * 128 * 128 * 4096 * (576 + 512)
-    window = named("window S=16384 D=128 window=1024 causal")
+    window = named("window D=128 S=16384 window=1024 causal")
     assert window.flops() == 2 * 16 * (16384 * 1024 - 1024 * 1023 // 2) * 256
 
 
@@ -116,9 +117,64 @@ def test_every_decode_shape_is_there_with_every_page_size():
 
 
 def test_dense_peers_of_packed_cases_have_as_many_flops():
-    packed = [case for case in SETS["packed"] if case.packed]
-    dense = [case for case in SETS["packed"] if not case.packed]
-    for ragged, padded, full in zip(packed, SETS["padded"], dense, strict=True):
+    packed = SETS["dense-packed"]
+    padded_cases = [case for case in SETS["padded"] if case.lengths_k]
+    even = [case for case in SETS["padded"] if not case.lengths_k]
+    for ragged, padded, full in zip(packed, padded_cases, even, strict=True):
         assert ragged.flops() == padded.flops()
         assert full.flops() == pytest.approx(ragged.flops(), rel=0.02)
         assert sum(ragged.queries) == 16384
+
+
+def test_the_dense_sets_are_those_of_the_goals():
+    def shapes(name):
+        return {(c.head_dim, c.seq_q, c.seq_k, c.causal != "none", c.dtype) for c in SETS[name]}
+
+    eighteen = {(d, s, s, c, "bf16") for d in (64, 128, 256) for s in (1024, 4096, 16384) for c in (False, True)}
+    assert shapes("dense18") == shapes("dense-gqa") == eighteen
+    assert len(SETS["dense18"]) == 18
+    assert {case.group for case in SETS["dense-gqa"]} == {8}
+    for case in (*SETS["dense18"], *SETS["dense-gqa"]):
+        assert case.batch * case.seq_q == 16384
+        assert case.heads_q * case.head_dim == 2048
+    lengths = (256, 512, 65536, 131072)
+    beyond = {(d, s, s, c, "bf16") for d in (64, 128, 256) for s in lengths for c in (False, True)}
+    assert shapes("dense-beyond") == beyond | {(*shape[:4], "fp16") for shape in eighteen}
+    assert {(c.batch, c.seq_q, c.seq_k) for c in SETS["dense-short-q"]} == {(1, 128, 16384)}
+    for case in SETS["dense-packed"]:
+        assert sum(case.keys) / case.batch == 2048
+        assert case.packed
+    assert {case.window for case in SETS["dense-window"]} == {(1023, 0)}
+
+
+def test_caches_are_timed_cold_and_the_small_as_the_seed_timed_them():
+    for name, cases in SETS.items():
+        kinds = {case.timing for case in cases}
+        if name in ("decode", "paged", "sparse", "mla"):
+            assert kinds == {"cold"}
+        else:
+            assert kinds == ({"do_bench"} if name in ("seed", "small") else {"hot"})
+
+
+def test_an_order_under_a_budget_covers_every_set():
+    chosen = {name: SETS[name] for name in ("dense18", "decode", "small")}
+    cells = order.covering(chosen)
+    assert sorted((name, case.name) for name, case in cells) == sorted(
+        (name, case.name) for name, cases in chosen.items() for case in cases
+    )
+    assert [name for name, _ in cells[:6]] == ["dense18", "decode", "small"] * 2
+    for end in range(1, 19):  # wherever it stops, none is two ahead of another that has cells left
+        counts = Counter(name for name, _ in cells[:end])
+        assert max(counts.values()) - min(counts.get(name, 0) for name in chosen) <= 1
+    assert [case.name for _, case in order.plain(chosen)[:18]] == [case.name for case in SETS["dense18"]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 18])
+def test_a_set_is_spread(count):
+    cases = SETS["dense18"][:count]
+    spread = order.spread(cases)
+    assert sorted(case.name for case in spread) == sorted(case.name for case in cases)
+    assert spread[0] is cases[0]
+    if count == 18:
+        assert spread[1] is cases[16]
+        assert spread[2] is cases[8]

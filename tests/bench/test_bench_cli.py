@@ -1,18 +1,18 @@
-"""`portattn bench` where there is nothing to time, and its text."""
+"""`portattn bench` on a device that is the CPU, with a clock that needs none; its reports from files."""
 
 from __future__ import annotations
 
 import json
+import types
 
 import click.testing
 import pytest
 import torch
+from benchfakes import FakeClock, a_result, a_run, figures, made
 from tiny import shrunk
 
-from portattn.bench import measure, peers, results, run
-from portattn.bench.gate import Admitted
+from portattn.bench import clock, firstcall, gate, peers, provenance, run, store
 from portattn.bench.sets import SETS
-from portattn.cli import bench as command
 from portattn.cli import main
 
 
@@ -21,18 +21,22 @@ def bench(*arguments):
 
 
 def test_help_names_every_set_and_peer():
-    text = " ".join(bench("--help").output.split())
-    assert f"Sets: {', '.join(SETS)}, all." in text
-    assert f"{', '.join(peers.PEERS)}, or none." in text
+    text = "".join(bench("--help").output.split())  # names are broken at their hyphens
+    assert f"Sets:{','.join(SETS)},all." in text
+    assert f"{','.join(peers.PEERS)},ornone." in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--set", "decoed"), "--set is 'decoed', but must be one of seed, dense"),
+        (("--set", "decoed"), "--set is 'decoed', but must be one of dense18, dense-gqa"),
         (("--only", "nothing"), "--only is 'nothing', but must match a case of seed"),
-        (("--peer", "fa4"), "--peer is 'fa4', but must be one of sdpa, torch, flex, fa3, flashmla, none"),
+        (("--peer", "fa4"), "--peer is 'fa4', but must be one of sdpa, torch, flex, fa3, flashmla"),
         (("--peer-libs", "/no/such/folder"), "does not exist"),
+        (("--peer-file", "/no/such/file.py"), "does not exist"),
+        (("--resume",), "--resume is True, but needs --out"),
+        (("--budget", "0"), "--budget"),
+        (("report", "/no/such/file"), "does not exist"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -49,55 +53,205 @@ def test_without_a_device(monkeypatch):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """A device that is the CPU, on which every call takes 1 ms; cases are small."""
-    timed = run.run_case
+    timed, fake = run.run_case, FakeClock()
+    properties = types.SimpleNamespace(multi_processor_count=132, total_memory=1, uuid=None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a chip")
-    monkeypatch.setattr(measure, "ceilings", lambda: measure.Ceilings(gemm_tflops=800.0, copy_tbs=4.0))
-    monkeypatch.setattr(measure, "device_ms", lambda run: 1.0)
-    monkeypatch.setattr(measure, "host_us", lambda run: 5.0)
-    monkeypatch.setattr(measure, "graph_ms", lambda run: 1.0)
-    monkeypatch.setattr(measure, "peak_extra_bytes", lambda run: 0)
-    monkeypatch.setattr(run, "run_case", lambda case, device, *rest: timed(shrunk(case), torch.device("cpu"), *rest))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr(provenance, "this_target", lambda: "cuda:sm_90")
+    monkeypatch.setattr(clock, "DeviceClock", lambda: fake)
+    monkeypatch.setattr(firstcall, "measure", lambda case, index: firstcall.FirstCall(case=case.name, run=index))
+
+    def on_the_cpu(set_, case, index, device, *rest):
+        return timed(set_, shrunk(case), index, torch.device("cpu"), *rest)
+
+    monkeypatch.setattr(run, "run_case", on_the_cpu)
+    return fake
+
+
+SEED = ("--set", "seed", "--only", "decode", "--peer", "none")
 
 
 @pytest.mark.usefixtures("device")
 def test_a_set_is_timed(tmp_path):
-    called = bench("--set", "seed", "--only", "decode", "--peer", "none", "--out", str(tmp_path), "--json")
+    called = bench(*SEED, "--out", str(tmp_path), "--json", "--commit", "c0ffee", "--rounds", "2")
     assert called.exit_code == 0, called.output
-    rows = json.loads(called.stdout)["rows"]
-    assert [row["case"] for row in rows] == ["seed decode", "seed paged decode"]
-    assert all(set(row["ms"]) == {"portattn", "portattn prepared"} for row in rows)
-    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == rows
-    assert "seed decode" in bench("--set", "seed", "--only", "decode", "--peer", "torch").stdout
+    told = json.loads(called.stdout)
+    assert [row["case"]["name"] for row in told["rows"]] == ["seed decode", "seed paged decode"]
+    for row in told["rows"]:
+        assert [f["name"] for f in row["contenders"]] == ["portattn", "portattn prepared"]
+        assert all(f["rounds_ms"] == [1.0, 1.0] for f in row["contenders"])
+    (made_,) = told["runs"]
+    assert (made_["chip"], made_["commit"], made_["sets"]) == ("a chip", "c0ffee", ["seed"])
+    assert made_["ceilings"] == {"gemm_tflops": 800.0, "copy_tbs": 4.0}
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == told["rows"]
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "bench.csv").read_text().count("seed decode") == 2
+    text = bench(*SEED[:-1], "torch").stdout
+    assert "seed decode" in text
+    assert "Goals" in text
+
+
+@pytest.mark.usefixtures("device")
+def test_several_sets_with_a_budget_take_turns(tmp_path):
+    called = bench(
+        "--set", "decode", "--set", "host", "--only", "B=1 H=32/8 S=1024" , "--set", "paged", "--peer", "none",
+        "--budget", "1000", "--out", str(tmp_path), "--rounds", "1",
+    )  # fmt: skip
+    assert called.exit_code == 0, called.output
+    rows = store.read(tmp_path).rows
+    assert [row.set for row in rows] == ["decode", "paged", "paged", "paged"]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    cells = run.run_cells
+
+    def interrupted(left, *rest):
+        cells(left[:1], *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_cells", interrupted)
+    called = bench(*SEED, "--out", str(tmp_path))
+    assert called.exit_code == 130
+    assert "seed decode" in called.stdout
+    assert [row.name for row in store.read(tmp_path / "bench.json").rows] == ["seed decode"]
+    monkeypatch.setattr(run, "run_cells", cells)
+    called = bench(*SEED, "--out", str(tmp_path), "--resume", "--json")
+    assert called.exit_code == 0, called.output
+    told = json.loads(called.stdout)
+    assert [(row["case"]["name"], row["run"]) for row in told["rows"]] == [("seed decode", 0), ("seed paged decode", 1)]
+    assert len(told["runs"]) == 2
+    again = bench(*SEED, "--out", str(tmp_path), "--resume", "--rounds", "9")
+    assert again.exit_code == 2
+    assert "its rounds is 5 and this run's is 9" in again.stderr
+
+
+@pytest.mark.usefixtures("device")
+def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
+    timed = run.run_case
+
+    def breaks(set_, case, *rest):
+        if "paged" in case.name:
+            raise gate.DeviceLost("fa3/vllm", RuntimeError("illegal address"), "sticky")
+        return timed(set_, case, *rest)
+
+    monkeypatch.setattr(run, "run_case", breaks)
+    called = bench(*SEED, "--out", str(tmp_path))
+    assert called.exit_code == 1
+    assert "--resume goes on behind it" in called.stderr
+    result = store.read(tmp_path)
+    assert [row.name for row in result.rows] == ["seed decode", "seed paged decode"]
+    assert "illegal address" in result.rows[1].figures("fa3/vllm").refused
 
 
 @pytest.mark.usefixtures("device")
 def test_status_1_when_portattn_cannot_run():
-    called = bench("--set", "seed", "--only", "decode", "--peer", "none", "--backend", "triton")
+    called = bench(*SEED, "--backend", "triton")
     assert called.exit_code == 1
     assert "portattn" in called.stdout
 
 
-def test_text(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
-    limits = measure.Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
-    case = SETS["decode"][0]
-    times = {"portattn": 0.02, "fa3/vllm": 0.018}
-    row = results.row(
-        case, limits, Admitted(1e-3, errors=dict.fromkeys(times, 1e-4), refused={"sdpa-flash": "no"}), times
+@pytest.mark.usefixtures("device")
+def test_the_core_is_a_row_of_its_own_and_fails_where_it_cannot_run():
+    called = bench(*SEED, "--core-only", "--json")
+    assert called.exit_code == 1  # the CPU has no core
+    contenders = json.loads(called.stdout)["rows"][0]["contenders"]
+    assert [f["name"] for f in contenders] == ["portattn", "portattn prepared", "portattn core"]
+    assert [bool(f["refused"]) for f in contenders] == [False, False, True]
+
+
+@pytest.mark.usefixtures("device")
+def test_enqueue_times_alone():
+    called = bench("--set", "host", "--host", "--peer", "sdpa", "--json")
+    assert called.exit_code == 0, called.output
+    told = json.loads(called.stdout)
+    assert told["runs"][0]["ceilings"] is None
+    goals = {v["goal"]["name"]: v for v in told["goals"]}
+    assert (goals["enqueue time, µs"]["status"], goals["enqueue time, µs"]["value"]) == ("met", 5.0)
+    assert goals["enqueue time below SDPA's"]["value"] == 1.0
+
+
+@pytest.mark.usefixtures("device")
+def test_a_file_brings_a_peer(tmp_path):
+    file = tmp_path / "seed.py"
+    file.write_text(
+        "from portattn.bench.contenders import ours\n"
+        "def contenders(case, t):\n    return {'seed': lambda: ours(case, t)}\n"
     )
-    row["host_us"], row["graph_ms"], row["extra_bytes"] = {"portattn": 4.0}, {"portattn": 0.019}, {"portattn": 2**20}
-    result = {
-        "chip": "a chip", "toolchain": "triton==3.6.0", "torch": "2.11", "date": "today", "ceilings": limits,
-        "libraries": {"/x/y.so": "loaded"}, "rows": [row],
-    }  # fmt: skip
-    command._show(result, [])
-    text = capsys.readouterr().out
-    assert "/x/y.so: loaded" in text
-    assert "1.68 TB/s" in text
-    assert "42% copy" in text
-    assert "0.90× fa3; graph 19.0 µs; host 4.0 µs; +1.0 MiB" in text
-    assert text.rstrip().endswith("no")
+    called = bench(*SEED, "--peer-file", str(file), "--json")
+    assert called.exit_code == 0, called.output
+    told = json.loads(called.stdout)
+    assert told["rows"][0]["best_peer"] == "seed"
+    assert told["runs"][0]["peers"] == {"seed": "here"}
+    (tmp_path / "fa3.py").write_text(file.read_text())
+    assert "known already" in bench(*SEED, "--peer-file", str(tmp_path / "fa3.py")).stderr
+
+
+def saved(folder, ours=1.0, theirs=1.2):
+    rows = [
+        made("decode", case, figures("portattn", ours, ours), figures("fa3/vllm", theirs, theirs))
+        for case in SETS["decode"]
+    ]
+    with store.Store(folder) as file:
+        file.start()
+        for item in (a_run(), *rows):
+            file.append(item)
+    return a_result(*rows)
+
+
+def test_report_needs_no_device(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
+    saved(tmp_path / "run")
+    called = bench(
+        "report", str(tmp_path / "run"), "--markdown", str(tmp_path / "doc" / "a.md"), "--csv", str(tmp_path / "a.csv")
+    )
+    assert called.exit_code == 0, called.output
+    assert "a chip, triton==3.6.0, torch 2.11" in called.stdout
+    assert "1.20× fa3/vllm" in called.stdout
+    assert "flex: no package" in called.stdout
+    assert "## decode" in (tmp_path / "doc" / "a.md").read_text()
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 13
+    told = json.loads(bench("report", str(tmp_path / "run" / "rows.jsonl"), "--json").stdout)
+    assert next(v for v in told["goals"] if v["goal"]["name"] == "decode")["status"] == "met"
+    assert told["written"] == []
+
+
+def test_report_draws(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    saved(tmp_path / "run")
+    called = bench("report", str(tmp_path / "run"), "--plots", str(tmp_path / "plots"))
+    assert called.exit_code == 0, called.output
+    assert (tmp_path / "plots" / "decode.svg").exists()
+    assert "decode.png" in called.stdout
+
+
+def test_compare(tmp_path):
+    saved(tmp_path / "a")
+    saved(tmp_path / "b", ours=2.0, theirs=2.4)
+    saved(tmp_path / "c", ours=1.1)
+    same = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert same.exit_code == 0, same.output
+    assert "decode, portattn: +0.0% over 6 cells" in same.stdout
+    slower = bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--json")
+    assert slower.exit_code == 1
+    told = json.loads(slower.stdout)
+    assert len(told["slower"]) == 6
+    assert told["sets"][0]["change"] == pytest.approx(1 / 1.1)
+    assert bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--tolerance", "0.1").exit_code == 0
+
+
+def test_an_answer_of_nvidia_smi():
+    state, driver = provenance.parsed("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
+    assert (state.sm_mhz, state.power_w, state.power_limit_w, driver) == (1980.0, 612.3, None, "570.86.15")
+    assert provenance.parsed("No devices were found") is None
+    assert provenance.parsed("") is None
+
+
+def test_commands_hold_no_places_of_files():
+    argv = ["/usr/bin/portattn", "bench", "--set", "seed", "--peer-libs", "/tmp/some/libs"]
+    assert provenance.command(argv) == "portattn bench --set seed --peer-libs libs"

@@ -9,7 +9,7 @@ from tiny import CASES, distinct
 
 from portattn.bench import gate
 from portattn.bench.cases import Case
-from portattn.bench.contenders import OURS, PREPARED, Contender, ours, own, plan_of
+from portattn.bench.contenders import CORE, OURS, PREPARED, Contender, ours, own, plan_of
 from portattn.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
@@ -107,3 +107,47 @@ def test_the_sample_is_small_and_reaches_both_ends():
     assert (pairs[0], pairs[-1]) == ((0, 0), (127, 7))
     assert {head for _, head in pairs} == set(range(8))
     assert gate.sample(msgspec.structs.replace(large, batch=1, heads_q=1, heads_k=1)) == [(0, 0)]
+
+
+def test_a_lost_device_is_told_with_who_ran():
+    case = CASES["seed decode"]
+    tensors = Tensors.random(case, CPU)
+
+    def breaks():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(gate.DeviceLost, match=r"breaker: an illegal memory access.*lost to this process: gone") as lost:
+        gate.admit(case, tensors, {"breaker": breaks}, lambda: "gone")
+    assert lost.value.name == "breaker"
+
+
+def test_the_context_is_around_the_call():
+    case, inside = CASES["seed decode"], []
+
+    class Around:
+        def __enter__(self):
+            inside.append(True)
+
+        def __exit__(self, *_):
+            inside.pop()
+
+    tensors = Tensors.random(case, CPU)
+    right = ours(case, tensors)
+
+    def run():
+        assert inside
+        return right.run()
+
+    admitted = gate.admit(case, tensors, {"within": lambda: Contender(run, right.shaped, Around)})
+    assert list(admitted.contenders) == ["within"]
+    assert not inside
+
+
+def test_the_core_is_a_contender_when_it_is_asked_for():
+    case = CASES["seed decode"]
+    tensors = Tensors.random(case, CPU)
+    assert CORE not in own(case, tensors)
+    admitted = gate.admit(case, tensors, own(case, tensors, core=True))
+    assert list(admitted.contenders) == [OURS, PREPARED]
+    assert "triton" in admitted.refused[CORE]  # there is no device for it here
+    assert admitted.contenders[OURS].path == plan_of(case, tensors).path == "reference"

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import peer_libraries
+import peer_packages
 import pytest
 import torch
 from tiny import CASES, distinct
 
-from portattn.bench import gate, peer_flashmla, peer_flex, peers
+from portattn.bench import gate, peers
+from portattn.bench.peers import flaggems, flash_packages, flashinfer, flashmla, flex, sage, sdpa, xformers
 from portattn.bench.tensors import Tensors
+from portattn.errors import ArgumentError
 
 CPU = torch.device("cpu")
+SHORT = "short queries D=64 Sq=128 Sk=16384 causal"
 FA3 = {"fa3/vllm", "fa3/upstream"}
+SDPA = {"sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math"}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SDPA says why each kernel cannot run
 
 
@@ -31,13 +38,13 @@ def test_only_those_wanted_are_listed():
     case = CASES["seed decode"]
     tensors = Tensors.random(case, CPU)
     assert peers.contenders(case, tensors, ()) == {}
-    assert set(peers.contenders(case, tensors, ("sdpa",))) == {"sdpa-cudnn", "sdpa-flash", "sdpa-efficient"}
+    assert set(peers.contenders(case, tensors, ("sdpa",))) == SDPA
 
 
 def test_what_torch_cannot_express_is_not_listed():
     assert names(CASES["seed paged decode"]) <= {"torch-varlen"}
     assert names(CASES["packed D=64"]) <= {"torch-varlen"}
-    assert names(CASES["window S=16384 D=128 window=1024 causal"]) == {"flex"}
+    assert names(CASES["window D=128 S=16384 window=1024 causal"]) == SDPA | {"flex"}
     assert names(CASES["mla B=128 H=128 S=4096"]) == set()
     assert names(CASES["seed sparse magicpig"]) == set()
     assert names(CASES["seed sparse paged"]) == {"torch-gather"}
@@ -48,9 +55,9 @@ def test_each_is_called_as_it_asks(case, monkeypatch):
     """Through the gate: a wrong stride, length or convention gives a wrong result. CPU kernels stand for the others."""
     latent = case.op == "mla_attention"
     if latent:
-        monkeypatch.setattr(peer_flashmla, "ROW", case.head_dim)
-        monkeypatch.setattr(peer_flashmla, "RANK", case.head_dim_v)
-        monkeypatch.setattr(peer_flashmla, "PAGE", case.page_size)
+        monkeypatch.setattr(flashmla, "ROW", case.head_dim)
+        monkeypatch.setattr(flashmla, "RANK", case.head_dim_v)
+        monkeypatch.setattr(flashmla, "PAGE", case.page_size)
     with ExitStack() as stack:
         calls = stack.enter_context(peer_libraries.vllm_fa3())
         stack.enter_context(peer_libraries.upstream_fa3())
@@ -69,14 +76,14 @@ def test_each_is_called_as_it_asks(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["dense bf16 D=64 S=1024 causal", "padded D=64 causal", "window S=16384 D=128 window=1024 causal"]
+    "name", ["dense bf16 D=64 S=1024 causal", "padded D=64 causal", "window D=128 S=16384 window=1024 causal", SHORT]
 )
 def test_flex_is_given_the_same_mask(name, monkeypatch):
     """Eagerly: compiling it is the benchmark's business."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     case = CASES[name]
     tensors = Tensors.random(case, CPU)
-    admitted = gate.admit(case, tensors, peer_flex.contenders(case, tensors))
+    admitted = gate.admit(case, tensors, flex.contenders(case, tensors))
     assert admitted.refused == {}
 
 
@@ -84,6 +91,128 @@ def test_libraries_that_do_not_load_are_named(tmp_path: Path):
     (tmp_path / "broken.so").write_bytes(b"no library")
     (tmp_path / "notes.txt").write_text("not looked at")
     loaded = peers.load(tmp_path)
-    assert list(loaded) == [str(tmp_path / "broken.so")]
-    assert "broken.so" in loaded[str(tmp_path / "broken.so")]
+    assert list(loaded) == ["broken.so"]
+    assert "broken.so" in loaded["broken.so"]
+    (tmp_path / "libcudart.so.99").write_bytes(b"no library")
+    assert "libcudart.so.99" in peers.load(tmp_path)
     assert peers.load(None) == {}
+
+
+# Package by package: what is installed in its place, its adapter, and the contenders that it must have for some case.
+PACKAGES = {
+    "flash_attn": (
+        {"flash_attn": peer_packages.flash_attn("block_table", 1)},
+        replace(flash_packages.FA2, page=1),  # small cases have small pages
+        {"flash_attn"},
+    ),
+    "flash_attn_interface": (
+        {"flash_attn_interface": peer_packages.flash_attn("page_table", 1, with_lse=True)},
+        flash_packages.FA3,
+        {"fa3/interface"},
+    ),
+    "flashinfer": (
+        peer_packages.flashinfer(),
+        flashinfer,
+        {"flashinfer", "flashinfer/prefill", "flashinfer/decode", "flashinfer/decode, tensor cores"},
+    ),
+    "xformers": (peer_packages.xformers(), xformers, {"xformers"}),
+    "flag_gems": (peer_packages.flag_gems(), flaggems, {"flag_gems"}),
+    "sageattention": (peer_packages.sageattention(), sage, {"sage"}),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_that_are_not_here_say_so(name):
+    adapter = PACKAGES[name][1]
+    assert adapter.absent() == f"no package {name} is installed"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_are_called_as_they_document(name, monkeypatch):
+    """Every kind of case through the gate, with what each package computes by definition in its place."""
+    modules, adapter, expected = PACKAGES[name]
+    monkeypatch.setattr(sage, "WIDTHS", (16,))  # small cases are that narrow
+    monkeypatch.setattr(flashinfer, "WORKSPACE", 1 << 20)
+    seen: set[str] = set()
+    with peer_packages.installed(**modules):
+        assert adapter.absent() == ""
+        for case in distinct():
+            if case.op == "mla_attention" and name == "flag_gems":
+                case = msgspec.structs.replace(case, scale=case.head_dim**-0.5)  # it has no other
+            tensors = Tensors.random(case, CPU)
+            builds = adapter.contenders(case, tensors)
+            before = tensors.k.clone()
+            admitted = gate.admit(case, tensors, builds)
+            assert admitted.refused == {}, case.name
+            assert torch.equal(tensors.k, before), case.name
+            seen |= set(builds)
+    assert seen == expected
+
+
+def test_a_package_that_does_not_import_is_absent(tmp_path, monkeypatch):
+    (tmp_path / "flag_gems.py").write_text("raise RuntimeError('no GPU driver')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    peer_packages.here.missing.cache_clear()
+    try:
+        assert flaggems.absent() == "import flag_gems: RuntimeError: no GPU driver"
+        assert peers.presence(("flag_gems", "sdpa"), {}) == {
+            "flag_gems": "import flag_gems: RuntimeError: no GPU driver",
+            "sdpa": "here",
+        }
+    finally:
+        peer_packages.here.missing.cache_clear()
+
+
+def test_flag_gems_latent_scale_is_refused():
+    case = CASES["mla B=128 H=128 S=4096"]
+    tensors = Tensors.random(case, CPU)
+    with peer_packages.installed(**peer_packages.flag_gems()):
+        admitted = gate.admit(case, tensors, flaggems.contenders(case, tensors))
+    assert admitted.refused == {"flag_gems": flaggems.SCALE}
+
+
+@pytest.mark.parametrize("name", ["window D=64 S=4096 window=1024 causal", SHORT, "padded D=64 causal", "seed decode"])
+def test_sdpa_is_given_masks_for_what_it_has_no_argument_for(name):
+    case = CASES[name]
+    tensors = Tensors.random(case, CPU)
+    builds = sdpa.contenders(case, tensors)
+    admitted = gate.admit(case, tensors, {key: builds[key] for key in ("sdpa", "sdpa-math", "sdpa-flash")})
+    assert admitted.refused == {}
+
+
+def test_the_unfused_form_is_for_small_scores_only(monkeypatch):
+    case = CASES["seed decode"]
+    tensors = Tensors.random(case, CPU)
+    monkeypatch.setattr(sdpa, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k)
+    assert "sdpa-math" in sdpa.contenders(case, tensors)
+    monkeypatch.setattr(sdpa, "MATH_BYTES", 4 * case.batch * case.heads_q * case.seq_k - 1)
+    assert "sdpa-math" not in sdpa.contenders(case, tensors)
+
+
+PEER = """
+import torch
+from portattn.bench.contenders import Contender, ours
+
+def contenders(case, t):
+    return {"seed": lambda: ours(case, t)} if case.name.startswith("seed") else {}
+"""
+
+
+def test_a_file_can_be_a_peer(tmp_path):
+    file = tmp_path / "seed.py"
+    file.write_text(PEER)
+    name, peer = peers.from_file(file)
+    assert name == "seed"
+    case = CASES["seed decode"]
+    found = peers.contenders(case, Tensors.random(case, CPU), (), {name: peer})
+    assert set(found) == {"seed"}
+    assert peers.presence((), {name: peer}) == {"seed": "here"}
+    assert peers.contenders(CASES["host decode"], Tensors.random(case, CPU), (), {name: peer}) == {}
+
+
+@pytest.mark.parametrize(("text", "message"), [("1/0", "ZeroDivisionError"), ("x = 1", "must define contenders")])
+def test_a_file_that_is_no_peer(tmp_path, text, message):
+    file = tmp_path / "other.py"
+    file.write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        peers.from_file(file)

@@ -1,122 +1,190 @@
-"""Rows, what follows from their times, and the files; the clocks are stand-ins."""
+"""Rows and what follows from their figures; cells that are run with a clock that needs no device."""
 
 from __future__ import annotations
-
-import csv
-import json
 
 import msgspec
 import pytest
 import torch
+from benchfakes import LIMITS, FakeClock, figures, made
 from tiny import CASES
 
-from portattn.bench import measure, results, run
+from portattn.bench import gate, run
 from portattn.bench.cases import Case
-from portattn.bench.gate import Admitted
+from portattn.bench.contenders import Contender
+from portattn.bench.firstcall import FirstCall
+from portattn.bench.results import Figures
+from portattn.bench.run import Options, run_case, run_cells
 
-LIMITS = measure.Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
+CPU = torch.device("cpu")
+ALONE = Options(rounds=3, wanted=())
 # 4 GB of keys and values: 1 ms at 4 TB/s. 8 GFLOP: 10 µs at 800 TFLOP/s.
 DECODE = Case(
-    name="decode",
-    op="decode_attention",
-    batch=1,
-    heads_q=4,
-    heads_k=4,
-    seq_q=1,
-    seq_k=7812500,
-    head_dim=32,
+    name="decode", op="decode_attention", batch=1, heads_q=4, heads_k=4, seq_q=1, seq_k=7812500, head_dim=32,
     dtype="fp32",
-)
+)  # fmt: skip
 DENSE = msgspec.structs.replace(DECODE, name="dense", op="attention", seq_q=1000, seq_k=1000)
 
 
 def test_figures_of_a_memory_bound_row():
     assert (DECODE.read_bytes(), DECODE.flops()) == (8e9, 4e9)
-    times = {
-        "portattn": 4.0,
-        "portattn prepared": 2.5,
-        "fa3/vllm": 5.0,
-        "fa3/vllm, schedule given": 4.5,
-        "sdpa-flash": 8.0,
-    }
-    admitted = Admitted(1e-3, errors=dict.fromkeys(times, 1e-4), refused={"flex": "no"})
-    row = results.row(DECODE, LIMITS, admitted, times)
-    assert (row["floor_ms"], row["limit"]) == (pytest.approx(2.0), "copy")
-    assert row["tbs"]["portattn"] == pytest.approx(2.0)
-    assert row["copy_fraction"]["portattn"] == row["floor_fraction"]["portattn"] == pytest.approx(0.5)
-    assert row["tflops"]["portattn"] == pytest.approx(1.0)
-    # A library counts with the fastest way in which it was called.
-    assert row["peer_ms"] == {"fa3": 4.5, "sdpa-flash": 8.0}
-    assert row["best_peer"] == "fa3"
-    assert row["ratio"] == {"portattn": pytest.approx(4.5 / 4), "portattn prepared": pytest.approx(4.5 / 2.5)}
+    row = made(
+        "decode", DECODE, figures("portattn", 4.0, 5.0, 4.0), figures("portattn prepared", 2.5, 2.5, 2.5),
+        figures("fa3/vllm", 5.0, 5.0, 5.0), figures("fa3/vllm, schedule given", 4.5, 9.0, 4.5),
+        figures("sdpa-flash", 8.0, 8.0, 8.0), figures("sdpa-math", 0.1, 0.1, 0.1),
+        Figures(name="flex", refused="no"),
+    )  # fmt: skip
+    assert (row.floor_ms, row.limit) == (pytest.approx(2.0), "copy")
+    ours, prepared = row.figures("portattn"), row.figures("portattn prepared")
+    assert (ours.ms, ours.tbs, ours.of_floor) == (4.0, pytest.approx(2.0), pytest.approx(0.5))
+    assert ours.tflops == pytest.approx(1.0)
+    # The fastest by its median; of what is there for reference alone nothing is held against us.
+    assert row.best_peer == "fa3/vllm, schedule given"
+    # Round by round: 4.5/4, 9/5, 4.5/4.
+    assert ours.ratio == pytest.approx(4.5 / 4)
+    assert prepared.ratio == pytest.approx(1.8)
+    assert row.figures("fa3/vllm").ratio is None
+    assert ours.spread == pytest.approx(0.25)
+    assert not row.failed
 
 
 def test_figures_of_a_compute_bound_row():
     assert DENSE.flops() == 2 * 4 * 1000 * 1000 * 64
-    row = results.row(DENSE, LIMITS, Admitted(1e-3), {"portattn": DENSE.flops() / 400e9})
-    assert row["limit"] == "gemm"
-    assert row["floor_fraction"]["portattn"] == pytest.approx(0.5)
-    assert row["tbs"] == row["copy_fraction"] == row["ratio"] == {}
-    assert row["best_peer"] is None
+    row = made("x", DENSE, figures("portattn", DENSE.flops() / 400e9))
+    assert row.limit == "gemm"
+    assert row.figures("portattn").of_floor == pytest.approx(0.5)
+    assert row.figures("portattn").tbs is row.figures("portattn").ratio is None
+    assert row.best_peer == ""
 
 
-@pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "interleaved_ms", lambda runs, rounds: {name: float(rounds) for name in runs})
-    monkeypatch.setattr(measure, "host_us", lambda run: 5.0)
-    monkeypatch.setattr(measure, "peak_extra_bytes", lambda run: 64)
-    monkeypatch.setattr(measure, "graph_ms", lambda run: 0.25)
+def test_graphs_have_a_best_peer_of_their_own():
+    row = made(
+        "x", DECODE, figures("portattn", 4.0, graph_ms=(2.0, 2.0)), figures("fa3/vllm", 5.0, graph_ms=(4.0, 3.0)),
+        figures("sdpa-cudnn", 3.0, graph_ms=(6.0, 6.0)),
+    )  # fmt: skip
+    assert (row.best_peer, row.best_graph) == ("sdpa-cudnn", "fa3/vllm")
+    assert row.figures("portattn").ratio == pytest.approx(0.75)
+    assert row.figures("portattn").graph_ratio == pytest.approx(1.75)
 
 
-@pytest.mark.usefixtures("clocks")
-def test_a_case_is_gated_and_timed(monkeypatch):
-    case = CASES["seed paged decode"]
-    row = run.run_case(case, torch.device("cpu"), 3, LIMITS, wanted=())
-    assert row["ms"] == {"portattn": 3.0, "portattn prepared": 3.0}
-    assert row["host_us"]["portattn prepared"] == 5.0
-    assert row["graph_ms"]["portattn"] == 0.25
-    assert row["extra_bytes"]["portattn"] == 64
-    assert row["plan"][0].startswith("paged_attention")
-    assert not results.ours_failed({"rows": [row]})
-
-    def waits(run):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(measure, "graph_ms", waits)
-    row = run.run_case(case, torch.device("cpu"), 3, LIMITS, wanted=())
-    assert row["graph_ms"] == {}
-    assert row["no_graph"]["portattn"].startswith("operation not permitted")
+def test_a_case_is_gated_and_timed():
+    case, clock = CASES["seed paged decode"], FakeClock(0.5)
+    row = run_case("seed", case, 0, CPU, clock, LIMITS, ALONE)
+    assert [f.name for f in row.contenders] == ["portattn", "portattn prepared"]
+    ours = row.figures("portattn")
+    assert ours.rounds_ms == (0.5, 0.5, 0.5)
+    assert ours.graph_ms == (0.5,) * run.GRAPH_ROUNDS
+    assert ours.host_us.median == 5.0
+    assert ours.extra_bytes == 64
+    assert ours.path == "reference"
+    assert {timing for _, timing, _ in clock.turns} == {"do_bench"}
+    assert row.plan[0].startswith("paged_attention")
+    assert not row.failed
 
 
-@pytest.mark.usefixtures("clocks")
+def test_what_cannot_be_captured_has_a_reason():
+    case, clock = CASES["seed decode"], FakeClock(0.5)
+    clock.graphs = RuntimeError("operation not permitted when stream is capturing\nmore")
+    row = run_case("seed", case, 0, CPU, clock, LIMITS, ALONE)
+    assert row.figures("portattn").graph_ms == ()
+    assert row.figures("portattn").no_graph == "operation not permitted when stream is capturing"
+    slow = run_case("seed", case, 0, CPU, FakeClock(5.0), LIMITS, ALONE)
+    assert "longer than" in slow.figures("portattn").no_graph
+
+
+def test_enqueue_times_alone():
+    clock = FakeClock()
+    row = run_case("host", CASES["host decode"], 0, CPU, clock, None, Options(wanted=("sdpa",), only_host=True))
+    assert clock.turns == []
+    ours = row.figures("portattn")
+    assert ours.host_us.median == row.figures("sdpa").host_us.median == 5.0
+    assert ours.rounds_ms == ours.graph_ms == ()
+    assert row.floor_ms is row.state is None
+
+
 def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
-    row = run.run_case(CASES["seed decode"], torch.device("cpu"), 1, LIMITS, backend="triton", wanted=())
-    assert set(row["refused"]) == {"portattn", "portattn prepared"}
-    assert row["ms"] == row["ratio"] == {}
-    assert results.ours_failed({"rows": [row]})
+    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, Options(backend="triton", wanted=()))
+    assert all(f.refused for f in row.contenders)
+    assert row.failed
 
     def full(*_):
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(run.Tensors, "random", full)
-    row = run.run_case(CASES["seed decode"], torch.device("cpu"), 1, LIMITS)
-    assert row["refused"] == {"portattn": "no memory left"}
-    assert results.ours_failed({"rows": [row]})
+    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, ALONE)
+    assert row.figures("portattn").refused == "no memory left"
+    assert row.failed
 
 
-def test_files_hold_every_figure(tmp_path):
-    times = {"portattn": 4.0, "fa3/vllm": 5.0}
-    row = results.row(DECODE, LIMITS, Admitted(1e-3, errors=dict.fromkeys(times, 1e-4), refused={"flex": "no"}), times)
-    row["host_us"] = {"portattn": 3.0}
-    result = {"schema": results.SCHEMA, "ceilings": LIMITS, "rows": [row]}
-    as_json, as_csv = results.write(result, tmp_path / "new", "bench")
-    read = json.loads(as_json.read_text())
-    assert read["ceilings"] == {"gemm_tflops": 800.0, "copy_tbs": 4.0}
-    assert read["rows"][0]["ms"] == times
-    with as_csv.open() as file:
-        lines = list(csv.DictReader(file))
-    assert [line["contender"] for line in lines] == ["portattn", "fa3/vllm", "flex"]
-    assert float(lines[0]["copy_fraction"]) == pytest.approx(0.5)
-    assert (lines[0]["host_us"], lines[1]["host_us"]) == ("3.0", "")
-    assert (lines[2]["refused"], lines[2]["ms"]) == ("no", "")
-    assert lines[0]["limit"] == "copy"
+def test_the_core_is_not_timed_twice(monkeypatch):
+    """On a machine whose plan takes the core, both names have the figures of one contender."""
+    monkeypatch.setattr("portattn.bench.contenders.CORE_PATH", "reference")
+    clock = FakeClock(2.0)
+    row = run_case("seed", CASES["seed prefill causal"], 0, CPU, clock, LIMITS, Options(rounds=2, wanted=(), core=True))
+    assert [f.name for f in row.contenders] == ["portattn", "portattn core"]
+    assert row.figures("portattn core").rounds_ms == row.figures("portattn").rounds_ms == (2.0, 2.0)
+    assert len({run for run, _, _ in clock.turns}) == 1
+
+
+def test_a_peer_that_breaks_when_it_is_timed_is_refused():
+    """Right in the gate's single call, and later not to be had."""
+    calls = []
+
+    class Breaks:
+        def absent(self):
+            return ""
+
+        def contenders(self, case, t):
+            def call():
+                calls.append(None)
+                if len(calls) > 2:
+                    raise RuntimeError("out of workspace")
+                return own.run()
+
+            from portattn.bench.contenders import ours
+
+            own = ours(case, t)
+            return {"breaks": lambda: Contender(call)}
+
+    options = Options(rounds=2, wanted=(), others={"breaks": Breaks()})
+    row = run_case("seed", CASES["seed decode"], 0, CPU, FakeClock(), LIMITS, options)
+    assert row.figures("breaks").refused == "failed when it was timed: out of workspace"
+    assert row.figures("portattn").rounds_ms == (1.0, 1.0)
+    assert not row.failed
+
+
+def test_cells_end_with_the_budget(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("portattn.bench.run.time.monotonic", lambda: clock[0])
+
+    def spent(*_):
+        clock[0] += 10.0
+        return made("decode", DECODE, figures("portattn", 1.0))
+
+    monkeypatch.setattr(run, "run_case", spent)
+    cells = [("decode", DECODE)] * 9
+    rows: list = []
+    # 10 s each: the third would end at 30 s, the fourth beyond 35.
+    assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, 35.0, CPU) == 3 == len(rows)
+    clock[0] = 0.0
+    assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU) == 9
+
+
+def test_a_lost_device_leaves_a_row(monkeypatch):
+    def breaks(*_):
+        raise gate.DeviceLost("fa3/vllm", RuntimeError("illegal address"), "sticky")
+
+    monkeypatch.setattr(run, "run_case", breaks)
+    rows: list = []
+    with pytest.raises(gate.DeviceLost):
+        run_cells([("decode", DECODE)] * 2, 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU)
+    (row,) = rows
+    assert "illegal address" in row.figures("fa3/vllm").refused
+    assert not row.failed  # it was not ours that broke it
+
+
+def test_first_calls_have_rows_of_their_own(monkeypatch):
+    found = FirstCall(case="first decode", run=0, empty_s=2.0, kept_s=0.5, second_s=0.1)
+    monkeypatch.setattr("portattn.bench.firstcall.measure", lambda case, index: found)
+    rows: list = []
+    run_cells([("cold-start", CASES["first decode"])], 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU)
+    assert rows == [found]

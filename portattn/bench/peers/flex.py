@@ -11,12 +11,12 @@ from portattn.bench.contenders import Build, Contender
 from portattn.bench.tensors import Tensors
 
 
-def available() -> bool:
-    return True
+def absent() -> str:
+    return ""
 
 
 def contenders(case: Case, t: Tensors) -> dict[str, Build]:
-    if case.op != "attention" or (case.seq_q != case.seq_k and case.causal != "none"):
+    if case.op != "attention":
         return {}
     return {"flex": functools.partial(_build, case, t)}
 
@@ -28,13 +28,15 @@ def _build(case: Case, t: Tensors) -> Contender:
     if case.causal != "none":
         right = 0
     lengths = t.seqlens_k
+    # Where lengths are given, queries and keys of a sequence begin at 0 both.
+    shift = 0 if lengths is not None or case.causal == "top_left" else case.seq_k - case.seq_q
 
     def keep(b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         kept = key >= 0
         if right is not None:
-            kept = kept & (key <= row + right)
+            kept = kept & (key <= row + shift + right)
         if left is not None:
-            kept = kept & (key >= row - left)
+            kept = kept & (key >= row + shift - left)
         return kept if lengths is None else kept & (key < lengths[b])
 
     torch._dynamo.reset()  # it gives up compiling after some shapes, and would run eagerly then

@@ -8,13 +8,14 @@ import torch
 
 from portattn.bench.cases import Case
 from portattn.bench.contenders import Build, Contender, swapped
+from portattn.bench.peers.here import has_op
 from portattn.bench.tensors import Tensors
 
 ROW, RANK, PAGE = 576, 512, 64
 
 
-def available() -> bool:
-    return hasattr(torch.ops._flashmla_C, "dense_decode_fwd")
+def absent() -> str:
+    return "" if has_op("_flashmla_C", "dense_decode_fwd") else "no library has registered torch.ops._flashmla_C"
 
 
 def contenders(case: Case, t: Tensors) -> dict[str, Build]:

@@ -16,8 +16,8 @@ from portattn.bench.tensors import Tensors
 PAGE = 256  # tokens, of which FlashAttention-2's pages have a multiple
 
 
-def available() -> bool:
-    return True
+def absent() -> str:
+    return ""
 
 
 def contenders(case: Case, t: Tensors) -> dict[str, Build]:

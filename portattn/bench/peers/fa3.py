@@ -10,6 +10,7 @@ import torch
 
 from portattn.bench.cases import Case
 from portattn.bench.contenders import Build, Contender, as_is, swapped
+from portattn.bench.peers.here import has_op
 from portattn.bench.tensors import Tensors
 
 WIDEST = 256
@@ -27,15 +28,17 @@ _ABSENT = (
 
 
 def _vllm() -> bool:
-    return hasattr(torch.ops._vllm_fa3_C, "fwd")
+    return has_op("_vllm_fa3_C", "fwd")
 
 
 def _upstream() -> bool:
-    return hasattr(torch.ops.flash_attn_3, "fwd")
+    return has_op("flash_attn_3", "fwd")
 
 
-def available() -> bool:
-    return _vllm() or _upstream()
+def absent() -> str:
+    if _vllm() or _upstream():
+        return ""
+    return "no library has registered torch.ops._vllm_fa3_C or torch.ops.flash_attn_3"
 
 
 def contenders(case: Case, t: Tensors) -> dict[str, Build]:

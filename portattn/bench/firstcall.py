@@ -1,0 +1,116 @@
+"""What the first call of a tuned problem costs, in processes of their own: with empty caches, then with those it left.
+
+    python -m portattn.bench.firstcall CASE
+
+prints one JSON object: {"first_s", "second_s", "path"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import msgspec
+
+from portattn.bench.cases import Case
+
+COLD_START = "cold-start"  # the set's name
+SECONDS = 300.0  # limit of a process
+_HEADS: dict[str, Any] = {"heads_q": 32, "heads_k": 8, "head_dim": 128}
+CASES = (
+    Case(name="first attention", op="attention", batch=4, seq_q=4096, seq_k=4096, causal="bottom_right", **_HEADS),
+    Case(name="first decode", op="decode_attention", batch=64, seq_q=1, seq_k=8192, **_HEADS),
+    Case(name="first paged", op="paged_attention", batch=64, seq_q=1, seq_k=8192, page_size=16, **_HEADS),
+)
+# Where compiled kernels and verdicts are kept; torch's own caches have no part in a call of ours.
+_CACHES = ("PORTATTN_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+class FirstCall(msgspec.Struct, frozen=True, kw_only=True, tag="first-call"):
+    """Seconds of a case's first calls.
+
+    run       index of the run among the result's runs
+    empty_s   the first call of a process, until its result is there, with empty caches
+    kept_s    the first call of a later process, which finds the first one's caches
+    second_s  that process's second call
+    path      the plan's
+    failed    why there are no figures
+    """
+
+    set: str = COLD_START
+    case: str
+    run: int
+    empty_s: float | None = None
+    kept_s: float | None = None
+    second_s: float | None = None
+    path: str = ""
+    failed: str = ""
+
+
+def measure(case: Case, run: int, seconds: float = SECONDS) -> FirstCall:
+    """Time the first calls of a case in two processes that share new caches."""
+    with tempfile.TemporaryDirectory(prefix="portattn-bench-") as folder:
+        environment = {**os.environ, **{name: os.path.join(folder, name) for name in _CACHES}}
+        found = []
+        for _ in range(2):
+            try:
+                found.append(_child(case, environment, seconds))
+            except (subprocess.SubprocessError, ValueError) as failure:
+                return FirstCall(case=case.name, run=run, failed=_why(failure))
+    empty, kept = found
+    return FirstCall(
+        case=case.name, run=run, empty_s=empty["first_s"], kept_s=kept["first_s"], second_s=kept["second_s"],
+        path=empty["path"],
+    )  # fmt: skip
+
+
+def _child(case: Case, environment: dict[str, str], seconds: float) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, case.name],
+        env=environment, capture_output=True, text=True, timeout=seconds, check=True,
+    )  # fmt: skip
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1] if done.stdout else "")
+    return answer
+
+
+def _why(failure: Exception) -> str:
+    if isinstance(failure, subprocess.TimeoutExpired):
+        return f"no result after {failure.timeout:g} s"
+    said = getattr(failure, "stderr", "") or str(failure)
+    return str(said).strip().splitlines()[-1][:200]
+
+
+def timed(case: Case, device: str) -> dict[str, Any]:
+    """What the child does: tensors first, so that the device is up before the clock starts."""
+    import torch
+
+    from portattn.bench.contenders import ours, plan_of
+    from portattn.bench.tensors import Tensors
+
+    tensors = Tensors.random(case, torch.device(device))
+    run = ours(case, tensors).run
+
+    def once() -> float:
+        begun = time.perf_counter()
+        out = run()
+        if out.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    return {"first_s": once(), "second_s": once(), "path": plan_of(case, tensors).path}
+
+
+def main(name: str) -> None:
+    import torch
+
+    case = next(case for case in CASES if case.name == name)
+    print(json.dumps(timed(case, "cuda" if torch.cuda.is_available() else "cpu")))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

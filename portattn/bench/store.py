@@ -1,0 +1,139 @@
+"""rows.jsonl, written line by line while a run goes on, and bench.json and bench.csv, written whole from it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import filelock
+import msgspec
+
+from portattn.bench.firstcall import FirstCall
+from portattn.bench.results import SCHEMA, Result, Row, Run
+from portattn.errors import ArgumentError, DataError
+
+ROWS = "rows.jsonl"
+# A run goes on with another's rows only where these agree: else the rows would not be of one thing.
+SAME = ("portattn", "kernels", "chip", "toolchain", "commit", "backend", "core", "only_host", "rounds")
+_lines = msgspec.json.Decoder(Run | Row | FirstCall)
+
+
+class _Versioned(msgspec.Struct):
+    schema: int
+
+
+class Store:
+    """The folder of a run. Use it as a context: it holds the folder's lock.
+
+    Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / ROWS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(folder / ".lock")
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ArgumentError("bench", "--out", str(folder), "another run is writing there now") from None
+        except OSError as error:
+            raise ArgumentError("bench", "--out", str(folder), f"cannot be written: {error.strerror}") from None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def start(self) -> Path | None:
+        """Begin with no rows; those that are there are kept under their date. Returns where they went."""
+        if not self.path.exists():
+            self.path.touch()
+            return None
+        begun = datetime.datetime.fromtimestamp(self.path.stat().st_mtime, datetime.timezone.utc)
+        stem, kept, number = f"rows-{begun:%Y%m%d-%H%M%S}", self.folder, 1
+        while kept == self.folder or kept.exists():
+            kept = self.folder / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
+            number += 1
+        self.path.rename(kept)
+        self.path.touch()
+        return kept
+
+    def resume(self, run: Run) -> Result:
+        """What the folder's rows hold, to go on with. A line that was cut off is dropped.
+
+        Raises ArgumentError when there are none, or they are another thing's: see SAME.
+        """
+        if not self.path.exists():
+            raise ArgumentError("bench", "--resume", str(self.path), "there is no such file to go on with")
+        found = read(self.path)
+        for name in SAME:
+            before, now = getattr(found.runs[0], name), getattr(run, name)
+            if before != now:
+                raise ArgumentError(
+                    "bench", "--resume", str(self.path), f"its {name} is {before!r} and this run's is {now!r}"
+                )
+        whole = self.path.read_bytes()
+        if not whole.endswith(b"\n"):
+            replace(self.path, whole[: whole.rfind(b"\n") + 1])
+        return found
+
+    def append(self, item: Run | Row | FirstCall) -> None:
+        """Add one line, and have it on the disk."""
+        line = msgspec.json.encode(item) + b"\n"
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            written = os.write(handle, line)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        if written != len(line):
+            raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
+
+
+def read(path: Path) -> Result:
+    """The result in a rows.jsonl, a bench.json, or a folder that holds either.
+
+    Raises DataError (file, line) when it is neither, or of another schema version.
+    """
+    if path.is_dir():
+        path = path / ROWS if (path / ROWS).exists() else path / "bench.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    if path.suffix != ".jsonl":
+        return _document(path, data)
+    result = Result(runs=[], rows=[])
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            item = _lines.decode(line)
+        except msgspec.DecodeError as error:
+            raise DataError(path, number, f"not a line of bench results: {error}") from None
+        if isinstance(item, Run):
+            _check(path, number, item.schema)
+        result.add(item)
+    if not result.runs:
+        raise DataError(path, None, "holds no run")
+    return result
+
+
+def _document(path: Path, data: bytes) -> Result:
+    try:
+        _check(path, None, msgspec.json.decode(data, type=_Versioned).schema)
+        return msgspec.json.decode(data, type=Result)
+    except msgspec.DecodeError as error:
+        raise DataError(path, None, f"no results of portattn bench: {error}") from None
+
+
+def _check(path: Path, line: int | None, version: int) -> None:
+    if version != SCHEMA:
+        raise DataError(path, line, f"schema version {version}; this portattn reads version {SCHEMA}")
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file whole: a reader sees the one before or this one."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)

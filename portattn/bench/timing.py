@@ -1,0 +1,81 @@
+"""Taking turns. A card that is capped in power is slower after a long call than after a rest, so that only figures of
+contenders that took turns without a pause can be compared: a ratio is that of two times of one round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from portattn.bench.cases import Timing
+from portattn.bench.clock import HEAD_START_MS, Clock
+from portattn.bench.contenders import Contender
+from portattn.bench.gate import FAILURES, DeviceLost, reason
+
+TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of which a call has its share
+MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's queue
+SLOW_MS, FEW_ROUNDS = 30.0, 3  # calls that long are steady: so many rounds are enough
+HEAT_MS = 400.0  # of work before anything counts, after which a card that rested has come down to its lasting clocks
+
+
+@dataclass(slots=True)
+class Turns:
+    """Milliseconds of each contender, round by round, and why some have none. By name."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timing, rounds: int) -> Turns:
+    """Time contenders in rounds; each round begins with another one. The first ones do not count: one says how many
+    calls fill a turn, and where calls are long enough to heat the card, others bring its clocks down.
+
+    Raises DeviceLost.
+    """
+    names, turns = list(contenders), Turns()
+    expected: dict[str, float] = {}
+    settling, round_ = 1, 0
+    while round_ < settling + rounds:
+        if round_ - settling >= FEW_ROUNDS and expected and max(expected.values()) > SLOW_MS:
+            break
+        for name in rotated(names, round_):
+            if name in turns.failed:
+                continue
+            contender, guess = contenders[name], expected.get(name, 0.0)
+            try:
+                with contender.around():
+                    if not guess:  # compiles, and picks what it picks
+                        guess = clock.turn_ms(contender.run, timing, 1, guess)
+                    ms = clock.turn_ms(contender.run, timing, calls(timing, guess), guess)
+            except FAILURES as failure:
+                lost = clock.lost()
+                if lost:
+                    raise DeviceLost(name, failure, lost) from None
+                turns.failed[name] = reason(failure)
+                turns.ms.pop(name, None)
+                continue
+            expected[name] = ms
+            if round_ >= settling:
+                turns.ms.setdefault(name, []).append(ms)
+        if round_ == 0 and timing == "hot" and expected and max(expected.values()) > HEAD_START_MS:
+            settling += int(HEAT_MS / sum(ms * calls(timing, ms) for ms in expected.values()))
+        round_ += 1
+    return turns
+
+
+def calls(timing: Timing, expected_ms: float) -> int:
+    """How many calls a turn has. do_bench counts its own."""
+    if timing == "do_bench":
+        return 1
+    return max(1, min(MOST_CALLS[timing], round(TURN_MS[timing] / max(expected_ms, 1e-4))))
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    by %= max(len(names), 1)
+    return [*names[by:], *names[:by]]
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """How many times as fast we are: the median over rounds of their time over ours in the same round."""
+    pairs = list(zip(theirs, ours, strict=False))
+    return statistics.median(a / b for a, b in pairs)

@@ -1,0 +1,190 @@
+"""`portattn bench report` and `compare`: what results say, from their files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from portattn.cli.errors import RED
+from portattn.cli.output import emit_json, heading, json_option, table
+
+if TYPE_CHECKING:
+    from portattn.bench.results import Figures, Result, Row
+
+LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown as well
+
+
+@click.command()
+@click.argument("results", metavar="RESULTS", type=click.Path(path_type=Path, exists=True))
+@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write tables to this file.")
+@click.option("--csv", "as_csv", type=click.Path(path_type=Path, dir_okay=False), help="Write every figure to it.")
+@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw SVG and PNG into this folder.")
+@json_option
+def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
+    """Goals, summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), or a
+    folder with either. No device is needed; --plots needs matplotlib (pip install 'portattn[bench]').
+
+    Exit status 0 whatever the figures say; 2 when they cannot be read.
+    """
+    from portattn.bench import store, tables
+    from portattn.bench.summary import document
+
+    result = store.read(results)
+    written = []
+    for path, text in ((markdown, tables.as_markdown), (as_csv, tables.as_csv)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.replace(path, text(result).encode())
+            written.append(path)
+    if plots is not None:
+        from portattn.bench.plots import draw
+
+        written += draw(result, plots)
+    if as_json:
+        emit_json(document(result) | {"written": [str(path) for path in written]})
+    else:
+        show(result, written)
+
+
+@click.command()
+@click.argument("before", type=click.Path(path_type=Path, exists=True))
+@click.argument("after", type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--tolerance", type=click.FloatRange(0, 1, max_open=True), default=0.03, show_default=True,
+    help="Part of its ratio to the same peer that a case may lose.",
+)  # fmt: skip
+@json_option
+def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
+    """What changed from BEFORE to AFTER: how far ahead of the same peer portattn was in each. Times of two runs do not
+    compare on a card that is capped in power.
+
+    Exit status 1 when a case has lost more than the tolerance.
+    """
+    from portattn.bench import compare as comparing
+    from portattn.bench import store
+
+    found = comparing.changes(store.read(before), store.read(after))
+    slower = comparing.slower(found, tolerance)
+    sets = comparing.by_set(found)
+    if as_json:
+        emit_json({"tolerance": tolerance, "sets": sets, "slower": slower, "changes": found})
+    else:
+        rows = [
+            (
+                c.set, c.case, c.name, c.peer or "no peer in both", _times(c.before), _times(c.after),
+                "" if c.change is None else f"{c.change - 1:+.1%}", f"{c.ms[0] * 1e3:.1f} → {c.ms[1] * 1e3:.1f} µs",
+            )
+            for c in found
+        ]  # fmt: skip
+        table(("set", "case", "contender", "against", "before", "after", "change", "own time"), rows)
+        for line in sets:
+            click.echo(f"{line.set}, {line.name}: {line.change - 1:+.1%} over {line.cells} cells")
+        for change in slower:
+            assert change.change is not None
+            click.echo(f"slower: {change.set}, {change.case}, {change.name}: {change.change - 1:+.1%}", err=True)
+    if slower:
+        raise SystemExit(RED)
+
+
+def write(result: Result, folder: Path) -> list[Path]:
+    """bench.json and bench.csv in the folder; their paths."""
+    import msgspec
+
+    from portattn.bench import store, tables
+    from portattn.bench.summary import document
+
+    as_json, as_csv = folder / "bench.json", folder / "bench.csv"
+    store.replace(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
+    store.replace(as_csv, tables.as_csv(result).encode())
+    return [as_json, as_csv]
+
+
+def show(result: Result, written: list[Path]) -> None:
+    """A result as text: where it comes from, every contender of every case, the sets and the goals."""
+    from portattn.bench.goals import verdicts
+    from portattn.bench.summary import summaries
+
+    for run in result.runs:
+        limits = run.ceilings
+        text = f"{run.chip}, {run.toolchain}, torch {run.versions.get('torch', '?')}, {run.date}"
+        if limits:
+            text += f"; ceilings: GEMM {limits.gemm_tflops:.0f} TFLOP/s, copy {limits.copy_tbs:.2f} TB/s"
+        click.echo(text)
+        for file, state in run.libraries.items():
+            click.echo(f"{file}: {state}")
+        for name, state in run.peers.items():
+            if state != "here":
+                click.echo(f"{name}: {state}")
+    rows = [line for row in result.rows for line in _lines(row)]
+    table(("set", "case", "contender", "µs", "spread", "rate", "of limit", "error", "notes"), rows)
+    for call in result.first_calls:
+        text = (
+            call.failed or f"{call.empty_s:.2f} s with empty caches, {call.kept_s:.2f} s with kept ones ({call.path})"
+        )
+        click.echo(f"{call.case}: {text}")
+    heading("Sets: the best peer's time over ours, geometric means")
+    table(
+        ("set", "contender", "cells", "geomean", "worst", "from graphs", "of the floor", "worst in"),
+        [
+            (
+                s.set, s.name, f"{s.cells}/{s.of}", _times(s.ratio), _times(s.worst), _times(s.graph_ratio),
+                f"{s.of_floor:.0%}" if s.of_floor is not None else "", s.worst_case,
+            )
+            for s in summaries(result)
+        ],
+    )  # fmt: skip
+    heading("Goals")
+    table(
+        ("goal", "verdict", "measured", "limit", "cells", "worst, or why there is none"),
+        [
+            (
+                v.goal.name, v.status, "" if v.value is None else f"{v.value:.2f}",
+                f"{'≤' if v.goal.at_most else '≥'} {v.goal.limit:g}", f"{v.cells}/{v.of}",
+                f"{v.worst.case} {v.worst.value:.2f}" if v.worst else "; ".join(v.missing),
+            )
+            for v in verdicts(result)
+        ],
+    )  # fmt: skip
+    for path in written:
+        click.echo(f"written: {path}")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"
+
+
+def _lines(row: Row) -> list[tuple[str, ...]]:
+    from portattn.bench.tables import rate
+
+    lines: list[tuple[str, ...]] = []
+    for f in row.contenders:
+        if f.refused:
+            lines.append((row.set, row.name, f.name, "", "", "", "", "", f.refused))
+            continue
+        lines.append(
+            (
+                row.set, row.name, f.name, "" if f.ms is None else f"{f.ms * 1e3:.1f}",
+                "" if f.spread is None else f"{f.spread:.0%}", rate(row, f),
+                "" if f.of_floor is None else f"{f.of_floor:.0%} {row.limit}",
+                "" if f.error is None else f"{f.error:.1e}", _notes(row, f),
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _notes(row: Row, f: Figures) -> str:
+    """What else is known of a contender."""
+    notes = [f.path] if f.path else []
+    if f.ratio is not None:
+        notes.append(f"{f.ratio:.2f}× {row.best_peer}")
+    if f.no_graph:
+        notes.append(f"no graph: {f.no_graph}")
+    elif f.graph is not None and f.graph < LAUNCH_BOUND_MS:
+        notes.append(f"graph {f.graph * 1e3:.1f} µs")
+    if f.host_us is not None:
+        notes.append(f"host {f.host_us.median:.1f} µs")
+    if f.extra_bytes is not None:
+        notes.append(f"+{f.extra_bytes / 2**20:.1f} MiB")
+    return "; ".join(notes)

@@ -1,0 +1,309 @@
+"""Peers' Python packages as they document themselves, on the CPU: signatures, layouts, conventions."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peer_libraries import _mixed, _scores
+
+from portattn.bench.peers import here
+
+
+@contextmanager
+def installed(**modules: types.SimpleNamespace) -> Iterator[None]:
+    """Inside the block these modules can be imported; a name's dots are written as two underscores."""
+    names = {name.replace("__", "."): parts for name, parts in modules.items()}
+    kept = {name: sys.modules.get(name) for name in names}
+    for name, parts in names.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(vars(parts))
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    here.missing.cache_clear()
+    try:
+        yield
+    finally:
+        for name, before in kept.items():
+            sys.modules.pop(name)
+            if before is not None:
+                sys.modules[name] = before
+        here.missing.cache_clear()
+
+
+def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, window: tuple[int, int] = (-1, -1)) -> Any:
+    """One sequence: (S, H, D) and (K, Hk, D), bottom-right."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _mixed(_scores(q, k) * scale, v, window[0], 0 if causal else window[1]).to(q.dtype)
+
+
+def packed(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *how: Any) -> Any:
+    out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype)
+    for b in range(len(cu_q) - 1):
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b + 1]))
+        out[rows] = attend(q[rows], k[keys], v[keys], *how)
+    return out
+
+
+def rows_of_pages(pages: Any, ids: Any) -> Any:
+    return pages[ids.long()].flatten(0, 1)
+
+
+def flash_attn(pages: str, page: int, with_lse: bool = False) -> types.SimpleNamespace:
+    """flash_attn 2.8, or flash_attn_interface of FlashAttention-3. pages: its name of a page table."""
+
+    def answer(out: Any) -> Any:
+        return (out, out.float()) if with_lse else out
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        return answer(torch.stack([attend(*x, softmax_scale, causal, window_size) for x in zip(q, k, v, strict=True)]))
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, causal=False, window_size=(-1, -1), block_table=None
+    ):
+        assert max_q == int(cu_q.diff().max())
+        assert max_k == int(cu_k.diff().max())
+        if block_table is None:
+            return answer(packed(q, k, v, cu_q, cu_k, softmax_scale, causal, window_size))
+        out = torch.empty_like(q)
+        for b, table in enumerate(block_table):
+            rows, count = slice(int(cu_q[b]), int(cu_q[b + 1])), int(cu_k[b + 1] - cu_k[b])
+            keys, values = (rows_of_pages(x, table)[:count] for x in (k, v))
+            out[rows] = attend(q[rows], keys, values, softmax_scale, causal, window_size)
+        return answer(out)
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, softmax_scale=None, causal=False, **named):
+        table = named.pop(pages, None)
+        window = named.pop("window_size", (-1, -1))
+        cu, longest = named.pop("cu_seqlens_q", None), named.pop("max_seqlen_q", None)
+        assert not named
+        assert table is None or k_cache.shape[1] % page == 0
+        out = torch.empty_like(q)
+        for b, used in enumerate(cache_seqlens.tolist()):
+            keys, values = (
+                (rows_of_pages(x, table[b]) if table is not None else x[b])[:used] for x in (k_cache, v_cache)
+            )
+            rows = b if cu is None else slice(int(cu[b]), int(cu[b + 1]))
+            assert cu is None or rows.stop - rows.start <= longest
+            out[rows] = attend(q[rows], keys, values, softmax_scale, causal, window)
+        return answer(out)
+
+    return types.SimpleNamespace(
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+    )
+
+
+class _Planned:
+    """What FlashInfer's wrappers share."""
+
+    def __init__(self, workspace, *layout, **options):
+        assert workspace.dtype == torch.uint8
+        assert workspace.numel()
+        assert not layout or layout == ("NHD",)
+
+    def _cache(self, k, v, indptr, ids, last, page, b):
+        mine = ids[int(indptr[b]) : int(indptr[b + 1])]
+        count = (len(mine) - 1) * page + int(last[b])
+        return (rows_of_pages(x, mine)[:count] for x in (k, v))
+
+
+class Ragged(_Planned):
+    def plan(
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, causal=False,
+        window_left=-1, sm_scale=None, q_data_type="float16",
+    ):  # fmt: skip
+        self.given = qo_indptr, kv_indptr, sm_scale, causal, (window_left, -1)
+        self.shape = num_qo_heads, num_kv_heads, head_dim_qk, q_data_type
+
+    def run(self, q, k, v):
+        assert (q.shape[1], k.shape[1], q.shape[2], q.dtype) == self.shape
+        assert q.is_contiguous()
+        return packed(q, k, v, *self.given)
+
+
+class Paged(_Planned):
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, causal=False, sm_scale=None, window_left=-1, q_data_type="float16",
+    ):  # fmt: skip
+        self.pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size
+        self.indptr, self.how = qo_indptr, (sm_scale, causal, (window_left, -1))
+
+    def run(self, q, cache):
+        out = torch.empty_like(q)
+        for b in range(len(self.indptr) - 1):
+            rows = slice(int(self.indptr[b]), int(self.indptr[b + 1]))
+            out[rows] = attend(q[rows], *self._cache(*cache, *self.pages, b), *self.how)
+        return out
+
+
+class Decode(_Planned):
+    def plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left=-1,
+        q_data_type="float16", kv_data_type=None, sm_scale=None,
+    ):  # fmt: skip
+        assert q_data_type == kv_data_type
+        self.pages, self.how = (indptr, indices, last_page_len, page_size), (sm_scale, True, (window_left, -1))
+
+    def run(self, q, cache):
+        return torch.cat([attend(q[b : b + 1], *self._cache(*cache, *self.pages, b), *self.how) for b in range(len(q))])
+
+
+class Latent(_Planned):
+    def plan(
+        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,
+        sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
+        self.given = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        self.how = sm_scale, causal
+        self.widths = head_dim_ckv, head_dim_kpe
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache):
+        assert (ckv_cache.shape[-1], kpe_cache.shape[-1]) == self.widths
+        indptr, pages, ids, lengths = self.given
+        out = torch.empty_like(q_nope)
+        for b, length in enumerate(lengths.tolist()):
+            rows, mine = slice(int(indptr[b]), int(indptr[b + 1])), ids[int(pages[b]) : int(pages[b + 1])]
+            ckv, kpe = (rows_of_pages(x, mine)[:length, None] for x in (ckv_cache, kpe_cache))
+            q = torch.cat([q_nope[rows], q_pe[rows]], -1)
+            out[rows] = attend(q, torch.cat([ckv, kpe], -1), ckv, *self.how)
+        return out
+
+
+def flashinfer() -> dict[str, types.SimpleNamespace]:
+    return {
+        "flashinfer": types.SimpleNamespace(
+            BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+            BatchPrefillWithPagedKVCacheWrapper=Paged,
+            BatchDecodeWithPagedKVCacheWrapper=Decode,
+        ),
+        "flashinfer__mla": types.SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent),
+    }
+
+
+def xformers() -> dict[str, types.SimpleNamespace]:
+    """memory_efficient_attention_forward of 0.0.33 and the biases that are used."""
+
+    class Lower:
+        window, causal = (-1, -1), True
+
+    class Local:
+        causal = False
+
+        def __init__(self, window_left, window_right):
+            self.window = window_left, window_right
+
+    class Blocks:
+        causal, window = False, (-1, -1)
+
+        @classmethod
+        def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
+            made = cls()
+            made.q, made.k = (torch.tensor([0, *x]).cumsum(0) for x in (q_seqlen, kv_seqlen))
+            return made
+
+        def make_causal_from_bottomright(self):
+            self.causal = True
+            return self
+
+    class Pages:
+        @classmethod
+        def from_seqlens(cls, q_seqlen, kv_seqlen, block_tables, page_size):
+            made = cls()
+            assert set(q_seqlen) == {1}
+            made.lengths, made.table, made.page = kv_seqlen, block_tables, page_size
+            return made
+
+    def forward(query, key, value, attn_bias=None, p=0.0, scale=None):
+        grouped = query.ndim == 5
+        if grouped:
+            assert key.stride(3) == 0  # expanded, not copied
+            heads = query.shape[2:4]
+            query, key, value = query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+        if isinstance(attn_bias, Blocks):
+            out = packed(query[0], key[0], value[0], attn_bias.q, attn_bias.k, scale, attn_bias.causal)[None]
+        elif isinstance(attn_bias, Pages):
+            keys, values = (x[0].unflatten(0, (-1, attn_bias.page)) for x in (key, value))
+            out = torch.cat(
+                [
+                    attend(
+                        query[0, b : b + 1],
+                        *(rows_of_pages(x, attn_bias.table[b])[:n] for x in (keys, values)),
+                        scale,
+                        0,
+                    )
+                    for b, n in enumerate(attn_bias.lengths)
+                ]
+            )[None]
+        else:
+            how = (scale, getattr(attn_bias, "causal", False), getattr(attn_bias, "window", (-1, -1)))
+            out = torch.stack([attend(*x, *how) for x in zip(query, key, value, strict=True)])
+        return out.unflatten(2, heads) if grouped else out
+
+    biases = types.SimpleNamespace(
+        BlockDiagonalMask=Blocks, PagedBlockDiagonalPaddedKeysMask=Pages, LocalAttentionFromBottomRightMask=Local,
+        LowerTriangularFromBottomRightMask=Lower,
+    )  # fmt: skip
+    return {
+        "xformers": types.SimpleNamespace(),
+        "xformers__ops": types.SimpleNamespace(),
+        "xformers__ops__fmha": types.SimpleNamespace(memory_efficient_attention_forward=forward),
+        "xformers__ops__fmha__attn_bias": biases,
+    }
+
+
+def flag_gems() -> dict[str, types.SimpleNamespace]:
+    def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        assert not is_causal or query.shape[2] == key.shape[2]
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        sequences = zip(*(x.transpose(1, 2) for x in (query, key, value)), strict=True)
+        return torch.stack([attend(*x, scale, is_causal) for x in sequences]).transpose(1, 2)
+
+    def varlen(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, softmax_scale=None,
+        causal=False, window_size=None, block_table=None,
+    ):  # fmt: skip
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        if block_table is None:
+            return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size)
+        out = torch.empty_like(q)
+        for b, used in enumerate(seqused_k.tolist()):
+            assert used <= max_seqlen_k
+            rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+            keys, values = (rows_of_pages(x, block_table[b])[:used] for x in (k, v))
+            out[rows] = attend(q[rows], keys, values, softmax_scale, causal, window_size)
+        return out
+
+    def mla(q, block_table, blocked_k, max_pad, block_size, b, s_q, cache_seqlens, h_q, h_kv, d, dv, causal):
+        assert (causal, h_kv, d, block_size) == (True, 1, q.shape[-1], blocked_k.shape[1])
+        out = torch.empty(b * s_q, h_q, dv, dtype=q.dtype)
+        for i, used in enumerate(cache_seqlens.tolist()):
+            rows = rows_of_pages(blocked_k, block_table[i])[:used]
+            out[i : i + 1] = attend(q[i], rows, rows[..., :dv], None, True)
+        return out
+
+    return {
+        "flag_gems": types.SimpleNamespace(),
+        "flag_gems__ops": types.SimpleNamespace(scaled_dot_product_attention=sdpa, flash_attn_varlen_func=varlen),
+        "flag_gems__fused": types.SimpleNamespace(flash_mla=mla),
+    }
+
+
+def sageattention() -> dict[str, types.SimpleNamespace]:
+    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True):
+        assert tensor_layout == "HND"
+        assert not smooth_k  # it would change the keys
+        sequences = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
+        return torch.stack([attend(*x, sm_scale, is_causal) for x in sequences]).transpose(1, 2)
+
+    return {"sageattention": types.SimpleNamespace(sageattn=sageattn)}

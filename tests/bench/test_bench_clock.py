@@ -1,0 +1,103 @@
+"""The device's clock: what it asks of torch.cuda, with stand-ins for its events; and on a device, what it measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from portattn.bench import clock, provenance
+from portattn.bench.contenders import Contender
+
+did: list[str] = []
+
+
+class Event:
+    """Reads a clock that goes 1 ms forward with every call of `run`."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.at = None
+
+    def record(self):
+        self.at = Event.now
+        did.append("record")
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class Flushed:
+    def zero_(self):
+        did.append("flush")
+        Event.now += 100.0  # is not to be counted
+
+
+def run():
+    did.append("run")
+    Event.now += 1.0
+
+
+@pytest.fixture
+def device(monkeypatch):
+    did.clear()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: did.append("sync"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(f"sleep {cycles}"))
+    made = clock.DeviceClock()
+    made._flush = Flushed()
+    return made
+
+
+def test_hot_calls_go_back_to_back(device):
+    assert device.turn_ms(run, "hot", 3, 5.0) == pytest.approx(1.0)
+    assert did == ["sync", "record", "run", "run", "run", "record", "sync"]
+
+
+def test_short_calls_begin_behind_a_sleep(device):
+    assert device.turn_ms(run, "hot", 2, 0.01) == pytest.approx(1.0)
+    assert did[:3] == ["sync", f"sleep {2 * clock.SLEEP_CYCLES}", "record"]
+
+
+def test_cold_calls_are_flushed_and_timed_one_by_one(device):
+    assert device.turn_ms(run, "cold", 2, 5.0) == pytest.approx(1.0)
+    assert did == ["sync", f"sleep {2 * clock.SLEEP_CYCLES}", *["flush", "record", "run", "record"] * 2, "sync"]
+
+
+def test_host_times_keep_the_queue_short(device, monkeypatch):
+    monkeypatch.setattr(clock, "HOST_CALLS", 45)
+    spread = device.host_us(run)
+    assert spread.count == 45
+    assert 0 < spread.low <= spread.median <= spread.high
+    assert [i for i, what in enumerate(did) if what == "sync"] == [0, 21, 42, 48]
+
+
+def test_a_device_that_takes_no_more(device, monkeypatch):
+    assert device.lost() == ""
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    assert device.lost() == "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.gpu
+def test_on_a_device():
+    """Figures that any card has, hot and cold, eager and from a graph."""
+    real = clock.DeviceClock()
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+    hot, cold = (real.turn_ms(lambda: x @ x, timing, 5, 1.0) for timing in ("hot", "cold"))
+    assert 0 < hot < 1000
+    assert 0 < cold < 1000
+    replay = real.graphed(Contender(lambda: x @ x))
+    assert real.turn_ms(replay, "hot", 5, 1.0) == pytest.approx(hot, rel=0.5)
+    assert 0 < real.host_us(lambda: x @ x).median < 1e4
+    assert real.peak_extra_bytes(lambda: torch.empty(1 << 20, device="cuda")) >= 4 << 20
+    limits = real.ceilings()
+    assert limits.gemm_tflops > 1
+    assert limits.copy_tbs > 0.05
+    assert real.lost() == ""
+    state, _ = provenance.DeviceProbe().read()
+    assert state is None or state.sm_mhz is None or state.sm_mhz > 0

@@ -1,0 +1,67 @@
+"""First calls, in processes of their own; on the CPU they time the reference."""
+
+from __future__ import annotations
+
+import subprocess
+
+import msgspec
+import pytest
+import torch
+
+from portattn.bench import firstcall
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A case that the CPU computes at once."""
+    case = msgspec.structs.replace(firstcall.CASES[1], batch=1, seq_k=64)
+    monkeypatch.setattr(firstcall, "CASES", (case,))
+    return case
+
+
+def test_what_a_child_times(small):
+    found = firstcall.timed(small, "cpu")
+    assert 0 < found["second_s"] < 60
+    assert found["first_s"] > 0
+    assert found["path"] == "reference"
+
+
+def test_two_processes_share_new_caches(small, monkeypatch):
+    seen = []
+
+    def child(case, environment, seconds):
+        seen.append({name: environment[name] for name in firstcall._CACHES})
+        return {"first_s": 3.0 - len(seen), "second_s": 0.01, "path": "triton"}
+
+    monkeypatch.setattr(firstcall, "_child", child)
+    found = firstcall.measure(small, 2)
+    assert (found.empty_s, found.kept_s, found.second_s, found.path, found.run) == (2.0, 1.0, 0.01, "triton", 2)
+    assert seen[0] == seen[1]
+    assert len(set(seen[0].values())) == 2
+    assert not found.failed
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (subprocess.TimeoutExpired("python", 9.0), "no result after 9 s"),
+        (
+            subprocess.CalledProcessError(1, "python", stderr="Traceback\nRuntimeError: no device\n"),
+            "RuntimeError: no device",
+        ),
+    ],
+)
+def test_why_there_are_no_figures(small, monkeypatch, failure, text):
+    def child(*_):
+        raise failure
+
+    monkeypatch.setattr(firstcall, "_child", child)
+    found = firstcall.measure(small, 0)
+    assert found.failed == text
+    assert found.empty_s is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device would be timed, which takes long")
+def test_a_process_that_does_not_know_the_case_says_so():
+    unknown = msgspec.structs.replace(firstcall.CASES[0], name="no such case")
+    assert "StopIteration" in firstcall.measure(unknown, 0).failed

@@ -1,0 +1,107 @@
+"""Files of results: a line a row while a run goes on, whole documents at its end, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from benchfakes import a_result, a_run, figures, host, made
+
+from portattn.bench import store
+from portattn.bench.firstcall import FirstCall
+from portattn.bench.sets import SETS
+from portattn.bench.summary import document
+from portattn.errors import ArgumentError, DataError
+
+CASE = SETS["paged"][0]
+ROW = made("paged", CASE, figures("portattn", 0.5, 0.6, host_us=host(4.0), graph_ms=(0.4,)), figures("fa3/vllm", 0.5))
+CALL = FirstCall(case="first paged", run=0, empty_s=2.0, kept_s=1.0, second_s=0.1)
+
+
+def begun(folder):
+    with store.Store(folder) as file:
+        assert file.start() is None
+        for item in (a_run(), ROW, CALL):
+            file.append(item)
+    return folder / store.ROWS
+
+
+def test_lines_and_documents_hold_the_same(tmp_path):
+    path = begun(tmp_path)
+    result = store.read(path)
+    assert (result.runs, result.rows, result.first_calls) == ([a_run()], [ROW], [CALL])
+    assert result.sets == ["paged", "cold-start"]
+    assert result.done == {("paged", CASE.name), ("cold-start", "first paged")}
+    file = tmp_path / "bench.json"
+    store.replace(file, msgspec.json.encode(document(result)))
+    assert store.read(file) == result
+    path.unlink()
+    assert store.read(tmp_path) == result
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path):
+    path = begun(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + msgspec.json.encode(ROW)[:50])
+    assert len(store.read(path).rows) == 1
+    with store.Store(tmp_path) as file:
+        assert len(file.resume(a_run()).rows) == 1
+        assert path.read_bytes() == whole
+        file.append(ROW)
+    assert len(store.read(path).rows) == 2
+
+
+@pytest.mark.parametrize("field", store.SAME)
+def test_rows_of_another_thing_are_not_gone_on_with(tmp_path, field):
+    begun(tmp_path)
+    other = {"core": True, "only_host": True, "rounds": 9}.get(field, "other")
+    with store.Store(tmp_path) as file, pytest.raises(ArgumentError, match=f"its {field} is"):
+        file.resume(a_run(**{field: other}))
+
+
+def test_earlier_rows_are_kept(tmp_path):
+    path = begun(tmp_path)
+    before = path.read_bytes()
+    with store.Store(tmp_path) as file:
+        kept = [file.start(), file.start(), file.start()]
+    assert len(set(kept)) == 3
+    assert kept[0].read_bytes() == before
+    assert path.read_bytes() == b""
+
+
+def test_nothing_to_go_on_with(tmp_path):
+    with store.Store(tmp_path / "new") as file, pytest.raises(ArgumentError, match="no such file to go on with"):
+        file.resume(a_run())
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with store.Store(tmp_path), pytest.raises(ArgumentError, match="another run is writing there now"):
+        store.Store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.jsonl", "", "holds no run"),
+        ("rows.jsonl", '{"type": "row"}\n', "rows.jsonl:1: not a line of bench results"),
+        ("rows.jsonl", '{"type": "cell"}\n', "rows.jsonl:1: not a line of bench results"),
+        ("bench.json", "{}", "no results of portattn bench"),
+        ("bench.json", '{"schema": 2}', "schema version 2; this portattn reads version 3"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        store.read(tmp_path / name)
+
+
+def test_a_run_of_another_schema(tmp_path):
+    path = begun(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"schema":3', b'"schema":4'))
+    with pytest.raises(DataError, match="schema version 4"):
+        store.read(path)
+
+
+def test_an_error_that_is_infinite_is_none():
+    row = made("paged", CASE, msgspec.structs.replace(figures("portattn", 1.0), error=float("inf")))
+    assert msgspec.json.decode(msgspec.json.encode(row), type=type(row)) == row
+    assert a_result(row).failed is False

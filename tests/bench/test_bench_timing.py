@@ -1,0 +1,99 @@
+"""Turns: their order, what counts, what a ratio is, and the limits of a turn."""
+
+from __future__ import annotations
+
+import pytest
+from benchfakes import FakeClock
+
+from portattn.bench import timing
+from portattn.bench.clock import Ceilings, Spread
+from portattn.bench.contenders import Contender
+from portattn.bench.gate import DeviceLost
+
+
+class Drifting(FakeClock):
+    """A card that is slower with each turn: every call takes 1 % longer than the one before."""
+
+    def turn_ms(self, run, timing, calls, expected_ms):
+        name = run()
+        self.turns.append((name, timing, calls))
+        return (2.0 if name == "slow" else 1.0) * 1.01 ** len(self.turns)
+
+
+def contenders(*names):
+    return {name: Contender(lambda name=name: name) for name in names}
+
+
+def test_each_round_begins_with_another(monkeypatch):
+    monkeypatch.setattr(timing, "HEAT_MS", 0.0)
+    clock = Drifting()
+    timing.interleaved(contenders("a", "b", "c"), clock, "hot", 3)
+    names = [name for name, _, _ in clock.turns]
+    # The first round has a single call of each before its turn.
+    assert names[:6] == ["a", "a", "b", "b", "c", "c"]
+    assert names[6:] == ["b", "c", "a", "c", "a", "b", "a", "b", "c"]
+
+
+def test_the_first_round_does_not_count_and_a_ratio_is_of_one_round():
+    turns = timing.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
+    assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 4}
+    # Of a card that drifts by tens of percent the ratio is right to one.
+    assert max(turns.ms["fast"]) / min(turns.ms["fast"]) > 1.05
+    assert timing.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(2.0, rel=0.011)
+
+
+def test_long_calls_heat_the_card_first():
+    clock = FakeClock(1.0)
+    turns = timing.interleaved(contenders("a", "b"), clock, "hot", 3)
+    # Twelve calls of 1 ms a turn: 24 ms a round, of which 400 ms have 16 on top of the first.
+    assert [calls for _, _, calls in clock.turns] == [1, 12] * 2 + [12] * 2 * (16 + 3)
+    assert {len(ms) for ms in turns.ms.values()} == {3}
+    short = FakeClock(0.01)
+    timing.interleaved(contenders("a"), short, "hot", 3)
+    assert len(short.turns) == 2 + 3
+    cold = FakeClock(1.0)
+    timing.interleaved(contenders("a"), cold, "cold", 3)
+    assert len(cold.turns) == 2 + 3
+
+
+def test_slow_calls_have_few_rounds():
+    turns = timing.interleaved(contenders("a"), FakeClock(100.0), "hot", 20)
+    assert len(turns.ms["a"]) == timing.FEW_ROUNDS
+    assert len(timing.interleaved(contenders("a"), FakeClock(1.0), "hot", 20).ms["a"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "ms", "count"),
+    [
+        ("hot", 1.0, 12),
+        ("hot", 1e-3, 50),
+        ("hot", 400.0, 1),
+        ("cold", 0.5, 12),
+        ("cold", 0.0, 20),
+        ("do_bench", 1e-3, 1),
+    ],
+)
+def test_calls_of_a_turn(kind, ms, count):
+    assert timing.calls(kind, ms) == count
+
+
+def test_who_fails_drops_out_alone():
+    def fails():
+        raise RuntimeError("no more")
+
+    found = contenders("a", "b") | {"bad": Contender(fails)}
+    turns = timing.interleaved(found, FakeClock(), "hot", 2)
+    assert turns.failed == {"bad": "no more"}
+    assert set(turns.ms) == {"a", "b"}
+    clock = FakeClock()
+    clock.gone = "an illegal address"
+    with pytest.raises(DeviceLost, match="bad: no more; the device is lost to this process: an illegal address"):
+        timing.interleaved(found, clock, "hot", 2)
+
+
+def test_spread_and_floor():
+    spread = Spread.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (spread.median, spread.low, spread.high, spread.count) == (3.5, 2.0, 5.0, 6)
+    limits = Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
+    assert limits.floor_ms(int(8e11), int(4e9)) == (pytest.approx(1.0), "copy")
+    assert limits.floor_ms(int(1.6e12), int(4e9)) == (pytest.approx(2.0), "gemm")
