@@ -77,7 +77,7 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
     if blockers:
         # The most restrictive is the one to name: what leads to the reference rules out more than what does not.
         blocker = max(blockers, key=lambda q: PATH_EFFECTS.index(q.effect.path or PATH_EFFECTS[0]))
-        raise refuse(blocker.title, _hint(blocker), quirk=blocker.id, choice=choice)
+        raise refuse(blocker.title, hint(blocker), quirk=blocker.id, choice=choice)
     verdict = verdicts.get(choice.key)
     if verdict is not None and not verdict.passed:
         raise refuse(
@@ -106,7 +106,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
         launch, resident = Launch().changed(dict(entry.launch)), entry.resident
-        if not (tuning.provenance.measured and entry.timed):
+        if not tuning.measured(entry):
             notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
     else:
         lowering, launch, resident = Lowering(), Launch(), 1
@@ -185,6 +185,8 @@ class _Quirked:
         return effect.sets
 
     def _touches(self, quirk: Quirk) -> bool:
+        if quirk.effect.path == "core":
+            return False  # speaks against variants
         return bool(self._reached(quirk.effect)) or not quirk.effect.sets
 
     def _holds(self, quirk: Quirk, forced: bool) -> bool:
@@ -214,14 +216,15 @@ class _Quirked:
         self.applied[quirk.id] = Applied(id=quirk.id, sentence=quirk.sentence(), sets=sets, note=note)
 
 
-def _hint(quirk: Quirk) -> str:
+def hint(quirk: Quirk) -> str:
+    """What would help where a quirk speaks against a path."""
     ranges = ", ".join(f"{name} {spec}" for name, spec in quirk.when.toolchain.items())
     better = f"the {quirk.effect.path} path is the better plan" if quirk.symptom == "slow" else ""
     return "; ".join(part for part in (better, f"concerns {ranges}" if ranges else "") if part)
 
 
 # Fields of a problem that say which optional arguments a kernel gets.
-_OPTIONAL = (
+OPTIONAL = (
     "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "return_lse", "alibi_slopes", "sinks", "bias", "mask",
     "log_weights", "magicpig",
 )  # fmt: skip
@@ -249,7 +252,7 @@ def specialisation_key(
         "constexprs": kernel.constexprs(problem, lowering, launch),
         "dtype": problem.dtype,
         # What is None is compiled away.
-        "optional": {name: getattr(problem, name) for name in _OPTIONAL} | {"packed": problem.packed},
+        "optional": {name: getattr(problem, name) for name in OPTIONAL} | {"packed": problem.packed},
         "aligned": problem.aligned,
         "large": problem.large,
         # combine is specialised by the splits rounded up.

@@ -25,20 +25,69 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     note: str = ""
 
 
+class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One problem that an entry was chosen by. Times are medians in microseconds, of candidates that took turns.
+
+    us, least, most  the chosen candidate's median, and its fastest and slowest call
+    runner_up        the next best candidate's; incumbent: that of the entry that there was before
+    error, budget    largest error against float64, and what it may be
+    """
+
+    problem: str
+    us: float | None = None
+    least: float | None = None
+    most: float | None = None
+    runner_up: float | None = None
+    incumbent: float | None = None
+    error: float | None = None
+    budget: float | None = None
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one entry comes from, written by `portattn tune`; an entry without has its file's provenance.
+
+    chip       the device's name; of a chip that was not there, its title and "not present"
+    measured   True only when the choice was timed on the chip, and then there are figures
+    kernels    digest of the kernels' source that was timed
+    registers, spills, local_memory  of its code: a thread's, bytes, bytes a program
+    """
+
+    chip: str
+    toolchain: str
+    date: datetime.date
+    measured: bool
+    target: str = ""
+    ptxas: str = ""
+    torch: str = ""
+    portattn: str = ""
+    kernels: str = ""
+    commit: str = ""
+    command: str = ""
+    runner_up: str = ""
+    registers: int | None = None
+    spills: int | None = None
+    local_memory: int | None = None
+    figures: tuple[Figures, ...] = ()
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choices for kernels whose names match a glob, where all conditions of `when` hold; the first that holds is taken.
 
+    flags     settings of a variant, by names of its own; a variant's entries name it in full
     timed     False for a choice that was only compiled, in a file whose others were timed
     resident  programs that one core runs at a time, as far as the split over keys is concerned (decode)
+    provenance  this entry's own, where it is not the file's
     """
 
     kernel: str
     when: tuple[str, ...] = ()
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
+    flags: dict[str, bool | int | str] = {}
     resident: int = 1
     timed: bool = True
     note: str = ""
+    provenance: Source | None = None
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,13 +96,28 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     provenance: Provenance
     entry: tuple[Entry, ...]
 
-    def find(self, kernel: str, features: Mapping[str, Any]) -> Entry | None:
-        for entry in self.entry:
-            if not fnmatch.fnmatchcase(kernel, entry.kernel):
+    def find(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> Entry | None:
+        """The first entry for a kernel that holds; of a variant only those that name it in full."""
+        place = self.position(kernel, features, variant)
+        return None if place is None else self.entry[place]
+
+    def position(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> int | None:
+        """Which entry `find` takes, by its number."""
+        for place, entry in enumerate(self.entry):
+            # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
+            if entry.kernel != kernel if variant else not fnmatch.fnmatchcase(kernel, entry.kernel):
                 continue
             if conditions.all_hold(map(conditions.parse, entry.when), features):
-                return entry
+                return place
         return None
+
+    def source(self, entry: Entry) -> Source | Provenance:
+        """Where an entry comes from: its own provenance, or the file's."""
+        return entry.provenance or self.provenance
+
+    def measured(self, entry: Entry) -> bool:
+        """Whether an entry's choice was timed on the chip."""
+        return self.source(entry).measured and entry.timed
 
 
 def load_tuning(path: Path, backend: str) -> Tuning:
@@ -68,6 +132,10 @@ def load_tuning(path: Path, backend: str) -> Tuning:
             if "splits" in entry.launch:
                 raise ValueError("launch splits is computed from the sizes of a problem; `resident` steers it")
             check_launch_values(dict(entry.launch), backend)
+            if entry.flags and set("*?[") & set(entry.kernel):
+                raise ValueError(f"flags belong to a variant, and {entry.kernel!r} must name it in full")
+            if entry.provenance and entry.provenance.measured and not entry.provenance.figures:
+                raise ValueError("provenance measured = true without figures: what was timed, and how long it took")
             for name, value in entry.lowering.items():
                 if value not in CHOICES.get(name, ()):
                     raise ValueError(f"lowering {name} = {value!r} is outside {CHOICES.get(name, 'the known choices')}")

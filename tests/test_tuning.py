@@ -68,6 +68,7 @@ def test_the_first_entry_that_holds(tmp_path: Path) -> None:
         (HEAD + ENTRIES.replace("head_dim>=128", "programs<64"), ["programs<64", "follows from the entry's launch"]),
         (HEAD + ENTRIES.replace('"descriptor"', '"tma"'), ["load", "'tma'", "descriptor"]),
         (HEAD + ENTRIES.replace("load =", "loads ="), ["loads", "outside"]),
+        (HEAD + ENTRIES.replace("dense_forward", "*_forward").replace("lowering", "flags"), ["flags", "'*_forward'"]),
         (HEAD.replace("2026-11-01", '"soon"') + ENTRIES, ["provenance.date"]),
     ],
 )
@@ -89,7 +90,9 @@ def test_shipped_files_are_read_and_name_kernels_that_exist() -> None:
         for name, tuning in tunings.items():
             assert name in known, f"{backend}/tuning/{name}.toml belongs to no arch"
             for entry in tuning.entry:
-                assert fnmatch.filter(KERNEL_NAMES, entry.kernel), entry.kernel
+                variants = [variant.name for variant in registry.backends[backend].variants]
+                assert fnmatch.filter((*KERNEL_NAMES, *variants), entry.kernel), entry.kernel
+                assert not entry.flags or entry.kernel in variants, entry.kernel
                 found += 1
     assert found
 
@@ -101,7 +104,7 @@ def test_shipped_entries_are_all_reachable() -> None:
             for index, entry in enumerate(tuning.entry):
                 reached = [
                     kernel
-                    for kernel in fnmatch.filter(KERNEL_NAMES, entry.kernel)
+                    for kernel in fnmatch.filter(KERNEL_NAMES, entry.kernel) or [entry.kernel]  # a variant
                     if not any(
                         fnmatch.fnmatchcase(kernel, other.kernel) and set(other.when) <= set(entry.when)
                         for other in tuning.entry[:index]

@@ -28,6 +28,8 @@ COMMANDS = {
     "matrix": ("portattn.cli.matrix:matrix", "Ops × targets: plan, compile, check and report every cell."),
     "lab": ("portattn.cli.lab:lab", "Environments of other compilers: list, create, remove."),
     "verify": ("portattn.cli.verify:verify", "The kernels by every means that is here, and which one differs."),
+    "warmup": ("portattn.cli.warmup:warmup", "Compile what calls will need, before they are made."),
+    "tune": ("portattn.cli.tune:tune", "Search launch choices for a set of problems, and write them as tuning data."),
     "bench": ("portattn.cli.bench:bench", "Time the paths of this machine's device against each other."),
 }
 

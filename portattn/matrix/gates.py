@@ -25,12 +25,13 @@ def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry
     timed = (
         tuning is not None
         and entry is not None
-        and (tuning.provenance.measured and entry.timed)
-        and tuning.provenance.toolchain == str(target.toolchain)
+        and tuning.measured(entry)
+        and tuning.source(entry).toolchain == str(target.toolchain)
     )
-    chosen = tuning.provenance.toolchain if tuning else str(target.toolchain)
+    source = tuning.source(entry) if tuning and entry else None
+    chosen = source.toolchain if source else str(target.toolchain)
     other = "" if chosen == str(target.toolchain) else chosen
-    gates = [gate for kernel in kernels for gate in _limits(kernel, target.arch, timed, other)]
+    gates = [gate for kernel in kernels for gate in limits(kernel, target.arch, timed, other)]
     main = next((k for k in kernels if k.function == CORES[plan.problem.op].function), None)
     if main is not None and wants_matrix(plan, target.arch):
         names = ", ".join(target.arch.matrix)
@@ -46,7 +47,7 @@ def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry
     return tuple(gate if gate.passed else _explained(gate, plan, target, registry) for gate in gates)
 
 
-def _limits(kernel: KernelFacts, arch: Arch, timed: bool, other: str) -> list[Gate]:
+def limits(kernel: KernelFacts, arch: Arch, timed: bool, other: str) -> list[Gate]:
     """Local memory, registers and spills. Spills stand for time: a tile that was timed on the chip may have some.
 
     other  the compiler that the tile was chosen with, where it is another one: what spills with this one is noted
@@ -54,20 +55,20 @@ def _limits(kernel: KernelFacts, arch: Arch, timed: bool, other: str) -> list[Ga
     facts, gates = kernel.facts, []
     used = int(facts.get("local_memory", 0))
     limit = f"{arch.name} has {arch.local_memory}"
-    gates.append(_gate(f"bytes of {arch.local_memory_kind}", kernel, used, limit, used <= arch.local_memory))
+    gates.append(gate_of(f"bytes of {arch.local_memory_kind}", kernel, used, limit, used <= arch.local_memory))
     if arch.registers and "registers" in facts:
         used = int(facts["registers"])
-        gates.append(_gate("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))
+        gates.append(gate_of("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))
     if "spills" in facts:
         used = int(facts["spills"])
         limit = "allowed: the tile was timed" if timed and used else "none allowed"
         limit += f"; the tile was chosen with {other}" if other and used and not timed else ""
-        gate = _gate("bytes spilled", kernel, used, limit, timed or used == 0)
+        gate = gate_of("bytes spilled", kernel, used, limit, timed or used == 0)
         gates.append(msgspec.structs.replace(gate, noted=bool(other) and not gate.passed))
     return gates
 
 
-def _gate(name: str, kernel: KernelFacts, value: int, limit: str, passed: bool) -> Gate:
+def gate_of(name: str, kernel: KernelFacts, value: int, limit: str, passed: bool) -> Gate:
     return Gate(name=name, function=kernel.function, value=value, limit=limit, passed=passed)
 
 

@@ -1,0 +1,81 @@
+"""Compiling by running: candidates that no child can compile without the chip are first run in children on its device.
+
+What they compile lands in Triton's cache, from which this process then loads it. A candidate that ends its child ends
+no more than that.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+
+import msgspec
+import torch
+
+from portattn.bench.cases import Case
+from portattn.bench.gate import as_call, reason
+from portattn.bench.tensors import Tensors
+from portattn.target import Target
+from portattn.tune.choice import Choice
+from portattn.tune.search import compilers_error, synchronize
+from portattn.tune.tunable import tunables
+from portattn.tune.workloads import workload
+
+LOOK_SECONDS = 1.0  # how often the budget is looked at while children work
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate to run: everything a child needs to build it. code: what its result is kept under."""
+
+    code: str
+    target: str
+    kernel: str
+    case: Case
+    choice: Choice
+    device: str
+
+
+def warm(asked: Asked) -> str:
+    """Run a candidate once, in a child. Why it does not compile or fit; empty where it does, or fails otherwise.
+
+    What else a device raises is found again, and said, where the candidate is checked.
+    """
+    target, device = Target.parse(asked.target), torch.device(asked.device)
+    tunable = next(one for one in tunables(target) if one.name == asked.kernel)
+    call = as_call(asked.case, Tensors.random(asked.case, device))
+    try:
+        tunable.build(workload(asked.case).problem, asked.choice, target).start(call).run()
+        synchronize(device)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{type(error).__name__}: {reason(error)}" if compilers_error(error) else ""
+    return ""
+
+
+def warm_all(
+    jobs: Sequence[Asked],
+    processes: int,
+    done: Callable[[str, str], None],
+    out_of_time: Callable[[], bool],
+    work: Callable[[Asked], str] = warm,
+) -> None:
+    """Run every candidate in a child; `done(code, failure)` is called in this thread. It is over when time is.
+
+    Where a child dies nobody knows which candidate it was: the rest is left to be compiled where it is checked.
+    """
+    if not jobs:
+        return
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn"))
+    try:
+        running: dict[Future[str], str] = {pool.submit(work, asked): asked.code for asked in jobs}
+        while running and not out_of_time():
+            for future in wait(running, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
+                done(running.pop(future), future.result())
+    except BrokenProcessPool:
+        return
+    finally:
+        children = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:  # one may hang in a kernel
+            child.kill()

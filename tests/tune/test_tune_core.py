@@ -1,0 +1,121 @@
+"""The core kernels as tunables: planned as their entry would be, compiled in a child, run and checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faketunable import SMALL, choice
+
+from portattn import lab
+from portattn.lab import LabError
+from portattn.target import Target
+from portattn.tune.choice import Choice
+from portattn.tune.core import planned
+from portattn.tune.facts import compile_all, programs_a_core, verdict
+from portattn.tune.search import Stage, facts_of
+from portattn.tune.tunable import Compiled, NotBuilt, tunables
+from portattn.tune.workloads import parse, workload
+
+WIDE = "attention q=2,4,512,128 kv=2,4,512,128 dtype=bf16 causal"
+
+
+def core(target: Target, name: str):
+    return next(one for one in tunables(target) if one.name == name)
+
+
+def test_a_candidate_is_planned_as_its_entry_would_be(target):
+    problem = workload(parse(WIDE)).problem
+    asked = Choice(launch={"block_m": 128, "block_n": 32, "num_warps": 8}, lowering={"load": "descriptor"})
+    made = planned("dense_forward", problem, asked, target)
+    lowering, launch = made.specialised
+    assert (made.path, launch.block_m, launch.block_n, launch.num_warps, lowering.load) == (
+        "triton", 128, 32, 8, "descriptor",
+    )  # fmt: skip
+
+
+def test_limits_and_quirks_act_on_candidates_so_some_are_twins(target):
+    """Queries of 20 rows take no tile of 128: both candidates are one of 32."""
+    problem = workload(parse(SMALL)).problem
+    tunable = core(target, "dense_forward")
+    tall, low = (Choice(launch={"block_m": rows, "block_n": 64}) for rows in (128, 64))
+    assert tunable.build(problem, tall, target).identity == tunable.build(problem, low, target).identity
+    other = tunable.build(problem, choice(32), target)
+    assert other.identity != tunable.build(problem, low, target).identity
+
+
+def test_the_split_over_keys_is_part_of_a_candidate_and_not_of_its_code(target):
+    problem = workload(parse("decode_attention q=1,32,1,128 kv=1,8,8192,128")).problem
+    tunable = core(target, "decode_split")
+    one, four = (
+        tunable.build(problem, Choice(launch={"block_m": 16, "block_n": 64}, resident=n), target) for n in (1, 4)
+    )
+    assert one.identity != four.identity
+
+
+def test_what_no_core_kernel_takes_is_not_built():
+    refused = Target.parse("cuda:sm_90", "triton-ascend==3.2.0")
+    problem = workload(parse(WIDE)).problem
+    with pytest.raises(NotBuilt, match="compiles nothing for cuda"):
+        planned("dense_forward", problem, Choice(), refused)
+
+
+def test_programs_a_core(target):
+    facts = {"registers": 168, "num_warps": 4, "local_memory": 65536}
+    assert programs_a_core(facts, target) == 3
+    assert programs_a_core(facts | {"registers": 128}, target) == 3
+    assert programs_a_core(facts | {"registers": 128, "local_memory": 32768}, target) == 4
+    assert programs_a_core(facts | {"registers": 255, "local_memory": 0}, target) == 2
+    assert programs_a_core(facts, Target.parse("rocm:gfx942", "triton==3.6.0")) is None
+    asked = Choice(launch={"maxnreg": 168, "num_warps": 4})
+    assert verdict(Compiled("", facts), asked, target, 0) == ""
+    assert "maxnreg" in verdict(Compiled("", facts | {"local_memory": 200_000}), asked, target, 0)
+    assert "4 programs" in verdict(Compiled("", facts), Choice(resident=4), target, 0)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["cuda:sm_90", "rocm:gfx942"])
+def test_a_candidate_compiles_in_a_child(name):
+    target = Target.parse(name)
+    problem = workload(parse(WIDE)).problem
+    tunable = core(target, "dense_forward")
+    chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2})
+    built = tunable.build(problem, chosen, target)
+    made: dict[str, Compiled] = {}
+    compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, made.__setitem__, {})
+    assert made[built.code].failure == ""
+    known = facts_of(built, made)
+    assert known["registers"] > 32
+    assert 0 < known["local_memory"] <= target.arch.local_memory
+    assert verdict(made[built.code], chosen, target, 0) == ""
+    again: dict[str, Compiled] = {}
+    compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, again.__setitem__, made)
+    assert again == {}
+
+
+def test_a_toolchain_that_is_not_here_is_said_at_once(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(lab.workers.folders, "need", lambda name: (_ for _ in ()).throw(LabError(f"no {name}")))
+    built = core(target, "dense_forward").build(workload(parse(WIDE)).problem, choice(64), target)
+    with pytest.raises(LabError, match=r"triton==3\.2\.0"):
+        compile_all([(built.code, built)], "triton==3.2.0", 2, 5.0, lambda code, made: None, {})
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dense_forward", SMALL),
+        ("decode_split", "decode_attention q=2,4,1,16 kv=2,2,200,16 dtype=fp16"),
+        ("paged_split", "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 dtype=fp16"),
+    ],
+)
+def test_a_candidate_runs_and_is_checked(name, text):
+    """On the CPU the core kernels are interpreted: what starts, fills and checks a candidate is the device's."""
+    target = Target.parse("cpu:generic")
+    load = workload(parse(text))
+    stage = Stage(load, torch.device("cpu"))
+    chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1})
+    begun, errors = stage.first_run(core(target, name).build(load.problem, chosen, target))
+    assert not errors.wrong
+    assert 0 < errors.mean < errors.largest <= errors.budget
+    begun.out[..., -1, -1] += 0.5
+    assert stage.checker.errors(begun.out).wrong

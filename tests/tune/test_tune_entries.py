@@ -1,0 +1,186 @@
+"""What is written into a tuning file, and what of it stays."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+
+import pytest
+from faketunable import OTHER, SMALL, FakeTunable, Made, choice
+
+from portattn.core import KERNEL_NAMES
+from portattn.errors import DataError
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.tune.choice import Choice
+from portattn.tune.classes import classes
+from portattn.tune.core import CoreTunable
+from portattn.tune.entries import TuningFile
+from portattn.tune.race import Times
+from portattn.tune.records import Outcome, Result
+from portattn.tune.tunable import tunables
+from portattn.tune.workloads import parse, workload
+from portattn.tuning import load_tuning
+
+TIMES = Times(least=10.0, median=12.3456, most=20.0)
+
+
+NEW = choice(128)
+
+
+def outcome(of, chosen=NEW, measured=True, **changes):
+    results = tuple(
+        Result(problem=load.name, times=TIMES, incumbent=14.0, runner_up=13.0, error=1e-3, budget=2e-3)
+        if measured
+        else Result(problem=load.name)
+        for load in of.workloads
+    )  # fmt: skip
+    fields = {"choice": chosen, "replaces": chosen != of.incumbent, "measured": measured, "results": results}
+    return Outcome(name=of.name, **(fields | {"registers": 168, "spills": 0, "incumbent": of.incumbent} | changes))
+
+
+@pytest.fixture
+def tunable():
+    return FakeTunable({64: Made(), 128: Made()})
+
+
+def added(before: str, after: str) -> list[str]:
+    lines = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    assert not [line for line in lines if line.startswith("- ")], "a line of the file was lost"
+    return [line[2:] for line in lines if line.startswith("+ ")]
+
+
+def test_a_new_entry_goes_before_todays_and_everything_else_stays(tmp_path, base, class_of, tunable, origin):
+    path = tmp_path / "out" / "sm_90.toml"
+    of = class_of(tunable)
+    assert TuningFile(path, base, origin(of.name), "cuda").put(of, outcome(of, runner_up=choice(32)))
+    lines = added(base, path.read_text())
+    assert 'kernel = "dense_forward"' in lines
+    assert "launch = { block_m = 64, block_n = 128 }" in lines
+    tuning = load_tuning(path, "cuda")
+    features = of.workloads[0].problem.features()
+    entry = tuning.find("dense_forward", features)
+    assert entry.launch == {"block_m": 64, "block_n": 128}
+    assert set(entry.when) >= {"widest<=64", "causal", "dtype!=fp32"}
+    assert tuning.find("varlen_forward", features).launch["block_n"] == 64
+    assert tuning.measured(entry)
+    source = tuning.source(entry)
+    assert (source.chip, source.ptxas, source.commit) == ("NVIDIA H200", "12.8.93", "1234567")
+    assert source.runner_up == str(choice(32))
+    (figures,) = source.figures
+    assert figures.problem == SMALL
+    assert (figures.us, figures.incumbent, figures.runner_up) == (12.35, 14.0, 13.0)
+
+
+def test_writing_it_again_changes_nothing_and_a_better_one_takes_its_place(tmp_path, base, class_of, tunable, origin):
+    path = tmp_path / "sm_90.toml"
+    of = class_of(tunable)
+    TuningFile(path, base, origin(of.name), "cuda").put(of, outcome(of))
+    first = path.read_text()
+    file = TuningFile(path, first, origin(of.name), "cuda")
+    assert file.put(of, outcome(of))
+    assert path.read_text() == first
+    assert file.put(of, outcome(of, choice(32)))
+    assert path.read_text().count("[[entry]]") == first.count("[[entry]]")
+    assert load_tuning(path, "cuda").find("dense_forward", of.workloads[0].problem.features()).launch["block_n"] == 32
+
+
+def test_an_incumbent_that_stays_is_written_only_where_that_says_something_new(
+    tmp_path, base, class_of, tunable, origin
+):
+    path = tmp_path / "sm_90.toml"
+    timed = class_of(tunable)
+    assert not TuningFile(path, base, origin(timed.name), "cuda").put(timed, outcome(timed, choice(64)))
+    assert not path.exists()
+    wide = class_of(tunable, SMALL.replace(",16 ", ",128 "))
+    assert not wide.measured
+    assert TuningFile(path, base, origin(wide.name), "cuda").put(wide, outcome(wide, wide.incumbent))
+    tuning = load_tuning(path, "cuda")
+    entry = tuning.find("dense_forward", wide.workloads[0].problem.features())
+    assert entry.launch == {"block_m": 32, "block_n": 32}
+    assert tuning.measured(entry)
+
+
+def test_what_was_only_compiled_says_so(tmp_path, class_of, tunable, origin):
+    path = tmp_path / "new.toml"
+    of = class_of(tunable, file=None)
+    assert of.incumbent is None
+    made = origin(of.name, measured=False, chip="MI300X, not present", torch="")
+    assert TuningFile(path, None, made, "cuda").put(of, outcome(of, measured=False))
+    tuning = load_tuning(path, "cuda")
+    (entry,) = tuning.entry
+    assert not entry.timed
+    assert not tuning.measured(entry)
+    assert tuning.source(entry).registers == 168
+    assert not tuning.provenance.measured
+
+
+def test_what_no_reader_takes_is_not_written(tmp_path, base, class_of, tunable, origin):
+    path = tmp_path / "sm_90.toml"
+    path.write_text(base)
+    of = class_of(tunable)
+    bad = outcome(of, Choice(launch={"block_m": 65}))
+    with pytest.raises(DataError, match="power of two"):
+        TuningFile(path, base, origin(of.name), "cuda").put(of, bad)
+    assert path.read_text() == base
+    assert [one.name for one in tmp_path.iterdir() if "sm_90" in one.name] == ["sm_90.toml"]
+
+
+def test_a_variants_entry_has_flags_and_no_glob_finds_it(tmp_path, base, class_of, target, origin):
+    class Variant(FakeTunable):
+        name = "gluon_forward"
+        ops = ("attention", "varlen_attention")
+
+    of = class_of(Variant({}))
+    assert "!packed" in of.when
+    assert of.position is None
+    path = tmp_path / "sm_90.toml"
+    chosen = Choice(flags={"turns": True, "stages": 2})
+    TuningFile(path, base, origin(of.name), "cuda").put(of, outcome(of, chosen))
+    tuning, features = load_tuning(path, "cuda"), of.workloads[0].problem.features()
+    assert tuning.find("gluon_forward", features, variant=True).flags == {"turns": True, "stages": 2}
+    assert tuning.find("dense_forward", features).launch["block_n"] == 64
+    again = classes([Variant({})], of.workloads, tuning, target)
+    assert again[0].incumbent == chosen
+    assert again[0].when == of.when
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", "sm_90"), ("cuda", "sm_80"), ("rocm", "gfx942")])
+def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, backend, arch, origin):
+    """In every file every problem finds its new entry, every old entry stays, and none becomes unreachable."""
+    registry = Registry.load()
+    where = Target.parse(f"{backend}:{arch}", "triton==3.6.0")
+    path = registry.backends[backend].folder / "tuning" / f"{arch}.toml"
+    before, tuning = path.read_text(), load_tuning(path, backend)
+    texts = [
+        SMALL, OTHER.replace("causal", ""), SMALL.replace("fp16", "fp32"),
+        "attention q=1,16,4096,128 kv=1,16,4096,128 causal window=1023,0",
+        "varlen_attention q=4,16,1024,64 kv=4,16,1024,64 causal",
+        "decode_attention q=8,32,1,128 kv=8,8,4096,128",
+        "paged_attention q=8,32,1,128 kv=8,8,4096,128 page_size=64",
+        "sparse_attention q=1,32,1,128 kv=1,8,32000,128 tokens=640",
+        "mla_attention q=8,128,1,576 kv=8,1,4096,576 head_dim_v=512 page_size=64",
+    ]  # fmt: skip
+    core = [one for one in tunables(where) if isinstance(one, CoreTunable)]
+    found = classes(core, [workload(parse(text)) for text in texts], tuning, where)
+    file = TuningFile(tmp_path / f"{arch}.toml", before, origin(*(of.name for of in found)), backend)
+    for number, of in enumerate(found):
+        chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": number + 1})
+        assert file.put(of, outcome(of, chosen))
+    text = (tmp_path / f"{arch}.toml").read_text()
+    added(before, text)
+    after = load_tuning(tmp_path / f"{arch}.toml", backend)
+    for number, of in enumerate(found):
+        for load in of.workloads:
+            entry = after.find(of.kernel, load.problem.features())
+            assert entry.launch["num_stages"] == number + 1
+    assert [e for e in after.entry if e.provenance is None] == list(tuning.entry)
+    for index, entry in enumerate(after.entry):
+        assert any(
+            not any(
+                (kernel == other.kernel if entry.flags else fnmatch.fnmatchcase(kernel, other.kernel))
+                and set(other.when) <= set(entry.when)
+                for other in after.entry[:index]
+            )
+            for kernel in ([entry.kernel] if entry.flags else fnmatch.filter(KERNEL_NAMES, entry.kernel))
+        ), entry

@@ -1,0 +1,120 @@
+"""The log: whole lines, resumption, and the table for people."""
+
+from __future__ import annotations
+
+import pytest
+from faketunable import choice
+
+from portattn.errors import ArgumentError, DataError
+from portattn.tune.log import COLUMNS, History, Log, latest, read, text
+from portattn.tune.race import Times
+from portattn.tune.records import Candidate, Code, Outcome, Stopped, Trying
+
+NAME = "dense_forward: causal"
+
+
+def candidate(block_n=64, verdict="slower", **fields):
+    return Candidate(name=NAME, problem="p", choice=choice(block_n), verdict=verdict, **fields)
+
+
+def test_lines_come_back_and_a_cut_one_is_left_out(tmp_path, origin):
+    path = tmp_path / "a" / "log.jsonl"
+    records = [
+        Code(code="c", facts={"registers": 3}),
+        candidate(),
+        Outcome(name=NAME, choice=choice(64), replaces=True, measured=True),
+    ]
+    with Log(path) as log:
+        assert log.begin(origin(NAME)) is None
+        for record in records:
+            log.add(record)
+    assert read(path) == [origin(NAME), *records]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert read(path) == [origin(NAME), *records[:-1]]
+    with Log(path) as log:
+        log.resume(origin(NAME))
+        log.add(records[-1])
+    assert path.read_bytes() == whole
+
+
+def test_an_earlier_log_is_kept(tmp_path, origin):
+    path = tmp_path / "log.jsonl"
+    for number in range(3):
+        with Log(path) as log:
+            kept = log.begin(origin(NAME, command=str(number)))
+            assert kept == (tmp_path / f"log-{number}.jsonl" if number else None)
+    assert [read(tmp_path / name)[0].command for name in ("log-1.jsonl", "log-2.jsonl", "log.jsonl")] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kernels": "other"}, {"target": "cuda:sm_80"}, {"toolchain": "triton==3.5.0"}, {"measured": False}]
+)
+def test_another_runs_log_is_not_gone_on_with(tmp_path, origin, changes):
+    path = tmp_path / "log.jsonl"
+    with Log(path) as log:
+        with pytest.raises(ArgumentError, match="no such file"):
+            log.resume(origin(NAME))
+        log.begin(origin(NAME))
+        before = path.read_bytes()
+        with pytest.raises(ArgumentError, match=f"another {next(iter(changes))}"):
+            log.resume(origin(NAME, **changes))
+        with pytest.raises(ArgumentError, match="another classes"):
+            log.resume(origin("another"))
+    assert path.read_bytes() == before
+
+
+def test_two_runs_do_not_write_one_log(tmp_path):
+    with Log(tmp_path / "log.jsonl"), pytest.raises(ArgumentError, match="another run is writing it"):
+        Log(tmp_path / "log.jsonl")
+
+
+def test_broken_lines_are_named(tmp_path, origin):
+    path = tmp_path / "log.jsonl"
+    with Log(path) as log:
+        log.begin(origin(NAME))
+    path.write_bytes(path.read_bytes() + b'{"kind": "candidate"}\n')
+    with pytest.raises(DataError, match=r"log\.jsonl:2: not a line"):
+        read(path)
+    path.write_bytes(path.read_bytes().replace(b'"schema":1', b'"schema":7'))
+    with pytest.raises(DataError, match="schema version 7"):
+        read(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="first line"):
+        read(path)
+
+
+def test_what_was_being_tried_when_the_process_ended_is_to_blame(origin):
+    trying = Trying(name=NAME, problem="p", choice="k")
+    assert History([origin(NAME), trying]).fatal == {("p", "k")}
+    assert History([origin(NAME), trying, trying]).fatal == {("p", "k")}
+    assert History([origin(NAME), trying, candidate()]).fatal == set()
+    assert History([origin(NAME), trying, Stopped()]).fatal == set()
+    broke = candidate(32, "broke")
+    assert History([origin(NAME), broke]).fatal == {("p", choice(32).key)}
+
+
+def test_the_table_has_the_last_word_on_each_the_fastest_first(origin):
+    times = [Times(least=1.0, median=2.5, most=4.0), Times(least=10.0, median=20.5, most=40.0)]
+    records = [
+        origin(NAME),
+        candidate(64, "slower", reason="probed", times=times[1], error=1e-3, mean_error=2e-4, registers=168, spills=0),
+        candidate(32, "chosen", times=times[0], local_memory=4096),
+        candidate(16, "ruled out", reason="8 bytes spilled"),
+        candidate(64, "kept", times=times[1], error=1e-3, mean_error=2e-4, registers=168, spills=0),
+        Outcome(
+            name=NAME, choice=choice(32), replaces=True, measured=True, incumbent=choice(64), ratio=0.1, noise=0.01
+        ),
+    ]
+    assert [r.verdict for r in latest(records, NAME)] == ["chosen", "kept", "ruled out"]
+    lines = text(records).splitlines()
+    assert lines[0] == "cuda:sm_90, NVIDIA H200, triton==3.6.0, ptxas 12.8.93, 2026-11-22; timed"
+    header = next(line for line in lines if line.startswith("problem"))
+    assert all(column in header for column in COLUMNS)
+    rows = [line.split() for line in lines if line.startswith("p ")]
+    assert rows[0] == ["p", "64×32", "1.0", "2.5", "4.0", "4096", "chosen"]
+    assert rows[1] == ["p", "64×64", "1.00e-03", "2.00e-04", "10.0", "20.5", "40.0", "168", "0", "kept"]
+    assert not any("spilled" in line for line in lines)
+    assert "1 chosen, 1 kept, 1 ruled out" in lines
+    assert "8 bytes spilled" in text(records, quiet=False)
+    assert lines[-1] == "chosen, measured: 64×32 (0.100 of the incumbent's time, noise 1.0%)"

@@ -1,0 +1,111 @@
+"""The table of axes, and what the rules leave out."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn.core import CORES, KERNEL_NAMES
+from portattn.lowering import CHOICES, check_launch_values
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.tune import space
+from portattn.tune.choice import Choice
+from portattn.tune.space import SPACES, Axis, candidates, check_space, left_out
+from portattn.tune.workloads import parse, workload
+
+DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
+PROBLEMS = {
+    "dense_forward": DENSE.format(dim=128, dtype="bf16"),
+    "varlen_forward": "varlen_attention q=4,16,1024,64 kv=4,16,1024,64",
+    "decode_split": "decode_attention q=8,32,1,128 kv=8,8,4096,128",
+    "paged_split": "paged_attention q=8,32,1,128 kv=8,8,4096,128 page_size=64",
+    "mla_split": "mla_attention q=8,128,1,576 kv=8,1,4096,576 head_dim_v=512 page_size=64",
+    "sparse_split": "sparse_attention q=1,32,1,128 kv=1,8,32000,128 tokens=640",
+}
+TARGETS = [
+    Target.parse(name, "triton-ascend==3.2.0" if name.startswith("ascend") else "triton==3.6.0")
+    for name in ("cuda:sm_90", "cuda:sm_80", "rocm:gfx942", "rocm:gfx1201", "ascend:ascend910b2")
+]
+
+
+def problem(text: str):
+    return workload(parse(text)).problem
+
+
+def test_every_kernel_has_a_space_and_every_axis_is_sound():
+    assert set(SPACES) == set(KERNEL_NAMES)
+    for axes in SPACES.values():
+        check_space(axes)
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (Axis("block_q", (1,)), "'block_q' is no field"),
+        (Axis("splits", (2,)), "'splits' is no field"),
+        (Axis("load", ("tma",)), "'tma' is outside"),
+        (Axis("maxnreg", (128,), ("rocm:*",)), "an option of cuda"),
+        (Axis("block_n", (64,), when=("seq_kk>5",)), "unknown name"),
+    ],
+)
+def test_an_unsound_axis_is_named(axis, message):
+    with pytest.raises(ValueError, match=message):
+        check_space((axis,))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch.name)
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_every_candidate_is_an_entry_that_a_reader_takes(kernel, target):
+    p = problem(PROBLEMS[kernel])
+    core = CORES[p.op]
+    entry = Registry.load().tuning(target).find(kernel, p.features())
+    base = Choice(launch=dict(entry.launch), lowering=dict(entry.lowering), resident=entry.resident)
+    found = list(candidates(kernel, core.choices, p, target, base))
+    assert len(found) > 1
+    assert len({choice.key for choice in found}) == len(found)
+    for choice in found:
+        check_launch_values(dict(choice.launch), target.backend)
+        assert all(value in CHOICES[name] for name, value in choice.lowering.items())
+        # What no axis names stays as it is today.
+        free = {axis.name for axis in SPACES[kernel]}
+        assert {n: v for n, v in choice.settings.items() if n not in free} == {
+            n: v for n, v in base.settings.items() if n not in free
+        }
+    distances = [choice.differs(base) for choice in found]
+    assert distances == sorted(distances)
+    some = [choice for choice in found if not left_out(choice, p, target)]
+    assert some, "the rules leave nothing"
+
+
+def test_of_axes_with_one_name_the_first_that_applies_counts():
+    target = TARGETS[0]
+
+    def tiles(dim, dtype):
+        p = problem(DENSE.format(dim=dim, dtype=dtype))
+        return next(axis.values for axis in space.axes_of("dense_forward", p, target) if axis.name == "block_m")
+
+    assert tiles(128, "bf16") == (64, 128)
+    assert tiles(512, "bf16") == (16, 32, 64)
+    assert tiles(64, "fp32") == (16, 32, 64)
+
+
+def test_an_axis_that_is_added_is_searched(monkeypatch):
+    target, p = TARGETS[0], problem(PROBLEMS["decode_split"])
+    before = len(list(candidates("decode_split", CORES[p.op].choices, p, target, Choice())))
+    monkeypatch.setitem(SPACES, "decode_split", (*SPACES["decode_split"], Axis("grid", ("tiles", "persistent"))))
+    assert len(list(candidates("decode_split", CORES[p.op].choices, p, target, Choice()))) == 2 * before
+
+
+@pytest.mark.parametrize(
+    ("launch", "why"),
+    [
+        ({"block_m": 64, "block_n": 128, "num_stages": 6}, "K and V tiles alone take 327680 bytes"),
+        ({"block_m": 128, "block_n": 128, "num_warps": 2}, "take 512 registers a thread, of 255"),
+        ({"block_m": 64, "block_n": 64, "num_warps": 8}, "8 warps share 64 rows"),
+        ({"block_m": 128, "block_n": 64, "num_warps": 8, "maxnreg": 128}, "maxnreg with 8 warps"),
+        ({"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 3}, ""),
+    ],
+)
+def test_rules(launch, why):
+    assert why in left_out(Choice(launch=launch), problem(PROBLEMS["dense_forward"]), TARGETS[0])
+    assert bool(left_out(Choice(launch=launch), problem(PROBLEMS["dense_forward"]), TARGETS[0])) == bool(why)

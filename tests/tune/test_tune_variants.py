@@ -1,0 +1,40 @@
+"""The Hopper forward's schedules as candidates."""
+
+from __future__ import annotations
+
+import pytest
+
+from portattn.backends.cuda import forward
+from portattn.backends.cuda.forward_tuning import ForwardTunable
+from portattn.target import Target
+from portattn.tune.tunable import NotBuilt, tunables
+from portattn.tune.workloads import parse, workload
+
+DENSE = "attention q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
+
+
+@pytest.mark.parametrize("dim", forward.WIDTHS)
+def test_todays_schedule_is_among_the_candidates_and_the_nearest(target, dim):
+    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=dim, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    assert today is not None
+    found = list(tunable.space(problem, target, today))
+    assert found[0] == today
+    assert len({choice.key for choice in found}) == len(found)
+    built = [tunable.build(problem, choice, target) for choice in found]
+    assert len({one.identity for one in built}) == len(found)
+
+
+def test_what_the_variant_rejects_is_not_built(target):
+    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=64, dtype="fp32"))).problem
+    with pytest.raises(NotBuilt, match="not fp32"):
+        tunable.build(problem, tunable.today(problem, target), target)
+
+
+def test_a_variant_says_how_it_is_tuned(target, monkeypatch):
+    variant = forward.ForwardVariant()
+    monkeypatch.setattr(forward.ForwardVariant, "tunable", staticmethod(ForwardTunable), raising=False)
+    backend = type("Backend", (), {"core_path": "", "variants": (variant,)})()
+    registry = type("Registry", (), {"backends": {"cuda": backend}})()
+    assert [one.name for one in tunables(target, registry)] == ["gluon_forward"]
+    assert tunables(Target.parse("cuda:sm_80", "triton==3.6.0"), registry) == []

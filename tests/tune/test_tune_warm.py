@@ -1,0 +1,63 @@
+"""Candidates that are compiled by running them in children."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from faketunable import SMALL, choice
+
+from portattn.tune import warm
+from portattn.tune.choice import Choice
+from portattn.tune.warm import Asked, warm_all
+from portattn.tune.workloads import parse
+
+
+def asked(code: str, **changes) -> Asked:
+    fields = {"target": "cpu:generic", "kernel": "dense_forward", "case": parse(SMALL), "device": "cpu"}
+    return Asked(code=code, **(fields | {"choice": choice(16)} | changes))
+
+
+def work(one: Asked) -> str:
+    """What a child does: says its code, or dies."""
+    if one.code == "dies":
+        os._exit(3)
+    return "" if one.code == "fits" else f"not {one.code}"
+
+
+def test_every_candidate_is_run_in_a_child():
+    found: dict[str, str] = {}
+    warm_all([asked("fits"), asked("small")], 2, found.__setitem__, lambda: False, work)
+    assert found == {"fits": "", "small": "not small"}
+
+
+def test_a_child_that_dies_ends_nothing_else():
+    found: dict[str, str] = {}
+    warm_all([asked("dies")], 1, found.__setitem__, lambda: False, work)
+    assert found == {}
+
+
+def test_when_time_is_over_the_rest_is_left():
+    found: dict[str, str] = {}
+    warm_all([asked("fits")], 1, found.__setitem__, lambda: True, work)
+    assert found == {}
+    warm_all([], 1, found.__setitem__, lambda: False, work)
+    assert found == {}
+
+
+@pytest.mark.interpreter
+def test_what_a_child_does_is_run_the_candidate(monkeypatch):
+    small = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1})
+    assert warm.warm(asked("a", choice=small)) == ""
+
+    def refuse(call):
+        raise type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})("shared memory, required")
+
+    class Tunable:
+        name = "dense_forward"
+
+        def build(self, problem, choice, target):
+            return type("Built", (), {"start": staticmethod(refuse)})
+
+    monkeypatch.setattr(warm, "tunables", lambda target: [Tunable()])
+    assert warm.warm(asked("a")) == "OutOfResources: shared memory, required"

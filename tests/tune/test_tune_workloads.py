@@ -1,0 +1,67 @@
+"""Problems from a line of text, and the problem that a case is without its data."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from portattn.bench.gate import as_call
+from portattn.bench.sets import SETS
+from portattn.bench.tensors import Tensors
+from portattn.errors import ArgumentError
+from portattn.tune.workloads import from_sets, parse, workload
+
+TEXTS = [
+    "attention q=2,4,20,16 kv=2,2,37,16 dtype=fp16 causal",
+    "attention q=2,4,20,16 kv=2,2,37,16 causal=top_left",
+    "attention q=1,4,64,16 kv=1,4,64,16 dtype=fp32 window=7,0",
+    "attention q=1,4,64,24 kv=1,4,64,24 head_dim_v=16",
+    "varlen_attention q=2,4,20,16 kv=2,2,37,16 causal",
+    "decode_attention q=2,4,1,16 kv=2,2,64,16",
+    "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16",
+    "sparse_attention q=2,4,1,16 kv=2,2,64,16 tokens=9",
+    "mla_attention q=2,4,1,24 kv=2,1,64,24 head_dim_v=16 page_size=16",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_case_without_data_is_the_problem_of_its_call(text):
+    case = parse(text)
+    assert workload(case).problem == as_call(case, Tensors.random(case, torch.device("cpu"))).problem
+
+
+def test_lengths_are_part_of_the_problem():
+    case = parse(TEXTS[0])
+    ragged = msgspec.structs.replace(case, lengths_q=(20, 7), lengths_k=(37, 9))
+    made = workload(ragged).problem
+    assert made == as_call(ragged, Tensors.random(ragged, torch.device("cpu"))).problem
+    assert made.seqlens_q
+    assert made.seqlens_k
+
+
+def test_every_set_can_be_tuned():
+    for name in SETS:
+        for case in from_sets((name,), None):
+            assert workload(case).problem.op == case.op
+    assert len(from_sets(("all",), None)) == len({case.name for cases in SETS.values() for case in cases})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("attentoin q=1,1,1,8 kv=1,1,1,8", "first word must be one of attention"),
+        ("attention q=1,1,1 kv=1,1,1,8", "must be an op and NAME=VALUE"),
+        ("attention q=1,1,1,8", "must be an op and NAME=VALUE"),
+        ("attention q=1,1,1,8 kv=2,1,1,8", "must agree in B and D"),
+        ("attention q=1,1,0,8 kv=1,1,1,8", "positive numbers"),
+        ("attention q=1,1,1,8 kv=1,1,1,8 dtype=fp8", "dtype must be one of"),
+        ("attention q=1,1,1,8 kv=1,1,1,8 softcap=3", "unknown word 'softcap'"),
+        ("paged_attention q=1,1,1,8 kv=1,1,16,8", "page_size must be given"),
+        ("sparse_attention q=1,1,1,8 kv=1,1,16,8", "tokens must be given"),
+        ("attention q=1,3,1,8 kv=1,2,1,8", "multiple of the 2"),
+    ],
+)
+def test_bad_text(text, message):
+    with pytest.raises(ArgumentError, match=message):
+        parse(text)
