@@ -1,7 +1,8 @@
 """Verifying a kernel: the same plan, kernel and lowering by every means that this machine has, and which one differs.
 
 Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source;
-the device, or a functional model of an AMD chip, what a compiler made of it. Where only the interpreter is right, the
+the device (an NVIDIA one also the code of older chips), or a functional model of an AMD chip, what a compiler made of
+it. Where only the interpreter is right, the
 compiler or the chip is wrong; where all are wrong, the kernel is.
 """
 
@@ -21,8 +22,10 @@ from portattn.machine import devices
 from portattn.matrix.cells import Numerics
 from portattn.matrix.numerics import Interpreter, numerics, request_of
 from portattn.matrix.run import core_of
+from portattn.older.check import Older
 from portattn.planner import Plan, plan
 from portattn.problem import OPS, Problem
+from portattn.quirk import LEVELS, Level
 from portattn.registry import Registry
 from portattn.target import Target
 from portattn.worker.client import Worker
@@ -37,11 +40,17 @@ SENTENCES: Mapping[Verdict, str] = {
     "unseen": "nothing could run it here",
     "refused": "the core kernel does not take it",
 }
+# The level that a right result by each means is evidence for; the interpreter's is none.
+_LEVEL_OF: Mapping[str, Level] = {"device": "runs", "older": "runs", "emulated": "emulated"}
 RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear"})
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem, what each means gave, and what that says."""
+    """One problem, what each means gave, and what that says.
+
+    level  evidence that this row is; `declared` where something differs, or nothing but the interpreter ran
+    label  what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
+    """
 
     op: str
     problem: str
@@ -51,6 +60,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     verdict: Verdict
     sentence: str
+    level: Level = "declared"
+    label: str = ""
     seen: dict[str, Numerics] = {}
 
 
@@ -61,25 +72,32 @@ def verify(
     seconds: float,
     say: Callable[[str], None],
     emulate: bool = False,
+    run_older: bool | None = None,
 ) -> Iterator[Row]:
     """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
 
-    seconds  time limit of each means
-    say      told what is being run
-    emulate  also run the machine code in a model of the chip
+    seconds    time limit of each means
+    say        told what is being run
+    emulate    also run the machine code in a model of the chip
+    run_older  also run the target's code on a newer NVIDIA GPU that is here; None: where there is one
 
-    Raises ArgumentError when there is no model of the chip, LabError when its compiler is neither installed nor in the
-    lab.
+    Raises ArgumentError when there is no model of the chip, or run_older is True and no newer GPU; LabError when the
+    target's compiler is neither installed nor in the lab.
     """
     interpreter = Interpreter(seconds)
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
-    emulated = Emulated(seconds)
+    emulated, older = Emulated(seconds), Older(seconds, devices())
     if emulate and (lacks := emulated.lacks(target)):
         raise ArgumentError("verify", "target", target.name, lacks)
+    if run_older and (lacks := older.lacks(target)):
+        raise ArgumentError("verify", "target", target.name, lacks)
+    # Where it is not run the row says why, unless that was asked for.
+    tells_older = target.backend == "cuda" and not here and run_older is not False
+    compiles = emulate or (tells_older and not older.lacks(target))
     with (
         Worker(runs="interpreter") as interpreting,
         Worker(runs="kernels") as running,
-        lab.worker(str(target.toolchain)) if emulate else contextlib.nullcontext() as compiling,
+        lab.worker(str(target.toolchain)) if compiles else contextlib.nullcontext(running) as compiling,
     ):
         for op in ops or OPS:
             for problem in canary.CASES[op]:
@@ -91,7 +109,9 @@ def verify(
                 seen = {"interpreter": interpreter.check(core, interpreting)}
                 if here and core.path != "interpreter":
                     seen["device"] = _on_device(core, problem, target, running, seconds)
-                if compiling is not None:
+                if tells_older:
+                    seen["older"] = older.check(core, problem, target, compiling, running)
+                if emulate:
                     seen["emulated"] = emulated.check(core, target, compiling, running)
                 verdict = conclusion({name: found.outcome for name, found in seen.items()})
                 yield _row(problem, target, core, verdict, SENTENCES[verdict], seen)
@@ -137,6 +157,11 @@ def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, sec
 def _row(
     problem: Problem, target: Target, core: Plan | None, verdict: Verdict, sentence: str, seen: dict[str, Numerics]
 ) -> Row:
+    levels: list[Level] = ["declared"]
+    if verdict == "agree":
+        levels += [_LEVEL_OF[name] for name, found in seen.items() if name in _LEVEL_OF and found.outcome == "pass"]
+    level = max(levels, key=LEVELS.index)
+    on_chip = "device" in seen and seen["device"].outcome == "pass"
     return Row(
         op=problem.op,
         problem=str(problem),
@@ -146,5 +171,7 @@ def _row(
         path=core.path if core else "",
         verdict=verdict,
         sentence=sentence,
+        level=level,
+        label=seen["older"].where if level == "runs" and not on_chip else "",
         seen=seen,
     )

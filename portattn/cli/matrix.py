@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from portattn.cli.output import emit_json, json_option, plural
 
 if TYPE_CHECKING:
     from portattn.matrix.cells import Cell, Run
+    from portattn.target import Target
 
 PAGE = "index.html"
 
@@ -59,6 +61,11 @@ def matrix() -> None:
 @click.option(
     "--emulate/--no-emulate", default=True, help="Run AMD's machine code in a model of the chip; 1 to 5 s a cell."
 )
+@click.option(
+    "--run-older/--no-run-older",
+    default=None,
+    help="Run the code of older NVIDIA GPUs on a newer one that is here; the default where there is one.",
+)
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run: what it finished is kept.")
 @json_option
 def run(
@@ -74,6 +81,7 @@ def run(
     seconds: float,
     resume: bool,
     emulate: bool,
+    run_older: bool | None,
     as_json: bool,
 ) -> None:
     """Make every cell, and write results.jsonl and index.html into --out.
@@ -81,8 +89,8 @@ def run(
     Each cell is planned, compiled in a child process (with the installed compiler, or in an environment of
     `portattn lab`), checked against the chip (registers, spills, local memory, matrix instructions), run under the
     interpreter on a small problem, AMD's machine code in a model of the chip and Ascend's lowering on this CPU, and
-    natively where its target is here. An earlier results.jsonl is kept under
-    its date. Ctrl-C keeps what is finished; --resume goes on.
+    natively where its target is here, or as an older chip's code on a newer NVIDIA GPU. An earlier results.jsonl is
+    kept under its date. Ctrl-C keeps what is finished; --resume goes on.
 
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
     """
@@ -98,9 +106,13 @@ def run(
         _create(select.missing(where, pythons))
     specs = select.specs(select.problems(which, _commas(ops)), where)  # type: ignore[arg-type]
     here = tuple(devices())
+    if run_older:
+        _older(where, here)
     command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn matrix run"
     made = provenance.this_run(specs, which, command, here, tuple(pythons))
-    options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here, emulate=emulate)
+    options = Options(
+        seconds=seconds, jobs=jobs, pythons=pythons, here=here, emulate=emulate, run_older=run_older is not False
+    )
     with results.Results(out) as file:
         cells = file.resume(made) if resume else []
         kept = None if resume else file.start(made)
@@ -161,6 +173,16 @@ def _create(toolchains: list[str]) -> None:
         raise LabError("\n".join(failed.values()))
 
 
+def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
+    """Raise ArgumentError where --run-older was asked for, and no target's code can be run as an older chip's."""
+    from portattn.errors import ArgumentError
+    from portattn.older.check import Older
+
+    lacks = [Older(0.0, here).lacks(target) for target in where]
+    if all(lacks):
+        raise ArgumentError("matrix run", "--run-older", "on", lacks[0])
+
+
 def _page(made: Run, cells: list[Cell], path: Path) -> None:
     from portattn.errors import ArgumentError
     from portattn.matrix.report import render
@@ -200,6 +222,7 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
         "planned": len(made.cells),
         "statuses": dict(Counter(cell.status for cell in cells)),
         "levels": dict(Counter(cell.level for cell in cells if cell.status == "PASS")),
+        "labels": dict(Counter(cell.label for cell in cells if cell.label)),
         "red": [
             {"target": c.target, "toolchain": c.toolchain, "name": c.name, "status": c.status, "reason": c.reason}
             for c in cells
@@ -209,9 +232,15 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
 
 
 def _counts(cells: list[Cell]) -> str:
-    """`12 runs, 30 compiles, 5 NOTE, 2 FAIL`: passing cells by level, the others by status."""
-    counts = Counter(cell.level if cell.status == "PASS" else cell.status for cell in cells)
+    """`12 runs, 3 runs (sm_80 code on sm_90), 5 NOTE`: passing cells by level, the others by status."""
+    counts = Counter(_counted(cell) for cell in cells)
     return ", ".join(f"{number} {word}" for word, number in counts.most_common()) or "none"
+
+
+def _counted(cell: Cell) -> str:
+    if cell.status != "PASS":
+        return cell.status
+    return f"{cell.level} ({cell.label})" if cell.label else cell.level
 
 
 def _commas(texts: tuple[str, ...]) -> list[str]:

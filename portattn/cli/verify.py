@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import click
 
 from portattn.cli.arguments import target_from
@@ -18,16 +20,28 @@ COLOURS = {"agree": "green", "unseen": "yellow", "refused": "yellow"}
 @click.option("--target", metavar="BACKEND:ARCH", help="The chip whose plans are verified; this machine's by default.")
 @click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; the installed one by default.")
 @click.option("--emulate", is_flag=True, help="Also run the machine code in a model of the (AMD) chip.")
+@click.option(
+    "--run-older/--no-run-older",
+    default=None,
+    help="Run the target's code on a newer NVIDIA GPU that is here; the default where there is one.",
+)
 @click.option("--seconds", type=click.FloatRange(min=1.0), default=120.0, help="Time limit of each run.")
 @json_option
 def verify(
-    ops: tuple[str, ...], target: str | None, toolchain: str | None, emulate: bool, seconds: float, as_json: bool
+    ops: tuple[str, ...],
+    target: str | None,
+    toolchain: str | None,
+    emulate: bool,
+    run_older: bool | None,
+    seconds: float,
+    as_json: bool,
 ) -> None:
     """Run small adversarial problems of each OP (all by default) as they are planned for a target.
 
-    The same kernel, lowering and tile run under Triton's interpreter and, where the target is here, on the device; with
-    --emulate also what the compiler made of them, in a functional model of the chip. Each is compared with a float64
-    oracle. Where they do not agree the row says what is to blame.
+    The same kernel, lowering and tile run under Triton's interpreter and, where the target is here, on the device; what
+    is compiled for an older NVIDIA GPU runs on a newer one ("sm_80 code on sm_90"); with --emulate also what the
+    compiler made of them, in a functional model of the chip. Each is compared with a float64 oracle. Where they do not
+    agree the row says what is to blame.
 
     Exit status 1: something differs.
     """
@@ -35,17 +49,18 @@ def verify(
 
     from portattn.config import current
     from portattn.verify import RED as DIFFERS
-    from portattn.verify import verify as run
+    from portattn.verify import verify as verified
 
     for op in ops:
         if op not in OPS:
             raise ArgumentError("verify", "OP", op, f"must be one of {', '.join(OPS)}")
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
-        rows = list(run(ops, where, current(), seconds, lambda what: status.update(what), emulate))
+        rows = list(verified(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_older))
     red = [row for row in rows if row.verdict in DIFFERS]
     if as_json:
-        emit_json({"target": where.name, "toolchain": str(where.toolchain), "red": len(red), "rows": rows})
+        counts = {"levels": Counter(row.level for row in rows), "labels": Counter(r.label for r in rows if r.label)}
+        emit_json({"target": where.name, "toolchain": str(where.toolchain), "red": len(red), **counts, "rows": rows})
     else:
         means = sorted({name for row in rows for name in row.seen})
         table(
@@ -65,7 +80,11 @@ def verify(
                 reasons = "; ".join(f"{name}: {seen.reason}" for name, seen in row.seen.items() if seen.reason)
                 colour = COLOURS.get(row.verdict, "red")
                 click.secho(f"{row.problem}: {row.sentence}" + (f" ({reasons})" if reasons else ""), fg=colour)
-        click.echo(f"{where.name} with {where.toolchain}: {plural(len(rows), 'problem')}, {len(red)} red")
+        for reason in dict.fromkeys(r.seen["older"].reason for r in rows if "older" in r.seen and not r.label):
+            click.secho(f"not run as {where.arch.name} code: {reason}", fg="yellow")
+        reached = Counter(f"{r.level} ({r.label})" if r.label else r.level for r in rows if r.level != "declared")
+        levels = "".join(f", {number} {words}" for words, number in reached.most_common())
+        click.echo(f"{where.name} with {where.toolchain}: {plural(len(rows), 'problem')}, {len(red)} red{levels}")
     if red:
         raise click.exceptions.Exit(RED)
 

@@ -45,6 +45,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     kernel, lowering, launch, env  of the core kernel; `lowering` holds the choices that it reads
     core_taken  False: another path is taken, and this is how the core kernel would run
+    schedule  of a variant, where the path is one
     """
 
     path: str
@@ -55,6 +56,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     env: dict[str, str] = {}
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
+    schedule: dict[str, bool | int | str] = {}
 
 
 class KernelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +112,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lints     what was seen in code lowered for Ascend (linalg/lints.py)
     lowered   numerics of that code, executed on a CPU
     emulated  numerics of the machine code, in a model of the chip
+    older     numerics of the code of an older chip, run on a newer one that is here
+    label     what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
     stage, log  of a failed compile: where it was, and the end of what it printed
     """
 
@@ -131,6 +135,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     interpreter: Numerics | None = None
     lowered: Numerics | None = None
     emulated: Numerics | None = None
+    older: Numerics | None = None
+    label: str = ""
     native: Numerics | None = None
     stage: str = ""
     log: str = ""

@@ -31,7 +31,7 @@ LEVEL_MEANS = {
     "compiles": "to machine code that fits the chip and does not spill",
     "lowering-checked": "the compiler's own lowering ran on a CPU and gave the right numbers",
     "emulated": "the machine code ran in a functional model of the chip, right numbers",
-    "runs": "right numbers on the chip",
+    "runs": "right numbers on the chip; where the cell names two, this chip's code ran on the newer one",
     "measured": "right numbers on the chip, and timed",
 }
 STATUS_MEANS = {
@@ -116,6 +116,8 @@ def brief(cell: Cell) -> str:
         return f"{broken[0].value} {broken[0].name}".replace("bytes", "B")
     if cell.red or not cell.kernels:
         return cell.stage
+    if cell.label:  # `runs`, and not on this very chip: that must be seen without pressing the cell
+        return cell.label
     facts = cell.kernels[0].facts
     parts = []
     if "registers" in facts:

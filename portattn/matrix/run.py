@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from portattn.backends.base import Variant
 from portattn.compiling import compile_in, first_line
 from portattn.config import Settings
-from portattn.core import CORES
 from portattn.emulate.check import Emulated
 from portattn.errors import ArgumentError, PortattnError
 from portattn.lab import LabError
@@ -22,21 +22,24 @@ from portattn.lab import worker as lab_worker
 from portattn.launch import kernel_calls, meta_call
 from portattn.linalg.check import Executed, looked_at
 from portattn.linalg.lints import Lint
-from portattn.matrix import gates
-from portattn.matrix.cells import RED, Cell, Footnote, KernelFacts, Numerics, PlanSummary, footnote
+from portattn.matrix import gates, variants
+from portattn.matrix.cells import RED, Cell, KernelFacts, Numerics, footnote
 from portattn.matrix.numerics import Interpreter, numerics, on_device, request_of
+from portattn.matrix.planned import footnotes, summary
 from portattn.matrix.select import COMPILER_OF, Spec
+from portattn.older.check import Older
 from portattn.planner import Plan, plan
 from portattn.registry import Registry
 from portattn.target import Target
 from portattn.toolchain import installed
+from portattn.variantready import variant_of
 from portattn.worker.client import Reply, Worker
 
 STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
 STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
 TAIL = 4000  # characters of a failed compile's output that a cell keeps
 LOWERED = "lowers to linalg; not run here"
-NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered", "emulated": "emulated"}
+NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered", "emulated": "emulated", "older": ""}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pythons        toolchain -> the interpreter that compiles with it; any other is the installed one, or the lab's
     here           targets that are devices of this machine
     emulate        run the machine code of chips that have a model (portattn.emulate)
+    run_older      run the code of older chips on a newer one of `here` (portattn.older)
     """
 
     seconds: float = 120.0
@@ -54,6 +58,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pythons: Mapping[str, str] = {}
     here: tuple[Target, ...] = ()
     emulate: bool = True
+    run_older: bool = True
 
 
 class Workers:
@@ -98,6 +103,7 @@ class Means(NamedTuple):
     interpreter: Interpreter
     executed: Executed
     emulated: Emulated | None
+    older: Older | None = None
 
 
 def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
@@ -108,7 +114,8 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
     killed, and cells under way are dropped.
     """
     emulated = Emulated(options.seconds) if options.emulate else None
-    means = Means(Interpreter(options.seconds), Executed(options.seconds), emulated)
+    older = Older(options.seconds, options.here) if options.run_older else None
+    means = Means(Interpreter(options.seconds), Executed(options.seconds), emulated, older)
     local = threading.local()
     opened: list[Workers] = []
 
@@ -199,16 +206,51 @@ def _look(
 ) -> dict[str, Any]:
     """Status, level and what they rest on."""
     fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
+    variant = variant_of(made)
     if core is not None:
         fields |= _core(core, target, options, workers, means, registry)
+    if variant is not None:
+        fields = _beside(_variant(variant, made, target, options, workers), fields)
+    elif core is not None:
         if core is not made and fields["status"] != "NOT_RUN":
             # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
             seen = fields["reason"] or f"{fields['level']}"
-            fields |= {"status": "NOTE", "level": "declared", "reason": f"the core kernel, not taken: {seen}"}
+            seen += f" ({fields['label']})" if fields.get("label") else ""
+            reason = f"the core kernel, not taken: {seen}"
+            fields |= {"status": "NOTE", "level": "declared", "reason": reason, "label": ""}
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in options.here)
     if here and fields["status"] in ("PASS", "NOTE"):
         fields |= _native(made, target, options, workers)
     return fields
+
+
+def _beside(own: dict[str, Any], core: dict[str, Any]) -> dict[str, Any]:
+    """A cell whose path is a variant: it says what the variant's kernels are, and is red where the core's are.
+
+    The core runs wherever the variant does not, and its interpreted numbers are the only ones without the chip.
+    """
+    merged = core | own
+    for name in ("kernels", "gates"):
+        merged[name] = (*own.get(name, ()), *core.get(name, ()))
+    if own["status"] not in RED and core["status"] in RED:
+        merged |= {
+            "status": core["status"],
+            "level": "declared",
+            "reason": f"the core kernel beside it: {core['reason']}",
+        }
+    return merged | {"label": ""}
+
+
+def _variant(variant: Variant, made: Plan, target: Target, options: Options, workers: Workers) -> dict[str, Any]:
+    """What a variant's kernels are: compiled where there is a compiler for them."""
+    try:
+        worker = workers.compiler(str(target.toolchain))
+        kernels, failed, function = variants.compiled(variant, made, target, worker, options.seconds)
+    except (LabError, variants.Undescribed) as error:
+        return {"status": "NOT_RUN", "level": "declared", "reason": f"not compiled here: {error}"}
+    if failed is not None:
+        return _failure(failed, function) | {"level": "declared", "kernels": kernels}
+    return dict(variants.fields(kernels, variants.check(variant, made.problem, target, kernels)))
 
 
 def _core(
@@ -222,7 +264,7 @@ def _core(
     """What the core kernel does: compiled where there is a compiler for it, and interpreted.
 
     For Ascend the compiler's lowering is executed on this CPU, where MLIR's programs are; for AMD's chips their machine
-    code, in a model.
+    code, in a model; for NVIDIA's the code of one that is older than the device here, on that.
     """
     ascend = COMPILER_OF.get(target.backend) == "triton-ascend"
     fields: dict[str, Any] = {"reason": "", "level": "declared"}
@@ -241,12 +283,20 @@ def _core(
         fields["emulated"] = emulated
         if emulated.outcome == "pass" and fields["status"] == "PASS":
             fields["level"] = "emulated"
+    older = means.older
+    if older is not None and fields["status"] in ("PASS", "NOTE") and not older.lacks(target):
+        problem, compiler = on_device(core.problem, target.backend), workers.compiler(str(target.toolchain))
+        seen_older = older.check(core, problem, target, compiler, workers.get("device"))
+        fields["older"] = seen_older
+        if seen_older.outcome == "pass" and fields["status"] == "PASS":
+            fields |= {"level": "runs", "label": seen_older.where}
     fields["interpreter"] = means.interpreter.check(core, workers.get("interpreter"))
     for name, words in NUMERICS_WORDS.items():
         seen: Numerics | None = fields.get(name)
         if seen is not None and seen.outcome in STATUS_OF_NUMERICS:
             status = STATUS_OF_NUMERICS[seen.outcome]
-            fields |= {"status": status, "level": "declared", "reason": f"{words} numerics: {seen.reason}"}
+            reason = f"{seen.where if name == 'older' else words} numerics: {seen.reason}"
+            fields |= {"status": status, "level": "declared", "reason": reason, "label": ""}
     return fields
 
 
@@ -307,36 +357,3 @@ def _native(made: Plan, target: Target, options: Options, workers: Workers) -> d
     if seen.outcome == "fail":
         return {"status": "FAIL", "reason": f"on {target.name}: {seen.reason}", "native": seen}
     return {"status": "PASS", "reason": "", "level": "runs", "native": seen}
-
-
-def summary(made: Plan, core: Plan | None) -> PlanSummary:
-    """What a cell keeps of its plan."""
-    rejected = tuple(msgspec.structs.replace(no, choice=None) for no in made.rejected)
-    if core is None:
-        return PlanSummary(path=made.path, core_taken=False, rejected=rejected, notes=made.notes)
-    lowering, chosen = core.specialised
-    launch = msgspec.structs.asdict(chosen)
-    options = dict(launch.pop("options"))
-    return PlanSummary(
-        path=made.path,
-        core_taken=core is made,
-        kernel=core.kernel,
-        lowering={name: getattr(lowering, name) for name in CORES[made.problem.op].choices},
-        launch=launch | options,
-        env=core.env,
-        rejected=rejected,
-        notes=core.notes,
-    )
-
-
-def footnotes(made: Plan, registry: Registry) -> tuple[Footnote, ...]:
-    """The quirks that changed the plan or caution about it, and those that ruled a path out."""
-    out = dict.fromkeys(no.quirk for no in made.rejected if no.quirk in registry.quirks)
-    applied = {quirk.id: quirk for quirk in made.quirks}
-    applied |= {quirk.id: quirk for no in made.rejected if no.choice for quirk in no.choice.quirks}
-    changes = (
-        footnote(quirk.id, "applied", registry, sentence=quirk.sentence, sets=quirk.sets, note=quirk.note)
-        for quirk in applied.values()
-        if quirk.id not in out
-    )
-    return (*changes, *(footnote(quirk, "rejected", registry) for quirk in out))

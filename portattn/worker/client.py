@@ -133,8 +133,9 @@ class Worker:
                 else:
                     log = f"{self._tail(begun)}\n{message.log[-LOG_TAIL:]}"
                     return Reply(
-                        outcome="error", stage=message.stage, kind=message.kind, message=message.message, log=log
-                    )
+                        outcome="error", stage=message.stage, kind=message.kind, message=message.message, log=log,
+                        facts=message.facts,
+                    )  # fmt: skip
 
     def close(self) -> None:
         """End the child. A request under way in another thread is answered as a crash."""

@@ -1,6 +1,7 @@
 """Where Triton's Python API differs between versions: building a source, its attributes, its target and options.
 
-Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0. Runs in a child process; standard library and Triton only.
+Covers community Triton 3.2 to 3.9 and triton-ascend 3.2.0, and Gluon's functions as of Triton 3.6. Runs in a child
+process; standard library and Triton only.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     kernel = build(function, signature, target, enter)
     enter("read")
     facts = resources.read(kernel, target[0], target[1], full=request.get("facts") == "full")
-    if request.get("facts") == "text" and target[0] == "hip":
-        facts["amdgcn"] = kernel.asm["amdgcn"]
+    if request.get("facts") == "text":
+        facts |= resources.text(kernel, target[0])
     return {"facts": facts, "toolchain": triton.__version__}
 
 
@@ -84,7 +85,19 @@ def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
     if VERSION < (3, 3):
         run_time = {name: kind for name, kind in types.items() if kind != "constexpr"}
         return ASTSource(function, signature=run_time, constants=constants, attrs=attributes)
+    if getattr(function, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        types = {name: _spelled(kind) for name, kind in types.items()}
+        # Where Triton is called it gives places of arguments; names are looked up in other ways between releases.
+        by_place = {(names.index(name),): value for name, value in constants.items()}
+        return GluonASTSource(function, types, by_place, attributes)
     return ASTSource(function, signature=types, constexprs=constants, attrs=attributes)
+
+
+def _spelled(kind: str) -> str:
+    """A descriptor's type as this release writes it: before 3.6 a layout knows nothing of clusters of programs."""
+    return kind.replace(", cga_layout=[]", "") if VERSION < (3, 6) else kind
 
 
 def _attributes(names: list[str], signature: dict[str, Any], backend: str) -> Any:

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,7 +22,8 @@ from typing import Any
 
 ARMS = ("control", "off", "on")
 # Evidence levels that a program can reach, as portattn.quirk spells them.
-COMPILES, LOWERED, RUNS = "compiles", "lowering-checked", "runs"
+COMPILES, LOWERED, EMULATED, RUNS = "compiles", "lowering-checked", "emulated", "runs"
+OLDEST_MODELLED = (3, 4)  # Triton whose code the model of AMD's chips was tried with (portattn/emulate/check.py)
 
 
 class Seen(Exception):
@@ -34,10 +36,12 @@ class Missing(Exception):
 
 @dataclass
 class Code:
-    """A compiled kernel: its texts by stage (ttir, ttgir, ptx or amdgcn; linalg), and facts as worker/resources.py."""
+    """A compiled kernel: its texts by stage (ttir, ttgir, ptx or amdgcn; linalg), facts as worker/resources.py, and the
+    types of its run-time arguments."""
 
     texts: dict[str, str]
     facts: dict[str, Any] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
 
     def count(self, stage: str, word: str) -> int:
         return self.texts[stage].count(word)
@@ -50,7 +54,7 @@ class Bench:
     target   the same as Triton takes it: (backend, arch, lanes of a warp)
     version  of the compiler: (3, 6) for Triton 3.6.0
     passes   list of passes that triton-adapter-opt is given instead of its own (worker/ascend.py); empty for its own
-    executor a Python with portattn, torch and MLIR's programs, which executes lowered code; empty for none
+    executor a Python with portattn and torch (for linalg also MLIR's programs), which executes code; empty for none
     level    evidence level that the probe reaches; a program that executes anything raises it
     """
 
@@ -103,17 +107,25 @@ class Bench:
                 return Code({"linalg": str(facts.pop("linalg"))}, facts)
             compiled = self._compilers.build(kernel, signature, self.target, self._enter)
             facts = self._compilers.resources.read(compiled, self.target[0], self.target[1], full=True)
-        return Code({name: text for name, text in compiled.asm.items() if isinstance(text, str)}, facts)
+        texts = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
+        return Code(texts, facts, dict(types))
 
     def execute(
-        self, code: Code, arguments: Mapping[str, Any], outputs: Sequence[str], grid: Sequence[int] = (1,)
+        self,
+        code: Code,
+        arguments: Mapping[str, Any],
+        outputs: Sequence[str],
+        grid: Sequence[int] = (1,),
+        unchecked: Sequence[str] = (),
     ) -> dict[str, list[float]]:
-        """Run code lowered to linalg on this machine's CPU: the outputs' values.
+        """Run compiled code on this machine's CPU: the outputs' values. Linalg as it is lowered, AMD's machine code in
+        the model of its chip.
 
         arguments  by name in the kernel's order: numbers, and flat tensors as (type of an element, values)
+        unchecked  the model's checks (emulate/amdgpu/checks.py) that are left out; the others are on
 
-        Raises Seen where the code touches memory that is not its own, Missing where it cannot be run here, RuntimeError
-        where it is refused.
+        Raises Seen where the code does what no correct code does (touches memory that is not its own, and what the
+        model's checks find), Missing where it cannot be run here, RuntimeError where it is refused.
         """
         if not self.executor:
             raise Missing("needs --executor PYTHON, a Python with portattn in it")
@@ -121,7 +133,7 @@ class Bench:
             name: {"type": value[0], "values": list(value[1])} if isinstance(value, tuple) else value
             for name, value in arguments.items()
         }
-        request = {"text": code.texts["linalg"], "grid": list(grid), "outputs": list(outputs), "arguments": given}
+        request = {"grid": list(grid), "outputs": list(outputs), "arguments": given, **self._code(code, unchecked)}
         self._enter("execute")
         # Not this child's path: it is the other Python's own that has torch.
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -130,15 +142,32 @@ class Bench:
             command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
         )
         if done.returncode:
-            raise RuntimeError(f"the lowered code cannot be executed: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"the code cannot be executed: {done.stderr.strip()[-2000:]}")
         answer = json.loads(done.stdout)
         if "missing" in answer:
             raise Missing(answer["missing"])
-        self.level = LOWERED
-        if answer["strays"]:
+        self.level = LOWERED if "linalg" in request else EMULATED
+        if answer.get("strays"):
             raise Seen("; ".join(answer["strays"]))
         found: dict[str, list[float]] = answer["outputs"]
         return found
+
+    def _code(self, code: Code, unchecked: Sequence[str]) -> dict[str, Any]:
+        """The part of a request that is the code. Raises Missing for code that nothing here executes."""
+        if "linalg" in code.texts:
+            return {"linalg": code.texts["linalg"]}
+        if "amdgcn" not in code.texts:
+            raise Missing(f"nothing here executes code for {self.name}")
+        if self.version < OLDEST_MODELLED:
+            oldest = ".".join(map(str, OLDEST_MODELLED))
+            raise Missing(f"the model was tried with the code of Triton {oldest} and newer")
+        return {
+            "amdgcn": code.texts["amdgcn"],
+            "lds": code.facts["local_memory"],
+            "waves": code.facts["num_warps"],
+            "types": code.types,
+            "unchecked": list(unchecked),
+        }
 
 
 @contextlib.contextmanager
@@ -156,14 +185,23 @@ def _set(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Run one arm of a program: {"facts": {"level": …}}. Raises what the arm raises."""
+    """Run one arm of a program: {"facts": {"level": …}}, and where it saw the quirk {"ok": False} and what it saw.
+
+    Raises what else the arm raises.
+    """
     program = load(request["program"])
     backend, arch, lanes = request["target"]
     executor = request.get("executor", "")
     bench = Bench(request["name"], (backend, arch, lanes), enter, request.get("passes", ""), executor)
     enter("probe")
-    program.probe(request["arm"], bench)
-    return {"facts": {"level": bench.level}, "toolchain": bench._compilers.triton.__version__}
+    try:
+        program.probe(request["arm"], bench)
+    except Seen as seen:
+        text, trace = str(seen), traceback.format_exc()
+        answer = {"ok": False, "stage": "probe", "kind": Seen.__name__, "message": text, "log": trace}
+    else:
+        answer = {}
+    return answer | {"facts": {"level": bench.level}, "toolchain": bench._compilers.triton.__version__}
 
 
 def load(path: str) -> ModuleType:

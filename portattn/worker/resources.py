@@ -37,6 +37,15 @@ def read(kernel: Any, backend: str, arch: int | str, full: bool) -> dict[str, in
     return facts
 
 
+def text(kernel: Any, backend: str) -> dict[str, int | str]:
+    """The assembly text that is run elsewhere: `amdgcn`; or `ptx`, and the bytes of `scratch` that it wants."""
+    if backend == "hip":
+        return {"amdgcn": kernel.asm["amdgcn"]}
+    # Triton 3.2 has no scratch memory, 3.3 and 3.4 none for profiles.
+    sizes = (getattr(kernel.metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
+    return {"ptx": kernel.asm["ptx"], "scratch": sum(int(size or 0) for size in sizes)}
+
+
 def count(text: str, patterns: dict[str, str]) -> dict[str, int | str]:
     """How often each instruction stands in the text; those that do not occur are left out."""
     found = {name: len(re.findall(pattern, text, re.MULTILINE)) for name, pattern in patterns.items()}

@@ -26,13 +26,26 @@ PROTOCOL = 1
 
 
 def import_without_package() -> None:
-    """Make portattn's kernels and worker modules importable without running portattn/__init__ or needing its deps."""
+    """Make kernels (the backends' own too) and worker modules importable without running any package's __init__, which
+    would need portattn's dependencies."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # A script's own folder heads sys.path; its modules must not shadow others.
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.join(folder, "worker")]
-    package = types.ModuleType("portattn")
+    _package("portattn", folder)
+    # In the source tree backends/ lies beside portattn/; where portattn is installed, in it.
+    backends = os.path.join(folder, "backends")
+    if not os.path.isdir(backends):
+        backends = os.path.join(os.path.dirname(folder), "backends")
+    _package("portattn.backends", backends)
+    for name in os.listdir(backends) if os.path.isdir(backends) else ():
+        if os.path.isdir(os.path.join(backends, name)) and name.isidentifier():
+            _package("portattn.backends." + name, os.path.join(backends, name))
+
+
+def _package(name: str, folder: str) -> None:
+    package = types.ModuleType(name)
     package.__path__ = [folder]
-    sys.modules["portattn"] = package
+    sys.modules[name] = package
 
 
 def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
@@ -74,6 +87,10 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
             from portattn.emulate import execute as emulated
 
             return {"ok": True, **emulated.compare(request, enter)}
+        if request["task"] == "older":
+            from portattn.older import execute as older
+
+            return {"ok": True, **older.compare(request, enter)}
         return _failure("protocol", "ProtocolError", f"unknown task {request['task']!r}")
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.

@@ -1,0 +1,13 @@
+"""Code that Triton makes for an older NVIDIA GPU, run on a newer one that is here: "sm_80 code on sm_90".
+
+A cubin of sm_80 does not load on sm_90, but the PTX that it was assembled from does: PTX of a chip runs on every later
+one (PTX ISA, "PTX Module Directives: .target"), and the driver assembles it for the chip that is there. What runs is
+thus what Triton made of a kernel for sm_80 (its layouts, its mma instruction, its asynchronous copies, the tiles that
+were chosen for that chip); what does not is sm_80's own assembler and the chip.
+
+    ptx.py       what a PTX text says of itself: version, target, entry, parameters, threads
+    driver.py    the CUDA driver's loader and launch, through libcuda
+    launch.py    a KernelCall's arguments for an entry's parameters
+    execute.py   a plan's launches, compared with the oracle (child process)
+    check.py     Older: the parent's side, for the matrix and `portattn verify`
+"""
