@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from portattn.backends.cuda.latent import KEYS, ROPE, ROWS
-from portattn.backends.cuda.latent import RANK as LATENT  # columns that are V too: the kernel's word for them
+from portattn.backends.cuda.named_barriers import arrive, sync
+from portattn.backends.cuda.sizes import KEYS, ROPE, ROWS
+from portattn.backends.cuda.sizes import RANK as LATENT  # columns that are V too: the kernel's word for them
 
 CHUNKS = 4  # a tile's scores begin when the first of so many parts of its 512 columns is there (2, 4 or 8)
 
@@ -114,21 +115,6 @@ class State:
 
 
 @gluon.jit
-def _sync(barrier, threads):
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _arrive(barrier, threads):
-    # Waits for nobody, where mbarrier.arrive would first bring the whole warp group together.
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _zero():
     # An offset of 0 that the compiler does not know: what is addressed with it is not computed ahead of the loop, where
     # the 36 pairs of matrix descriptors of a tile's scores would take more registers than there are.
@@ -158,7 +144,7 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
         for turn in gl.static_range(2):
             half = buffer ^ turn  # the owner's first: it is free first
             if i >= 2:
-                _sync(_FREE + 2 * buffer + half, _LOADERS)
+                sync(_FREE + 2 * buffer + half, _LOADERS)
             for j in gl.static_range(_CHUNKS // 2):
                 chunk = half * (_CHUNKS // 2) + j
                 slot = buffer * _CHUNKS + chunk
@@ -171,7 +157,7 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
                 tma.async_copy_global_to_shared(k_desc, [row, chunk * _CHUNK], full, shared.k.index(slot))
     for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
         for side in gl.static_range(2):
-            _sync(_FREE + 2 * (i % 2) + side, _LOADERS)
+            sync(_FREE + 2 * (i % 2) + side, _LOADERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,7 +225,7 @@ def _maximum(s, row_max, shared, key, work, row_end, scale, half: gl.constexpr):
         s = gl.where(columns[None, :] < row_end[:, None], s, -float("inf"))
     row_max = gl.maximum(row_max, gl.max(s, 1) * scale)
     shared.row_max.store(row_max)
-    _arrive(_MAXIMUM + half, _CONSUMERS)
+    arrive(_MAXIMUM + half, _CONSUMERS)
     return s, row_max
 
 
@@ -254,14 +240,14 @@ def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.con
     weights = p.to(shared.p.dtype)
     shared.p.store(weights)
     fence_async_shared()
-    _arrive(_READY + half, _CONSUMERS)
+    arrive(_READY + half, _CONSUMERS)
     _values_there(shared, half, half, phase)
     alpha = gl.exp2(state.row_max - base)
     acc = _rescaled(state.acc, alpha)
     acc = warpgroup_mma(gl.convert_layout(weights, _PROBS), _values(shared, half, half), acc, is_async=True)
     row_sum = state.row_sum * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _arrive(_FREE + 2 * half + half, _LOADERS)
+    arrive(_FREE + 2 * half + half, _LOADERS)
     return State(acc, new_max, row_sum)
 
 
@@ -269,12 +255,12 @@ def _own_values(state, s, new_max, shared, phase, key, work, scale, half: gl.con
 def _other_values(state, shared, phase, half: gl.constexpr):
     """acc += P V of a tile of the other parity, begun. Returns the accumulator and the rest of the new state."""
     buffer: gl.constexpr = 1 - half
-    _sync(_MAXIMUM + buffer, _CONSUMERS)
+    sync(_MAXIMUM + buffer, _CONSUMERS)
     new_max = shared.row_max.load(_ROW)
     alpha = gl.exp2(state.row_max - _finite(new_max))
     acc = _rescaled(state.acc, alpha)
     _values_there(shared, buffer, half, phase)
-    _sync(_READY + buffer, _CONSUMERS)
+    sync(_READY + buffer, _CONSUMERS)
     acc = warpgroup_mma(shared.p, _values(shared, buffer, half), acc, is_async=True)
     return acc, new_max, state.row_sum * alpha
 
@@ -283,7 +269,7 @@ def _other_values(state, shared, phase, half: gl.constexpr):
 def _other_tile(state, shared, phase, half: gl.constexpr):
     acc, row_max, row_sum = _other_values(state, shared, phase, half)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _arrive(_FREE + 2 * (1 - half) + half, _LOADERS)
+    arrive(_FREE + 2 * (1 - half) + half, _LOADERS)
     return State(acc, row_max, row_sum)
 
 
@@ -315,7 +301,7 @@ def _odd_owner(state, shared, work, row_end, scale):
         s = warpgroup_mma_wait(1, deps=[s])
         s, new_max = _maximum(s, row_max, shared, key, work, row_end, scale, 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _arrive(_FREE + 1, _LOADERS)
+        arrive(_FREE + 1, _LOADERS)
         state = _own_values(State(acc, row_max, row_sum), s, new_max, shared, phase, key, work, scale, 1)
     if work.tiles % 2 == 1:
         state = _other_tile(state, shared, work.tiles // 2 & 1, 1)
@@ -342,7 +328,7 @@ def _consume(out_desc, partial, lse, heads, seq_q, batches, scale, work, shared,
         state = _odd_owner(state, shared, work, row_end, scale)
 
     shared.row_sum.index(half).store(state.row_sum)
-    _sync(_DONE, _CONSUMERS)
+    sync(_DONE, _CONSUMERS)
     total = state.row_sum + shared.row_sum.index(1 - half).load(_ROW)
     empty = total == 0.0  # a NaN total stays NaN
     acc = _rescaled(state.acc, gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)))

@@ -1,0 +1,298 @@
+"""The explicitly scheduled dense forward for Hopper as a path: what it takes, and how it is launched."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from portattn.backends.base import Variant
+from portattn.backends.cuda.canaries import FORWARD
+from portattn.backends.cuda.counters import multiprocessors
+from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.sizes import GROUP_ROWS
+from portattn.core import MIN_DOT, ceil_div, next_power_of_two
+from portattn.launch.direct import Step
+from portattn.launch.steps import Buffers, StepLauncher
+from portattn.planned import Rejection
+from portattn.problem import UNLIMITED
+from portattn.tuning import Tuning, load_tuning
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.call import Call
+    from portattn.problem import Problem
+    from portattn.target import Target
+
+WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
+MOST_TILES = 2**30
+LOG2E = math.log2(math.e)
+# Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
+# a producer counts as four, and 65,536 is what there is).
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
+PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
+
+FULL_CORES = 0.8  # tiles that fill so much of the chip are not split
+MOST_SPLITS = 32
+L2_SHARE = 32 << 20  # bytes of keys and values that heads worked on at a time may have: about half of the L2
+_FEATURES = ("alibi_slopes", "bias", "mask", "leftpad_q", "leftpad_k", "negative_scale", "needs_grad", "dropout")
+CHOICES = Path(__file__).with_name("tuning") / "sm_90.toml"
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the kernel is scheduled; forward_kernel.Form says what each means."""
+
+    groups: int
+    keys: int
+    stages: int
+    turns: bool
+    late: bool
+    early: bool
+    pairs: bool
+    own_out: bool
+    queries: int = 1
+
+
+class Choice(NamedTuple):
+    """A schedule, and whether it was timed for such problems."""
+
+    schedule: Schedule
+    timed: bool
+
+
+class ForwardVariant(Variant):
+    """attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16."""
+
+    name = "gluon_forward"
+    ops = ("attention", "varlen_attention")
+    arches = ("sm_90",)
+    needs = f"sm_90, Triton {TRITON}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
+    canaries = FORWARD
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why the kernel cannot run the problem, or is not for it; None when it runs."""
+        p, found = problem, target.toolchain
+        asked = [name for name in _FEATURES if getattr(p, name)]
+        empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
+        reasons = {
+            f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
+            f"needs Triton {TRITON}, and this is {found}": untried(found),
+            f"is for {' and '.join(self.ops)}": p.op not in self.ops,
+            f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
+            f"takes heads of at most {WIDTHS[-1]} columns, not {p.head_dim}": p.head_dim > WIDTHS[-1],
+            f"takes K and V of one width, not {p.head_dim} and {p.head_dim_v}": width(p.head_dim)
+            != width(p.head_dim_v),
+            f"takes no {', '.join(asked)}": bool(asked),
+            "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
+            "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
+            f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
+            "has too many tiles of rows": p.batch * p.heads_q * (max(p.query_rows[1], p.seq_q) // 128 + 1) > MOST_TILES,
+        }
+        reason = next((text for text, holds in reasons.items() if holds), None)
+        if reason is None and choice(p) is None:
+            reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
+        return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs calls like this one."""
+        chosen = choice(call.problem)
+        assert chosen is not None
+        return launcher(call, chosen.schedule)
+
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """The schedule, and the width that heads are padded to."""
+        chosen = choice(problem)
+        assert chosen is not None
+        return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
+
+    def timed(self, problem: Problem) -> bool:
+        """Whether the schedule was timed."""
+        chosen = choice(problem)
+        return chosen is not None and chosen.timed
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        chosen = choice(call.problem)
+        assert chosen is not None
+        return _Launcher(call, chosen.schedule)
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
+        swapped = problem.layout == "bshd"
+        seen = dict(tensors)
+        for name in ("q", "k", "v", "out"):
+            if problem.packed:
+                seen[name] = tensors[name].transpose(0, 1)[None]
+            elif swapped:
+                seen[name] = tensors[name].transpose(1, 2)
+        return seen
+
+
+def width(head_dim: int) -> int:
+    """The kernel's width for a head."""
+    return next((w for w in WIDTHS if w >= head_dim), head_dim)
+
+
+@functools.cache
+def _tuning() -> Tuning:
+    return load_tuning(CHOICES, "cuda")
+
+
+def choice(problem: Problem) -> Choice | None:
+    """The first entry of the tuning data whose conditions hold."""
+    tuned = _tuning()
+    entry = tuned.find(ForwardVariant.name, problem.features(), variant=True)
+    if entry is None:
+        return None
+    return Choice(schedule=msgspec.convert(entry.flags, Schedule), timed=tuned.measured(entry))
+
+
+def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+    """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
+    made = _Launcher(call, schedule)
+    spread = any(0 in t.stride() and _broadcast(t) for t in (call.q, call.k, call.v))
+    if call.scale != 0.0 and not spread:
+        return made
+    # Not to be kept: tensors are made anew for each launch.
+    return functools.partial(_with_copies, made, call.scale == 0.0)
+
+
+def _with_copies(launch: Callable[[Mapping[str, Any]], None], unscaled: bool, tensors: Mapping[str, Any]) -> None:
+    """Whether a descriptor takes a stride of 0 is not documented; and a row's maximum is taken before scaling, where
+    0·inf is NaN: a scale of 0 is applied to Q."""
+    copies = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in ("q", "k", "v")}
+    if unscaled:
+        copies["q"] = copies["q"] * 0.0
+    launch({**tensors, **copies})
+
+
+def _broadcast(x: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def split_count(tiles: int, key_tiles: int, cores: int) -> int:
+    """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
+    if tiles >= FULL_CORES * cores:
+        return 1
+    ends, merging = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
+
+    def cost(splits: int) -> int:
+        return ceil_div(tiles * splits, cores) * (ceil_div(key_tiles, splits) + ends) + (merging if splits > 1 else 0)
+
+    return min(range(1, min(key_tiles, MOST_SPLITS) + 1), key=cost)
+
+
+class _Launcher(StepLauncher):
+    """One launch; where keys are split a second one, which merges."""
+
+    def __init__(self, call: Call, schedule: Schedule) -> None:
+        import torch
+
+        from portattn.backends.cuda.counters import counter
+
+        p, s, device = call.problem, schedule, call.q.device
+        self._problem, self._schedule = p, s
+        rows = GROUP_ROWS * s.groups
+        cores = multiprocessors(device)
+        self._row_tiles = (p.total_q or 0) // rows + p.batch + 1 if p.packed else ceil_div(p.seq_q, rows)
+        tiles = self._row_tiles * p.heads_q * (1 if p.packed else p.batch)
+        # A sink counts once; and partial results have the kernel's width.
+        whole = p.packed or p.sinks or p.head_dim_v not in WIDTHS
+        self._splits = 1 if whole else split_count(tiles, ceil_div(p.seq_k, s.keys), cores)
+        self._grid = min(cores, tiles * self._splits)
+        self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
+        if p.softcap:
+            self._scale, self._softcap = 2.0 * (call.scale or 1.0) * LOG2E / call.softcap, LOG2E * call.softcap
+        buffers: Buffers = {}
+        if self._splits > 1:
+            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            buffers = {"partial": ((*shape, p.head_dim_v), torch.float32), "partial_lse": (shape, torch.float32)}
+        super().__init__(buffers, {"counter": functools.partial(counter, device)})
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        from portattn.backends.cuda.forward_kernel import scheduled_forward
+
+        p, s = self._problem, self._schedule
+        dim, split = width(p.head_dim), self._splits > 1
+        kind = ("cu_seqlens_q", "cu_seqlens_k") if p.packed else ("seqlens_q", "seqlens_k")
+        filled = ("partial", "partial_lse") if split else ("out", "lse")
+        roles = {
+            "q_desc": "q", "k_desc": "k", "v_desc": "v", "o_desc": "out", "out": filled[0], "lse": filled[1],
+            "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "counter": "counter",
+        }  # fmt: skip
+        out = tensors["out"]
+        registers, consumer, producer = (PACKED_REGISTERS if p.packed else REGISTERS)[s.groups]
+        arguments = {
+            name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
+        } | {
+            "q_desc": _described(tensors["q"], GROUP_ROWS, dim), "k_desc": _described(tensors["k"], s.keys, dim),
+            "v_desc": _described(tensors["v"], s.keys, dim), "o_desc": _described(out, GROUP_ROWS, dim),
+            "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
+            "stride_s": out.stride(2) // 8, **self._numbers(), **self._constants(),
+            "CONSUMER": consumer, "PRODUCER": producer,
+        }  # fmt: skip
+        forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
+        return [forward, self._merging(tensors)] if split else [forward]
+
+    def _numbers(self) -> dict[str, int]:
+        p = self._problem
+        head_bytes = 2 * p.seq_k * (p.head_dim + p.head_dim_v)
+        fit = max(1, L2_SHARE // max(head_bytes, 1)) * p.group
+        return {
+            "batches": p.batch, "heads": p.heads_q, "share": p.group,
+            "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
+            "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
+            "row_tiles": self._row_tiles, "together": 1 << min(max(fit.bit_length() - 1, 2), 5),
+            "splits": self._splits,
+        }  # fmt: skip
+
+    def _constants(self) -> dict[str, Any]:
+        p, s = self._problem, self._schedule
+        varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
+        lengths = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
+        return {
+            "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
+            "RIGHT": p.causal != "none" or p.window_right != UNLIMITED, "LEFT": p.window_left != UNLIMITED,
+            "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
+            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
+            "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
+            "QUERIES": s.queries,
+        }  # fmt: skip
+
+    def _merging(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.kernels.combine import combine
+
+        p, out = self._problem, tensors["out"]
+        rows = p.batch * p.heads_q * p.seq_q
+        most, columns = next_power_of_two(self._splits), next_power_of_two(p.head_dim_v)
+        arguments = {
+            "partial": tensors["partial"], "partial_lse": tensors["partial_lse"], "out": out, "lse": tensors["lse"],
+            "o_stride_b": out.stride(0), "o_stride_h": out.stride(1), "o_stride_s": out.stride(2),
+            "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": self._splits, "HEAD_DIM_V": p.head_dim_v,
+            "BLOCK_DV": max(columns, MIN_DOT), "BLOCK_SPLITS": most, "CHUNK": min(most, 16), "GRID": "full",
+            "DEPENDENT": True,
+        }  # fmt: skip
+        roles = {name: name for name in ("partial", "partial_lse", "out", "lse")}
+        return Step(combine, (rows,), arguments, {"num_warps": 4, "launch_pdl": True}, roles)
+
+
+def _described(x: torch.Tensor, rows: int, dim: int) -> Any:
+    """A descriptor of (B, H, S, D), by blocks of some rows and a kernel's width."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
+    strides = [stride if size > 1 else 8 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, dim], _layout(rows, dim, str(x.dtype)))
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(rows: int, dim: int, dtype: str) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], kind)

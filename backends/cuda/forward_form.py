@@ -1,0 +1,184 @@
+"""What the Hopper forward's pieces share: Form, the constants of a compilation, and the records that they pass on."""
+
+# No `from __future__ import annotations`: Triton's aggregates read the types of their fields.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Form:
+    """What is compiled in. Everything is a constant.
+
+    GROUPS, KEYS, DIM, STAGES  warp groups of 64 rows, keys of a tile, padded head dimension, buffers for K and for V
+    RIGHT, LEFT   queries see keys up to `right` after, and from `left` before, their own position
+    TOP_LEFT      query i's position is key i; otherwise the last query's is the last key
+    RAGGED        the last key tile is not full
+    VARYING       "none", "packed" (first rows of sequences are given) or "padded" (their lengths are), "padded_q" or
+                  "padded_k" (those of queries or keys only)
+    UNSEEN        keys behind the last that a query sees may lie inside the tensor
+    SOFTCAP       scores are capped
+    SPLIT         a tile's keys are shared by several blocks, whose results are merged afterwards
+    TURNS         consumers issue their products in turns
+    LATE          the accumulator is rescaled after the next scores have been issued, not before
+    EARLY         the values' product is waited for before the exponentials, not after
+    PAIRS         probabilities cross the loop's edge as 16-bit pairs in 32-bit registers, not as float32
+    OWN_OUT       the output leaves through shared memory of its own, not through that of Q
+    QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
+    """
+
+    GROUPS: gl.constexpr
+    KEYS: gl.constexpr
+    DIM: gl.constexpr
+    STAGES: gl.constexpr
+    RIGHT: gl.constexpr
+    LEFT: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    RAGGED: gl.constexpr
+    VARYING: gl.constexpr
+    UNSEEN: gl.constexpr
+    SOFTCAP: gl.constexpr
+    SPLIT: gl.constexpr
+    TURNS: gl.constexpr
+    LATE: gl.constexpr
+    EARLY: gl.constexpr
+    PAIRS: gl.constexpr
+    OWN_OUT: gl.constexpr
+    QUERIES: gl.constexpr
+    PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
+    SCORES: gl.constexpr  # layouts: of scores,
+    OUTPUT: gl.constexpr  # of the accumulator,
+    PROBS: gl.constexpr  # of P as an operand,
+    ROW: gl.constexpr  # of what there is once a row
+
+    @gluon.constexpr_function
+    def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
+                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES):  # fmt: skip
+        self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
+        self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
+        self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
+        self.SOFTCAP, self.TURNS, self.LATE, self.EARLY = map(gl.constexpr, (SOFTCAP, TURNS, LATE, EARLY))
+        self.PAIRS, self.OWN_OUT, self.QUERIES = map(gl.constexpr, (PAIRS, OWN_OUT, QUERIES))
+        scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+        output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+        self.PARTY = gl.constexpr(GROUPS * 128 + 32)
+        self.SCORES, self.OUTPUT = gl.constexpr(scores), gl.constexpr(output)
+        self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=output, k_width=2))
+        self.ROW = gl.constexpr(gl.SliceLayout(1, scores))
+
+
+@aggregate
+class Shared:
+    """What lies in shared memory."""
+
+    q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]
+    k: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
+    v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
+    out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM]
+    q_full: gl.shared_memory_descriptor  # [QUERIES·GROUPS] mbarriers
+    q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
+    k_full: gl.shared_memory_descriptor  # [STAGES]
+    v_full: gl.shared_memory_descriptor  # [STAGES]
+    mail: gl.shared_memory_descriptor  # [2·FIELDS][1] int32: two messages of the producer to the consumers
+    mail_full: gl.shared_memory_descriptor  # [2]
+    mail_free: gl.shared_memory_descriptor  # [2]
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, out, q_full, q_free, k_full, v_full, mail, mail_full, mail_free):
+        self.q, self.k, self.v, self.out = q, k, v, out
+        self.q_full, self.q_free, self.k_full, self.v_full = q_full, q_free, k_full, v_full
+        self.mail, self.mail_full, self.mail_free = mail, mail_full, mail_free
+
+
+@aggregate
+class Sizes:
+    """The numbers of the call.
+
+    lengths_q, lengths_k  (B,) int32 lengths, or (B + 1,) int32 first rows of packed sequences; else anything
+    """
+
+    lengths_q: gl.tensor
+    lengths_k: gl.tensor
+    batches: gl.tensor
+    heads: gl.tensor
+    share: gl.tensor  # query heads of a key head
+    seq_q: gl.tensor  # rows of the query tensor
+    seq_k: gl.tensor  # rows of the key tensor
+    left: gl.tensor
+    right: gl.tensor
+    row_tiles: gl.tensor  # of a head of a sequence; of a head of all packed ones
+    together: gl.tensor  # causal: heads that are worked on at a time
+    splits: gl.tensor  # blocks that share a tile's keys
+
+    @gluon.constexpr_function
+    def __init__(self, lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
+                 splits):  # fmt: skip
+        self.lengths_q, self.lengths_k, self.batches, self.heads, self.share = (
+            lengths_q, lengths_k, batches, heads, share,
+        )  # fmt: skip
+        self.seq_q, self.seq_k, self.left, self.right = seq_q, seq_k, left, right
+        self.row_tiles, self.together, self.splits = row_tiles, together, splits
+
+
+@aggregate
+class Work:
+    """A tile of query rows. Rows and keys count from the sequence's first."""
+
+    row: gl.tensor  # the tile's first; negative when there is no tile
+    head: gl.tensor
+    slot: gl.tensor  # of the first axis of the tensors
+    q_first: gl.tensor  # row of the tensors at which the sequence begins
+    q_length: gl.tensor
+    k_first: gl.tensor
+    k_length: gl.tensor  # -1 for rows of no sequence
+    split: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, row, head, slot, q_first, q_length, k_first, k_length, split):
+        self.row, self.head, self.slot, self.split = row, head, slot, split
+        self.q_first, self.q_length, self.k_first, self.k_length = q_first, q_length, k_first, k_length
+
+
+@aggregate
+class Keys:
+    """The key tiles of a warp group's rows: [begin, end), of which [clean, unclean) need no mask."""
+
+    begin: gl.tensor
+    clean: gl.tensor
+    unclean: gl.tensor
+    end: gl.tensor
+    after: gl.tensor  # tiles before `begin`, which other warp groups need
+
+    @gluon.constexpr_function
+    def __init__(self, begin, clean, unclean, end, after):
+        self.begin, self.clean, self.unclean, self.end, self.after = begin, clean, unclean, end, after
+
+
+@aggregate
+class State:
+    """A warp group's running result, and what the next step has to do for it."""
+
+    acc: gl.tensor  # [64, DIM] float32
+    held: gl.tensor  # probabilities whose values are not added yet
+    alpha: gl.tensor  # [64] factor that makes acc one of the new maximum
+    row_max: gl.tensor  # [64], in powers of 2
+    row_sum: gl.tensor  # a lane's own share of the row sum
+
+    @gluon.constexpr_function
+    def __init__(self, acc, held, alpha, row_max, row_sum):
+        self.acc, self.held, self.alpha, self.row_max, self.row_sum = acc, held, alpha, row_max, row_sum
+
+
+@aggregate
+class Ring:
+    """Where in the buffers a consumer is: this tile's, and that of the values that are not added yet."""
+
+    slot: gl.tensor
+    phase: gl.tensor
+    v_slot: gl.tensor
+    v_phase: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, slot, phase, v_slot, v_phase):
+        self.slot, self.phase, self.v_slot, self.v_phase = slot, phase, v_slot, v_phase

@@ -1,0 +1,106 @@
+"""Small pieces of the Hopper forward's consumers: what is done to a tile of scores or of values."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from portattn.backends.cuda.sizes import GROUP_ROWS
+
+_ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def here(x):
+    # Keeps the compiler from folding a rescaling into the trip of the loop before.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def following(slot, phase, count: gl.constexpr):
+    slot += 1
+    if slot == count:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def row_maximum(s, form):
+    # Registers first, in independent chains; the four lanes of a row last.
+    x = gl.reshape(s, [_ROWS, 2, form.KEYS // 16, 4, 2])
+    x = gl.max(gl.max(gl.max(x, 2), 3), 1)
+    return gl.convert_layout(gl.max(x, 1), form.ROW)
+
+
+@gluon.jit
+def lane_sum(p, form):
+    # The exchange between lanes waits until the end of the tile.
+    x = gl.reshape(p, [_ROWS, 2, form.KEYS // 16, 4, 2])
+    return gl.sum(gl.sum(gl.sum(x, 2), 3), 1)
+
+
+@gluon.jit
+def hold(p, form, dtype: gl.constexpr):
+    # 16-bit numbers carried over the loop's edge as such are unpacked and packed again on every trip.
+    if form.PAIRS:
+        low, high = gl.split(gl.reshape(p, [_ROWS, form.KEYS // 2, 2]))
+        if dtype == gl.bfloat16:
+            held = gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            held = gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+    else:
+        held = p
+    return held
+
+
+@gluon.jit
+def operand(held, form, dtype: gl.constexpr):
+    if form.PAIRS:
+        low = (held & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+        high = (held >> 16).to(gl.int16).to(dtype, bitcast=True)
+        p = gl.reshape(gl.join(low, high), [_ROWS, form.KEYS])
+    else:
+        p = held.to(dtype)
+    return gl.convert_layout(p, form.PROBS)
+
+
+@gluon.jit
+def rescaled(acc, factor, form):
+    return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, form.OUTPUT)), 1)
+
+
+@gluon.jit
+def capped(s, scale, softcap, form):
+    """Scores in powers of 2 where they are capped, as softcap·tanh; else as they are.
+
+    scale, softcap  then 2·log2(e)·scale/softcap and log2(e)·softcap. tanh x = 1 − 2/(e^2x + 1): its absolute error is
+    float32's, which is all that a softmax sees
+    """
+    if form.SOFTCAP:
+        s = softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0)
+    return s
+
+
+@gluon.jit
+def masked_scores(s, row_start, row_end, n, form):
+    columns = gl.expand_dims(n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES)), 0)
+    keep = columns < gl.expand_dims(row_end, 1)
+    if form.LEFT:
+        keep = keep & (columns >= gl.expand_dims(row_start, 1))
+    return gl.where(keep, s, -float("inf"))
+
+
+@gluon.jit
+def clear(v, first, end, form):
+    """Zeros in the rows of V before `first` and from `end` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, form.KEYS, gl.SliceLayout(1, layout)), 1)
+    there = (row >= first) & (row < end)
+    for j in gl.static_range(form.DIM // 64):  # few registers at a time: the accumulator has most of them
+        part = v.slice(j * 64, 64, dim=1)
+        part.store(gl.where(there, part.load(layout), 0.0).to(v.dtype))
+    fence_async_shared()
