@@ -9,25 +9,31 @@ what the arch's tuning says.
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import shlex
 from typing import Any
 
 import click
 import msgspec
 
+from portattn import witness
+from portattn.backends.base import Variant
 from portattn.cli.arguments import CausalCommand, problem_from, problem_options
 from portattn.compiling import over_limit
 from portattn.config import Settings
 from portattn.core import CORES
+from portattn.emulate.amdgpu import Finding
+from portattn.emulate.check import Emulated
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import kernel_calls, meta_call, signature
+from portattn.linalg.check import Executed
 from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values
-from portattn.matrix import gates
+from portattn.matrix import gates, variants
 from portattn.matrix.cells import KernelFacts
 from portattn.planner import Plan, plan
-from portattn.probing.results import PASSED, Arm, ArmName, ended, matches
+from portattn.probing.results import MISSING, PASSED, SEEN, Arm, ArmName, Outcome, ended, matches
 from portattn.problem import OPS, Problem
-from portattn.quirk import Quirk
+from portattn.quirk import Level, Quirk
 from portattn.registry import Registry
 from portattn.target import Target
 from portattn.tuning import Entry, Provenance, Tuning
@@ -36,6 +42,12 @@ from portattn.worker.client import Worker
 PREFIX = "plan:"
 # A kernel without products, which every compiler that works at all compiles: the one that merges a split.
 _CONTROL = Problem(op="decode_attention", batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, num_splits=4)
+# What runs a backend's code where there is no chip, and the evidence that it gives.
+_MEANS: dict[str, tuple[type[Executed], Level]] = {
+    "rocm": (Emulated, "emulated"),
+    "ascend": (Executed, "lowering-checked"),
+}
+_FINDINGS = tuple(kind.__name__ for kind in Finding.__subclasses__())
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
@@ -95,6 +107,9 @@ def run_arm(
     if arm == "control":
         return _control(quirk, target, registry, worker, seconds, passes)
     begun = started(registry, stated, target)
+    variant = variant_in(quirk, stated, registry)
+    if variant is not None:
+        return _of_variant(quirk, variant, arm, stated, target, begun, worker, seconds)
     try:
         made = planned(quirk, arm, stated, target, begun)
     except PortattnError as error:
@@ -124,6 +139,53 @@ def planned(quirk: Quirk, arm: ArmName, stated: Planned, target: Target, registr
     if arm == "on" and quirk.id not in _mentioned(made):
         raise PortattnError(f"{quirk.id} changes nothing in the plan of its probe: the probe states another problem")
     return made if made.lowering is not None else None
+
+
+def variant_in(quirk: Quirk, stated: Planned, registry: Registry) -> Variant | None:
+    """The variant that an entry is about: one that its patterns match, of the stated op; None for an entry about the
+    core's kernels."""
+    if witness.kernels_of(quirk):
+        return None
+    own = registry.backends[stated.target.partition(":")[0]].variants
+    named = [v for v in own if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in quirk.when.kernels)]
+    return next((v for v in named if stated.problem.op in v.ops), None)
+
+
+def _of_variant(
+    quirk: Quirk,
+    variant: Variant,
+    arm: ArmName,
+    stated: Planned,
+    target: Target,
+    registry: Registry,
+    worker: Worker,
+    seconds: float,
+) -> Arm:
+    """The variant, compiled whatever the entry says; and what is planned where the entry speaks against it."""
+    if arm == "on":
+        try:
+            made = plan(stated.problem, target, registry, settings=Settings(quirks=f"+{quirk.id}"))
+        except PortattnError as error:
+            return Arm(outcome="fail", kind="NoPlan", stage="plan", text=str(error))
+        if made.path == variant.name or quirk.id not in _mentioned(made) or made.lowering is None:
+            return Arm(outcome="fail", kind="NoPlan", stage="plan", text=f"the {made.path} path is taken")
+        return _compiled(quirk, made, target, registry, worker, seconds, "")
+    # Not planned: on other toolchains other entries and the variant itself would speak against it.
+    made = Plan(
+        problem=stated.problem, target=target.name, toolchain=str(target.toolchain), requested=variant.name,
+        path=variant.name,
+    )  # fmt: skip
+    try:
+        kernels, failed, _ = variants.compiled(variant, made, target, worker, seconds)
+    except variants.Undescribed as error:
+        return Arm(outcome="fail", kind=MISSING, stage="plan", text=f"{MISSING}: {error}")
+    if failed is not None:
+        return ended(failed, quirk)
+    broken = [str(gate) for gate in variants.check(variant, stated.problem, target, kernels) if not gate.passed]
+    text = "\n".join(broken)
+    if not broken:
+        return PASSED
+    return Arm(outcome="fail", kind="Gates", stage="read", text=text, matched=matches(quirk, "fail", "Gates", text))
 
 
 def rivals(quirk: Quirk, registry: Registry) -> list[str]:
@@ -172,6 +234,30 @@ def _compile(
     )
 
 
+def executes(quirk: Quirk, target: Target) -> bool:
+    """Whether the launches of a planned probe are also run: numbers alone say that a result is wrong."""
+    return quirk.symptom == "wrong-result" and target.backend in _MEANS
+
+
+def _executed(quirk: Quirk, made: Plan, target: Target, worker: Worker, seconds: float) -> Arm:
+    """The plan on small random problems: AMD's machine code in the model of its chip, Ascend's linalg on this CPU."""
+    kind, level = _MEANS[target.backend]
+    with Worker(runs="kernels") as runner:
+        seen = kind(seconds).check(made, target, worker, runner)
+    if seen.outcome == "pass":
+        return Arm(outcome="pass", level=level)
+    if seen.outcome == "not_run":
+        return Arm(outcome="fail", kind=MISSING, stage="execute", text=f"{MISSING}: {seen.reason}")
+    outcome: Outcome = seen.outcome if seen.outcome in ("crash", "hang") else "fail"
+    # What a model does not know, and what no small problem can be made of, says nothing of the numbers.
+    found = seen.outcome == "fail" or seen.reason.removeprefix("error: ").partition(":")[0] in _FINDINGS
+    name = SEEN if found else "Execution"
+    text = f"{name}: {seen.reason}"
+    return Arm(
+        outcome=outcome, kind=name, stage="execute", text=text, matched=matches(quirk, outcome, name, text), level=level
+    )
+
+
 def _compiled(
     quirk: Quirk, made: Plan, target: Target, registry: Registry, worker: Worker, seconds: float, passes: str
 ) -> Arm:
@@ -193,6 +279,6 @@ def _compiled(
         checked = gates.check(made, target, tuple(found), registry)
         broken += [str(gate) for gate in checked if not gate.passed]
     if not broken:
-        return PASSED
+        return _executed(quirk, made, target, worker, seconds) if executes(quirk, target) else PASSED
     text = "\n".join(broken)
     return Arm(outcome="fail", kind="Gates", stage="read", text=text, matched=matches(quirk, "fail", "Gates", text))

@@ -31,6 +31,7 @@ RED: frozenset[str] = frozenset({"stale", "changed", "ineffective", "too narrow"
 SIGNATURE = "fail:signature"
 SAW = 200  # characters of a failure that are kept in a quirk's file
 SEEN = "Seen"  # kind of a failure that the probe itself reports, and not the compiler
+MISSING = "Missing"  # kind of a failure for want of what the probe needs
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,12 +95,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def ended(reply: Reply, quirk: Quirk) -> Arm:
     """The arm that a worker's reply is."""
+    level: Level = reply.facts.get("level", "compiles")  # type: ignore[assignment]
     if reply.outcome == "ok":
-        return Arm(outcome="pass", level=reply.facts.get("level", "compiles"))  # type: ignore[arg-type]
+        return Arm(outcome="pass", level=level)
     outcome: Outcome = "fail" if reply.outcome == "error" else reply.outcome
     text = "\n".join(part for part in (f"{reply.kind}: {reply.message}", reply.log) if part)
     matched = matches(quirk, outcome, reply.kind, text)
-    return Arm(outcome=outcome, kind=reply.kind, stage=reply.stage, text=text, matched=matched)
+    return Arm(outcome=outcome, kind=reply.kind, stage=reply.stage, text=text, matched=matched, level=level)
 
 
 def matches(quirk: Quirk, outcome: Outcome, kind: str, text: str) -> bool:

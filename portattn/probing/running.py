@@ -11,6 +11,7 @@ from portattn import compiling, lab
 from portattn.errors import ArgumentError, PortattnError
 from portattn.probing import plans, programs, ranges
 from portattn.probing.results import (
+    MISSING,
     NOT_RUN,
     SIGNATURE,
     Arm,
@@ -78,7 +79,7 @@ def run(
     if passing:
         reason = f"{passing}, which is this machine's doing; {_since(quirk, where)}"
         return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
-    lacking = next((a.text for a in arms.values() if a.kind == "Missing"), "")
+    lacking = next((a.text for a in arms.values() if a.kind == MISSING), "")
     if lacking:
         reason = f"{lacking.splitlines()[0].removeprefix('Missing: ')}; {_since(quirk, where)}"
         return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]

@@ -25,6 +25,6 @@ def _worker() -> None:
 
 _worker()
 
-from portattn.worker.probe import LOWERED, RUNS, Bench, Code, Missing, Seen, main  # noqa: E402
+from portattn.worker.probe import EMULATED, LOWERED, RUNS, Bench, Code, Missing, Seen, main  # noqa: E402
 
-__all__ = ["LOWERED", "RUNS", "Bench", "Code", "Missing", "Seen", "main"]
+__all__ = ["EMULATED", "LOWERED", "RUNS", "Bench", "Code", "Missing", "Seen", "main"]

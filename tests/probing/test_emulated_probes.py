@@ -1,0 +1,161 @@
+"""Probes that execute AMD's machine code in the model of its chip: programs, and planned problems of wrong results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from planted_probe import plant
+
+from portattn import probing
+from portattn.emulate.check import Emulated
+from portattn.matrix.cells import Numerics
+from portattn.probing import executing, plans
+from portattn.quirk import Quirk
+from portattn.registry import Registry
+from portattn.target import Target
+from portattn.toolchain import installed
+from portattn.worker.client import Worker
+from portattn.worker.probe import Bench, Code, Missing
+
+KNOWN = Registry.load()
+HARNESS = Path(KNOWN.quirks["rocm-0018-tf32-refused"].file).parent.parent / "probes" / "harness.py"
+SIZES = "--q 1,2,64,64 --kv 1,2,64,64 --dtype bf16"
+PROBE = f"plan: attention --target rocm:gfx942 {SIZES} --start num_stages=4"
+QUIET = {"symptom": "wrong-result", "signature": ""}
+# A copy of a row; its arms store past the end, add one, leave the row as it is.
+COPY = """\
+import triton
+import triton.language as tl
+from harness import Seen
+
+@triton.jit
+def copy(x, out, n, MORE: tl.constexpr, ADD: tl.constexpr):
+    place = tl.arange(0, 64)
+    tl.store(out + place, tl.load(x + place, mask=place < n) + ADD, mask=place < n + MORE)
+
+def probe(arm, bench):
+    more, add = {arms}[arm]
+    code = bench.compile(copy, {{"x": "*fp32", "out": "*fp32", "n": "i32"}}, {{"MORE": more, "ADD": add}})
+    x = [float(n) for n in range(48)]
+    given = {{"x": ("fp32", x), "out": ("fp32", [-1.0] * 48), "n": 48}}
+    out = bench.execute(code, given, ["out"], unchecked={unchecked})["out"]
+    if out != x:
+        raise Seen(f"{{out[1]}} for {{x[1]}}")
+"""
+compiles = pytest.mark.skipif(installed().distribution != "triton", reason="needs community Triton")
+
+
+def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ()) -> Quirk:
+    program = COPY.format(arms={"control": (0, 0), "off": off, "on": (0, 0)}, unchecked=unchecked)
+    quirk = plant(folder, **QUIET, program=program)
+    (folder / "probes" / "harness.py").write_text(HARNESS.read_text())
+    return quirk
+
+
+@compiles
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("off", "unchecked", "told"),
+    [
+        ((8, 0), (), "Seen: OutOfBounds: line"),
+        ((8, 1), ("memory",), "Seen: 2.0 for 1.0"),
+    ],
+)
+def test_wrong_numbers_and_findings_are_seen(
+    tmp_path: Path, off: tuple[int, int], unchecked: tuple[str, ...], told: str
+) -> None:
+    result = probing.run(planted(tmp_path, off, unchecked), seconds=300)
+    assert (result.verdict, result.off.word, result.level) == ("confirmed", "fail:signature", "emulated"), result
+    assert told in result.reason
+    assert (result.control.level, result.on.level) == ("emulated", "emulated")
+
+
+@compiles
+@pytest.mark.compiles
+def test_fixed_compiler_turns_red(tmp_path: Path) -> None:
+    result = probing.run(planted(tmp_path, off=(0, 0)), seconds=300)
+    assert (result.verdict, result.level, result.red) == ("stale", "emulated", True), result
+
+
+@compiles
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("number", "arch"), [("rocm-0007", "gfx1100"), ("rocm-0024", "gfx942"), ("any-0004", "gfx942")]
+)
+def test_shipped_probes_see_what_their_ranges_say(number: str, arch: str) -> None:
+    """On the installed compiler: confirmed where the entry's range has it, and red on the day that it is fixed."""
+    (quirk,) = (quirk for id_, quirk in KNOWN.quirks.items() if id_.startswith(number))
+    result = probing.run(quirk, target=f"rocm:{arch}", seconds=300)
+    assert result.verdict == ("confirmed" if result.in_range else "absent"), result
+    assert result.level == "emulated"
+
+
+def test_what_the_model_does_not_know_is_missing() -> None:
+    """No verdict comes of an instruction that is not modelled, or of a compiler that the model was not tried with."""
+    from portattn.emulate.amdgpu import UnknownInstruction
+
+    request = {"arguments": {}, "outputs": [], "grid": [1], "unchecked": [], "types": {}, "lds": 0, "waves": 1}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def parse(text: str) -> None:
+            raise UnknownInstruction("v_new is not modelled")
+
+        patch.setattr(executing.Program, "parse", parse)
+        answer = executing.execute(request | {"amdgcn": "v_new"})
+    assert answer == {"missing": "the model does not know: v_new is not modelled"}
+    bench = Bench("rocm:gfx942", ("hip", "gfx942", 64), executor="python")
+    bench.version = (3, 3)
+    with pytest.raises(Missing, match=r"tried with the code of Triton 3\.4 and newer"):
+        bench.execute(Code({"amdgcn": ""}), {}, [])
+    with pytest.raises(Missing, match="nothing here executes code for cuda:sm_90"):
+        Bench("cuda:sm_90", ("cuda", 90, 32), executor="python").execute(Code({"ptx": ""}), {}, [])
+
+
+def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
+    quirk = KNOWN.quirks["rocm-0001-four-stages"]
+    when = msgspec.structs.replace(quirk.when, arch=("gfx942",))
+    evidence = msgspec.structs.replace(quirk.evidence, probe=PROBE, signature=signature)
+    return msgspec.structs.replace(quirk, symptom=symptom, when=when, evidence=evidence)
+
+
+def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probing.Arm:
+    """The off arm of a planned probe whose code, once compiled, ends as told."""
+
+    def check(self: Emulated, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
+        return seen
+
+    monkeypatch.setattr(Emulated, "check", check)
+    return probing.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}), seconds=300)
+
+
+@compiles
+@pytest.mark.compiles
+def test_planned_wrong_results_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = off_arm(
+        monkeypatch, Numerics(outcome="fail", where="a model", reason="out's error 3 is over"), wrong_result()
+    )
+    assert (arm.word, arm.level, arm.kind) == ("fail:signature", "emulated", "Seen")
+    arm = off_arm(
+        monkeypatch, Numerics(outcome="error", where="a model", reason="error: LdsRace: line 3: x"), wrong_result()
+    )
+    assert (arm.word, arm.kind) == ("fail:signature", "Seen")
+    arm = off_arm(monkeypatch, Numerics(outcome="error", where="a model", reason="error: KeyError: x"), wrong_result())
+    assert arm.word == "fail:Execution"
+    arm = off_arm(monkeypatch, Numerics(outcome="not_run", where="a model", reason="no model"), wrong_result())
+    assert (arm.word, arm.text) == ("fail:Missing", "Missing: no model")
+    other = wrong_result("compile-error", "boom")
+    arm = off_arm(monkeypatch, Numerics(outcome="fail", where="a model", reason="never asked"), other)
+    assert (arm.word, arm.level) == ("pass", "compiles"), "what is about compiling is not executed"
+
+
+@compiles
+@pytest.mark.compiles
+def test_planned_probe_in_the_model() -> None:
+    """Really executed: this plan is right, so that an entry that says otherwise is stale."""
+    quirk = wrong_result()
+    registry = msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk})
+    result = probing.run(quirk, registry=registry, seconds=300)
+    assert plans.executes(quirk, registry.target("rocm:gfx942"))
+    assert (result.off.word, result.off.level) == ("pass", "emulated"), result
