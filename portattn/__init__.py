@@ -27,6 +27,8 @@ _PUBLIC = {
     "plan": "portattn.ops",
     "explain": "portattn.ops",
     "prepare": "portattn.ops",
+    "warmup": "portattn.warming",
+    "monitor": "portattn.monitoring",
     "Prepared": "portattn.prepared",
     "last_plan": "portattn.dispatch",
     "settings": "portattn.config",
@@ -47,6 +49,7 @@ _PUBLIC = {
     "QuirkConflict": "portattn.errors",
     "PathUnavailable": "portattn.errors",
     "FallbackWarning": "portattn.errors",
+    "CompileWarning": "portattn.errors",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from portattn.config import settings as settings
     from portattn.dispatch import last_plan as last_plan
     from portattn.errors import ArgumentError as ArgumentError
+    from portattn.errors import CompileWarning as CompileWarning
     from portattn.errors import DataError as DataError
     from portattn.errors import FallbackWarning as FallbackWarning
     from portattn.errors import PathUnavailable as PathUnavailable
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from portattn.lowering import Launch as Launch
     from portattn.lowering import Lowering as Lowering
     from portattn.merge import merge_states as merge_states
+    from portattn.monitoring import monitor as monitor
     from portattn.ops import attention as attention
     from portattn.ops import decode_attention as decode_attention
     from portattn.ops import explain as explain
@@ -83,6 +88,7 @@ if TYPE_CHECKING:
     from portattn.toolchain import Toolchain as Toolchain
     from portattn.verdict import Incident as Incident
     from portattn.verdict import Verdict as Verdict
+    from portattn.warming import warmup as warmup
 
 
 def __getattr__(name: str) -> object:

@@ -13,13 +13,15 @@ import re
 import shlex
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
 import torch
 
 from portattn.config import Settings
-from portattn.launch import KernelCall, has_rows, load_kernels, signature
+from portattn.launch import KernelCall, Signature, has_rows, load_kernels, signature
 from portattn.launch.run import compile_environment, device_guard
 from portattn.planner import Plan
 from portattn.quirk import Symptom
@@ -32,19 +34,29 @@ from portattn.worker.client import SERVE, Reply, Worker
 _ready: set[str] = set()
 _worker: Worker | None = None
 _worker_lock = threading.Lock()
+_own_worker: ContextVar[Worker | None] = ContextVar("portattn_own_worker", default=None)
 
 # Failures that say nothing about the compiler, only about this moment: not kept for the next process.
 PASSING_STAGES = ("start", "import", "protocol")
 PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
 
 
-def code_key(plan: Plan, launches: list[KernelCall]) -> str:
+# What is compiled: a core launch, or what a compiler sees of any launch.
+Compiled = KernelCall | Signature
+
+
+def seen_of(launch: Compiled) -> Signature:
+    """What a compiler sees of a launch."""
+    return launch if isinstance(launch, Signature) else signature(launch)
+
+
+def code_key(plan: Plan, launches: Sequence[Compiled]) -> str:
     """What a verdict is about: the plan's key, and the signature of every launch (types, divisibility, constants)."""
-    signatures = msgspec.json.encode([signature(launch) for launch in launches], order="deterministic")
+    signatures = msgspec.json.encode([seen_of(launch) for launch in launches], order="deterministic")
     return hashlib.sha256(plan.key.encode() + signatures).hexdigest()[:32]
 
 
-def known_failure(plan: Plan, launches: list[KernelCall], settings: Settings) -> Verdict | None:
+def known_failure(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> Verdict | None:
     """The negative verdict on these launches, if this machine has seen them fail."""
     seen = store(settings).get(code_key(plan, launches))
     return seen if seen is not None and not seen.passed else None
@@ -53,14 +65,33 @@ def known_failure(plan: Plan, launches: list[KernelCall], settings: Settings) ->
 def ensure(
     plan: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, settings: Settings
 ) -> Verdict | None:
+    """Return None when a core plan's launches compile for this target and fit it; otherwise the negative Verdict."""
+
+    def load(launch: Compiled) -> None:
+        assert isinstance(launch, KernelCall)
+        kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
+        compiled = kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options())
+        compiled._init_handles()
+
+    return ensure_all(plan, launches, load, q, target, settings) if has_rows(plan) else None
+
+
+def ensure_all(
+    plan: Plan,
+    launches: Sequence[Compiled],
+    load: Callable[[Compiled], None],
+    q: torch.Tensor,
+    target: Target,
+    settings: Settings,
+) -> Verdict | None:
     """Return None when the launches compile for this target and fit it; otherwise the negative Verdict.
+
+    load  compiles a launch in this process and loads it, on q's device
 
     What this process or a verdict on disk has seen is not compiled again. With isolate="never" the first compile runs
     in this process, where a compiler that aborts takes it down. Errors that are not the compiler's (out of memory, a
     device in trouble) pass through.
     """
-    if not has_rows(plan):
-        return None
     key = code_key(plan, launches)
     if key in _ready:
         return None
@@ -77,19 +108,42 @@ def ensure(
     seen = verdicts.get(key)
     if seen is not None and not seen.passed:
         return seen
-    failed = _in_this_process(key, plan, launches, q, target, verdicts)
+    failed = _in_this_process(key, plan, launches, load, q, target, verdicts)
     if failed is None:
         _ready.add(key)
     return failed
 
 
-def compile_in(worker: Worker, launch: KernelCall, plan: Plan, target: Target, seconds: float, facts: str) -> Reply:
+def unseen(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> bool:
+    """Whether the first call with these launches would compile them in a child process."""
+    key = code_key(plan, launches)
+    return settings.isolate != "never" and key not in _ready and store(settings).get(key) is None
+
+
+def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, worker: Worker) -> None:
+    """What `ensure_all` does in a child process, in this worker: the verdict is kept, also a negative one."""
+    key, verdicts = code_key(plan, launches), store(settings)
+    token = _own_worker.set(worker)
+    try:
+        with verdicts.lock(key, settings.compile_seconds * (len(launches) + 1)):
+            if verdicts.get(key) is None:
+                _in_child(key, plan, launches, target, settings, verdicts)
+    finally:
+        _own_worker.reset(token)
+
+
+def new_worker() -> Worker:
+    """A worker with the very Triton that this process would import, however it came to be on the path."""
+    return Worker(environment={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
+
+
+def compile_in(worker: Worker, launch: Compiled, plan: Plan, target: Target, seconds: float, facts: str) -> Reply:
     """Compile one launch for a target in a worker; `facts` is "basic" or "full" (registers, spills, instructions)."""
     backend = Registry.load().backends[target.backend]
     return worker.request(
         "compile",
         seconds,
-        signature=msgspec.to_builtins(signature(launch)),
+        signature=msgspec.to_builtins(seen_of(launch)),
         target=list(backend.triton_target(target.arch)),
         env=plan.env,
         facts=facts,
@@ -106,7 +160,7 @@ def over_limit(reply: Reply, target: Target) -> str:
 
 
 def _in_child(
-    key: str, plan: Plan, launches: list[KernelCall], target: Target, settings: Settings, verdicts: VerdictStore
+    key: str, plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, verdicts: VerdictStore
 ) -> Verdict | None:
     facts: dict[str, int | str] = {}
     for launch in launches:
@@ -122,17 +176,19 @@ def _in_child(
 
 
 def _in_this_process(
-    key: str, plan: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, verdicts: VerdictStore
+    key: str,
+    plan: Plan,
+    launches: Sequence[Compiled],
+    load: Callable[[Compiled], None],
+    q: torch.Tensor,
+    target: Target,
+    verdicts: VerdictStore,
 ) -> Verdict | None:
     """Compile and load in this process (a cache hit after the child's compile), so that a launch cannot fail to."""
     with device_guard(q), compile_environment(plan.env):
         for launch in launches:
-            kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
             try:
-                compiled = kernel.warmup(
-                    *launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options()
-                )
-                compiled._init_handles()
+                load(launch)
             except Exception as error:
                 if not is_compilers(error):
                     raise
@@ -151,7 +207,7 @@ def is_compilers(error: Exception) -> bool:
 def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
     return Verdict(
         key=key,
-        kernel=plan.kernel,
+        kernel=plan.kernel or plan.path,
         target=plan.target,
         toolchain=plan.toolchain,
         level="compiles" if passed else "declared",
@@ -161,12 +217,12 @@ def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
     )
 
 
-def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
+def _record(key: str, reply: Reply, launch: Compiled, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
     """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that calls go by."""
     incident = incident_of(
         plan,
         target,
-        plan.kernel,
+        plan.kernel or plan.path,
         key=key,
         kernel=launch.function,
         symptom=symptom_of(reply),
@@ -174,7 +230,7 @@ def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Targ
         message=f"{reply.kind} at {reply.stage}: {first_line(reply.message)}",
         log=reply.log or reply.message,
         command=reproducer(launch, plan, target),
-        specialisation=msgspec.to_builtins(signature(launch)),
+        specialisation=msgspec.to_builtins(seen_of(launch)),
     )
     verdicts.add_incident(incident)
     verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
@@ -186,7 +242,7 @@ def _record(key: str, reply: Reply, launch: KernelCall, plan: Plan, target: Targ
 
 
 def incident_of(plan: Plan, target: Target, label: str, **seen: Any) -> Incident:
-    """An Incident of a core plan, now: what was planned and where, and what was `seen`, its other fields.
+    """An Incident of one of portattn's kernels, now: what was planned and where, and what was `seen`, its other fields.
 
     label  what its id says beside the date; `seen` holds the key that makes it one of a kind
     """
@@ -226,13 +282,13 @@ def first_line(message: str) -> str:
     return lines[0][:300] if lines else "no message"
 
 
-def reproducer(launch: KernelCall, plan: Plan, target: Target, python: str = sys.executable) -> str:
+def reproducer(launch: Compiled, plan: Plan, target: Target, python: str = sys.executable) -> str:
     """A shell command that sends the same request to a worker under a Python."""
     backend = Registry.load().backends[target.backend]
     request = {
         "version": 1,
         "task": "compile",
-        "signature": msgspec.to_builtins(signature(launch)),
+        "signature": msgspec.to_builtins(seen_of(launch)),
         "target": list(backend.triton_target(target.arch)),
         "env": plan.env,
     }
@@ -240,13 +296,15 @@ def reproducer(launch: KernelCall, plan: Plan, target: Target, python: str = sys
 
 
 def _shared_worker() -> Worker:
-    """One worker for this process's first compiles; it ends with the process."""
+    """One worker for this process's first compiles, which ends with the process; or the one that `ahead` was given."""
     global _worker
+    own = _own_worker.get()
+    if own is not None:
+        return own
     with _worker_lock:
         if _worker is None:
             import atexit
 
-            # The very Triton that this process would import, however it came to be on the path.
-            _worker = Worker(environment={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
+            _worker = new_worker()
             atexit.register(_worker.close)
         return _worker

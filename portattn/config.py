@@ -1,6 +1,6 @@
-"""What a user can set: seven environment variables, and the same names in a `settings(...)` block.
+"""What a user can set: eight environment variables, and the same names in a `settings(...)` block.
 
-An environment variable that starts with PORTATTN_ and is none of the seven is an error, so that a misspelt name
+An environment variable that starts with PORTATTN_ and is none of the eight is an error, so that a misspelt name
 is never silently ignored.
 """
 
@@ -20,6 +20,7 @@ from portattn.errors import SettingError
 Fallback = Literal["warn", "error", "silent"]
 Isolate = Literal["auto", "always", "never"]
 Canary = Literal["auto", "always", "never"]
+Monitor = Literal["auto", "always", "never"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_dir    where verdicts and incidents are kept; empty for the platform's cache directory
     validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
                  the transformers adapter still reads a mask of several queries back, once a forward
+    monitor      whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called
     compile_seconds  time limit of one compile in a child process
     """
 
@@ -44,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     canary: Canary = "auto"
     cache_dir: str = ""
     validate: Literal["auto", "always", "never"] = "auto"
+    monitor: Monitor = "auto"
     compile_seconds: float = 120.0
 
 
@@ -55,12 +58,14 @@ ENVIRONMENT: Mapping[str, str] = {
     "PORTATTN_CANARY": "canary",
     "PORTATTN_CACHE_DIR": "cache_dir",
     "PORTATTN_VALIDATE": "validate",
+    "PORTATTN_MONITOR": "monitor",
 }
 _VOCABULARY = {
     "fallback": get_args(Fallback),
     "isolate": get_args(Isolate),
     "canary": get_args(Canary),
     "validate": ("auto", "always", "never"),
+    "monitor": get_args(Monitor),
 }
 
 

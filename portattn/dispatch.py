@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from contextvars import ContextVar
 
 import msgspec
 import torch
 
-from portattn import compiling, fastpath
+from portattn import compiling, fastpath, variantready
 from portattn.backends.base import Backend, Variant
 from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
+from portattn.kept import Kept, of_calls, of_variant
 from portattn.launch import KernelCall, kernel_calls, launch_all
 from portattn.launch.run import Launches, device_guard
 from portattn.planner import Plan, Rejection, plan
@@ -25,7 +25,7 @@ from portattn.target import Arch, Target
 from portattn.toolchain import Toolchain, installed
 from portattn.verdict import Verdict
 
-_last: ContextVar[Plan | None] = ContextVar("portattn_last_plan", default=None)
+_last = fastpath.last_plan
 _warned: set[tuple[str, str, str, str]] = set()
 # Keys of plans, under a canary setting, whose families gave right numbers here or need not show it.
 _trusted: set[tuple[str, str]] = set()
@@ -101,17 +101,14 @@ def forget_plans() -> None:
     fastpath.forget()
 
 
-def repeat(
-    key: Hashable, settings: Settings, tensors: Mapping[str, torch.Tensor | None]
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Run again what an earlier call with this key kept: (out in the caller's layout, LSE); None when nothing is."""
+def kept(key: Hashable, settings: Settings) -> Kept | None:
+    """What an earlier call with this key kept, about to run again; None when nothing is."""
     if settings.validate == "always":
         return None
-    kept = fastpath.find(key, settings)
-    if kept is None:
-        return None
-    _last.set(kept.plan)
-    return kept(tensors)
+    found = fastpath.find(key, settings)
+    if found is not None:
+        _last.set(found.plan)
+    return found
 
 
 def plan_call(call: Call, settings: Settings) -> Plan:
@@ -122,23 +119,28 @@ def plan_call(call: Call, settings: Settings) -> Plan:
     return made
 
 
-def run(call: Call, settings: Settings, key: Hashable | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    call: Call, settings: Settings, key: Hashable | None = None, given: tuple[str, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
 
-    With a key, a core path's launches are kept for `repeat`. A compile that fails becomes an Incident, and the call is
-    planned again without that path. An error while the kernel runs passes through: it is never retried elsewhere.
+    With a key, the launches of portattn's own kernels are kept for calls of the same key, which bring the tensors named
+    in `given`. A compile that fails becomes an Incident, and the call is planned again without that path; where that
+    was a variant, the core runs, which is no fall-back. An error while the kernel runs passes through: it is never
+    retried elsewhere.
     """
     made, launches = _compilable(call, settings)
     _refuse(made, settings)
     _warn(made, settings)
     if launches is None:
-        result = _run_elsewhere(made, call, settings, key)
+        result = _run_elsewhere(made, call, settings, key, given)
     else:
         calls, out, lse = launches
         launch_all(calls, made, call.q)
         result = out, lse
         if key is not None and out.numel() and not call.copied:
-            fastpath.keep(key, fastpath.Kept(made, settings, calls, out, lse))
+            with device_guard(call.q):
+                fastpath.keep(key, of_calls(made, settings, given, calls, out, lse, call.q.device))
     _last.set(made)
     return result
 
@@ -147,14 +149,20 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None]:
     """The plan of a call, and a core plan's launches, which compile here as far as is known; else None."""
     device = call.q.device
     made = _planned(call.problem, device.type, device.index, settings)
-    if not made.kernel:
-        return made, None
-    target, _ = detect_target(device.type, device.index)
-    launches = kernel_calls(made, call, target.arch.cores)
-    failure = _failure(made, launches[0], call, settings)
-    if failure is None:
-        return made, launches
-    return plan(call.problem, target, verdicts={made.key: failure}, settings=settings), None
+    failed: dict[str, Verdict] = {}
+    while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
+        target, _ = detect_target(device.type, device.index)
+        variant = variantready.variant_of(made)
+        if variant is None:
+            launches = kernel_calls(made, call, target.arch.cores)
+            failure = _failure(made, launches[0], call, settings)
+        else:
+            launches, failure = None, _variant_failure(variant, made, call, target, settings)
+        if failure is None:
+            return made, launches
+        failed[made.key] = failure
+        made = plan(call.problem, target, verdicts=failed, settings=settings)
+    return made, None
 
 
 def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Settings) -> Verdict | None:
@@ -171,32 +179,48 @@ def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Setti
     return unusable(made, launches, call.q, target, settings)
 
 
+def _variant_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+    """Why a variant must not run this call here, tried if nobody has; None when it may."""
+    if call.dry:
+        return variantready.known_failure(variant, made, call, target, settings)
+    failure = variantready.failure(variant, made, call, target, settings)
+    return _untrusted(made, target, settings, call.q.device) if failure is None else failure
+
+
 def unusable(
     made: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, settings: Settings
 ) -> Verdict | None:
     """Why a core plan must not run here, None when it may: it compiles, and its family gives right numbers."""
     failure = compiling.ensure(made, launches, q, target, settings)
-    if failure is None and settings.canary != "never" and (made.key, settings.canary) not in _trusted:
-        from portattn import canary  # only where it may be needed: it brings the worker and the oracle
+    return _untrusted(made, target, settings, q.device) if failure is None else failure
 
-        failure = canary.check(made, target, settings, q.device)
-        if failure is None:
-            _trusted.add((made.key, settings.canary))
+
+def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
+    """The verdict that quarantines the plan's family here, its canaries run if nobody has; None when it may run."""
+    if settings.canary == "never" or (made.key, settings.canary) in _trusted:
+        return None
+    from portattn import canary  # only where it may be needed: it brings the worker and the oracle
+
+    failure = canary.check(made, target, settings, device)
+    if failure is None:
+        _trusted.add((made.key, settings.canary))
     return failure
 
 
 def _run_elsewhere(
-    made: Plan, call: Call, settings: Settings, key: Hashable | None
+    made: Plan, call: Call, settings: Settings, key: Hashable | None, given: tuple[str, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run on a path that is not the core's."""
     if made.path == "reference":
         return blockwise.run(call)
     backend = Registry.load().backends[made.target.partition(":")[0]]
-    variant = next((v for v in backend.variants if v.name == made.path), None)
+    variant = variantready.variant_of(made)
     if variant is not None:
         launch, out, lse = run_variant(variant, call)
         if key is not None and not call.copied:
-            fastpath.keep(key, fastpath.KeptVariant(made, settings, variant, launch, call.q.device))
+            inputs = {name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse}
+            with device_guard(call.q):
+                fastpath.keep(key, of_variant(made, settings, given, variant, launch, inputs, call.q.device))
         return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)

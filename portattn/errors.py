@@ -53,5 +53,9 @@ class PathUnavailable(PortattnError):
         super().__init__("\n".join([message, *lines]))
 
 
+class CompileWarning(UserWarning):
+    """A call compiled a kernel after warm-up, or a spec could not be warmed up. Given once for each kernel."""
+
+
 class FallbackWarning(UserWarning):
     """A call asked for the best path and got another one. Given once per (op, requested, taken, reason)."""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from portattn import validate as building
-from portattn.config import Settings, current
+from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.pagetable import PageTable
 from portattn.planner import Plan
 from portattn.planner import plan as plan_problem
 from portattn.prepared import Prepared
 from portattn.problem import OPS, Problem
-from portattn.request import Request, Result, collecting, perform, plan_request, settings_for
+from portattn.request import Request, Result, again, collecting, perform, plan_request, settings_for
 from portattn.target import Target
 from portattn.validate.values import reads
 
@@ -80,6 +80,13 @@ def attention(
     Raises ArgumentError (argument, value, limit), PathUnavailable when a named path cannot run this or falling
     back is forbidden, QuirkConflict when the registry contradicts itself.
     """
+    found = again(
+        "attention",
+        (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
+        (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
+    )
+    if found is not None:
+        return found
     settings = settings_for("attention", backend, validate)
     features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
@@ -94,6 +101,7 @@ def attention(
         lambda: building.attention_call(
             "attention", q, k, v, names=("q", "k", "v"), settings=settings, **values, **features
         ),
+        (backend, validate),
     )  # fmt: skip
     return perform(request)
 
@@ -131,6 +139,13 @@ def varlen_attention(
     The rest as in `attention`. Returns out (Tq, Hq, Dv) and, with return_lse, the LSE (Hq, Tq). Rows after the last
     sequence give 0 and -inf.
     """
+    found = again(
+        "varlen_attention",
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
+        (max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, return_lse, backend, validate),
+    )
+    if found is not None:
+        return found
     settings = settings_for("varlen_attention", backend, validate)
     features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     values: dict[str, Any] = {
@@ -141,6 +156,7 @@ def varlen_attention(
         "varlen_attention", settings,
         {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features}, values,
         lambda: building.varlen_call(q, k, v, cu_seqlens_q, cu_seqlens_k, settings=settings, **values, **features),
+        (backend, validate),
     )  # fmt: skip
     return perform(request)
 
@@ -181,6 +197,13 @@ def decode_attention(
     The rest as in `attention`. Where keys are split over programs, float32 partial results of
     splits·B·Hq·Sq·(Dv + 1) elements are allocated beside the output. Raises as `attention` does.
     """
+    found = again(
+        "decode_attention",
+        (q, k_cache, v_cache, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+    )
+    if found is not None:
+        return found
     settings = settings_for("decode_attention", backend, validate)
     features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_k": seqlens_k,
@@ -196,6 +219,7 @@ def decode_attention(
             "decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), settings=settings, **values,
             **features,
         ),
+        (backend, validate),
     )  # fmt: skip
     return perform(request)
 
@@ -242,8 +266,15 @@ def paged_attention(
     and with return_lse the LSE (B, Hq, Sq), or (Hq, Tq) of packed queries. Where keys are split over programs, float32
     partial results of splits·B·Hq·Sq·(Dv + 1) elements (packed: splits·Hq·Tq·(Dv + 1)) are allocated beside the output.
     """
+    table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate)
+    found = again(
+        "paged_attention",
+        (q, k_pages, v_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
+    )
+    if found is not None:
+        return found
     settings = settings_for("paged_attention", backend, validate)
-    table, seqlens_k = _table("paged_attention", settings, page_table, seqlens_k, k_pages, page_layout)
     features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
@@ -261,6 +292,7 @@ def paged_attention(
         lambda: building.paged_call(
             q, k_pages, v_pages, table, seqlens_k, settings=settings, **values, **features
         ),
+        (backend, validate),
     )  # fmt: skip
     return perform(request)
 
@@ -309,16 +341,25 @@ def sparse_attention(
     `decode_attention`, with partial results of splits·B·Hq·(Dv + 1) float32 elements where tokens are split.
     """
     op = "sparse_attention"
-    settings = settings_for(op, backend, validate)
     table: Any = None
     if page_table is not None:
-        table, seqlens_k = _table(op, settings, page_table, seqlens_k, k_cache, page_layout)
+        table, seqlens_k = _table(op, page_table, seqlens_k, k_cache, page_layout, backend, validate)
     bits, tables = (None, None) if magicpig is None else _magicpig(op, magicpig, counts)
+    by_head = isinstance(bits, torch.Tensor) or isinstance(tables, torch.Tensor)
+    sampling = {"magicpig_bits": bits, "magicpig_tables": tables} if by_head else _NO_SAMPLING
+    constants = None if bits is None or by_head else (bits, tables)
+    found = again(
+        op,
+        (
+            q, k_cache, v_cache, indices, counts, table, seqlens_k, alibi_slopes, sinks, log_weights,
+            sampling["magicpig_bits"], sampling["magicpig_tables"],
+        ),
+        (scale, softcap, num_splits, return_lse, layout, page_layout, constants, backend, validate),
+    )  # fmt: skip
+    if found is not None:
+        return found
+    settings = settings_for(op, backend, validate)
     features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks, "log_weights": log_weights}
-    sampling = {
-        f"magicpig_{name}": tensor if isinstance(tensor, torch.Tensor) else None
-        for name, tensor in (("bits", bits), ("tables", tables))
-    }
     values: dict[str, Any] = {
         "scale": scale, "softcap": softcap, "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
         "page_layout": page_layout,
@@ -329,11 +370,12 @@ def sparse_attention(
             "q": q, "k": k_cache, "v": v_cache, "indices": indices, "counts": counts, "page_table": table,
             "seqlens_k": seqlens_k, **features, **sampling,
         },
-        values | {"magicpig": None if bits is sampling["magicpig_bits"] else (bits, tables)},
+        values | {"magicpig": constants},
         lambda: building.sparse_call(
             q, k_cache, v_cache, indices, counts, settings=settings, page_table=table, seqlens_k=seqlens_k,
             magicpig=None if bits is None or tables is None else (bits, tables), **values, **features,
         ),
+        (backend, validate),
     )  # fmt: skip
     return perform(request)
 
@@ -375,8 +417,15 @@ def mla_attention(
     up-projection then expands. Memory beyond it as in `paged_attention`, with Dv = R.
     """
     op = "mla_attention"
+    table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
+    found = again(
+        op,
+        (q_nope, q_rope, kv_pages, kv_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+    )
+    if found is not None:
+        return found
     settings = settings_for(op, backend, validate)
-    table, seqlens_k = _table(op, settings, page_table, seqlens_k, kv_pages, "phd")
     features: dict[str, Any] = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
@@ -398,10 +447,12 @@ def mla_attention(
         lambda: building.mla_call(
             q_nope, q_rope, kv_pages, table, seqlens_k, settings=settings, **values, **features
         ),
+        (backend, validate),
     )  # fmt: skip
     return perform(request)
 
 
+_NO_SAMPLING = {"magicpig_bits": None, "magicpig_tables": None}
 _OPS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "varlen_attention": varlen_attention,
@@ -426,7 +477,7 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
                 "plan", "arguments", (*args, *kwargs), "plan(problem, target) takes a Problem and a Target"
             )
         return plan_problem(op, target, settings=current())
-    return plan_request(_request("plan", op, args, kwargs))
+    return plan_request(make_request("plan", op, args, kwargs))
 
 
 def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
@@ -440,7 +491,7 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
     `prepare("paged_attention", q, k_pages, v_pages, page_table, seqlens_k).run(...)` takes the op's own arguments;
     later runs may differ in data only. See Prepared. Raises what the call would raise before launching.
     """
-    return Prepared(_op("prepare", op), _request("prepare", op, args, kwargs))
+    return Prepared(_op("prepare", op), make_request("prepare", op, args, kwargs))
 
 
 def _op(asker: str, op: Any) -> Callable[..., Any]:
@@ -450,7 +501,7 @@ def _op(asker: str, op: Any) -> Callable[..., Any]:
     return _OPS[op]
 
 
-def _request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
     """The request that a call with these arguments makes."""
     function = _op(asker, op)
     with collecting() as requests:
@@ -459,7 +510,13 @@ def _request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _table(
-    op: str, settings: Settings, table: Any, seqlens_k: torch.Tensor | None, pages: Any, page_layout: str
+    op: str,
+    table: Any,
+    seqlens_k: torch.Tensor | None,
+    pages: Any,
+    page_layout: str,
+    backend: str | None,
+    validate: bool | None,
 ) -> tuple[Any, torch.Tensor | None]:
     """Page ids and lengths as tensors; a PageTable's lengths follow from the size of the pages."""
     if not isinstance(table, PageTable):
@@ -470,7 +527,7 @@ def _table(
     if not isinstance(pages, torch.Tensor) or pages.ndim < 3:
         return table.pages, None  # validation says what is wrong with the pages
     page_size = pages.shape[2 if page_layout == "hpd" else 1]
-    if reads(settings, table.counts):
+    if reads(settings_for(op, backend, validate), table.counts):
         table.check(op, page_size)
     return table.pages, table.seqlens(page_size)
 

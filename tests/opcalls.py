@@ -18,6 +18,7 @@ from portattn.launch.kernelcall import spans
 from portattn.lowering import Launch
 from portattn.problem import UNLIMITED, Problem
 from portattn.reference import check
+from portattn.registry import Registry
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
 PAGED = {"seq_k": 40, "page_size": 8, "seqlens_k": True}
@@ -199,8 +200,9 @@ class _Interpreted:
 
 
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors count as an H100's: plans are for one, calls are kept, and kernels run under the interpreter."""
-    from portattn import Target, compiling, fastpath
+    """CPU tensors count as an H100's: plans are for one, calls are kept, and the core's kernels run under the
+    interpreter (which has nothing to run a variant's with)."""
+    from portattn import Target, compiling, fastpath, kept
     from portattn.launch.run import has_rows, load_kernels
     from portattn.request import _PLAIN, Request
 
@@ -220,11 +222,12 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
             return None
         return fastpath.key_of(request.op, request.tensors, request.values)
 
+    monkeypatch.setattr(Registry.load().backends["cuda"], "variants", ())
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
     monkeypatch.setattr(dispatch, "launch_all", launch_all)
     monkeypatch.setattr(Request, "key", key)
-    monkeypatch.setattr(fastpath, "load_kernels", kernels)
-    monkeypatch.setattr(fastpath, "descriptor_memory", lambda memory: contextlib.nullcontext())
+    monkeypatch.setattr(kept, "load_kernels", kernels)
+    monkeypatch.setattr(kept, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
     monkeypatch.setattr(compiling, "ensure", lambda *arguments: None)
     dispatch.forget_plans()

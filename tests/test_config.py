@@ -34,8 +34,8 @@ def test_each_variable_sets_its_setting(variable: str, value: str) -> None:
     assert from_environment({variable: ""}) == Settings()
 
 
-def test_there_are_at_most_seven_variables() -> None:
-    assert len(ENVIRONMENT) <= 7
+def test_there_are_at_most_eight_variables() -> None:
+    assert len(ENVIRONMENT) <= 8
 
 
 def test_an_unknown_variable_is_an_error_that_lists_the_known() -> None:
@@ -44,7 +44,9 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known() -> None:
     assert "PORTATTN_BACKEND" in str(error.value)
 
 
-@pytest.mark.parametrize("variable", ["PORTATTN_FALLBACK", "PORTATTN_ISOLATE", "PORTATTN_CANARY", "PORTATTN_VALIDATE"])
+@pytest.mark.parametrize(
+    "variable", ["PORTATTN_FALLBACK", "PORTATTN_ISOLATE", "PORTATTN_CANARY", "PORTATTN_VALIDATE", "PORTATTN_MONITOR"]
+)
 def test_a_bad_value_is_an_error_that_lists_the_good(variable: str) -> None:
     with pytest.raises(portattn.SettingError, match=variable) as error:
         from_environment({variable: "maybe"})

@@ -80,9 +80,9 @@ def kept_calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     built: list[Request] = []
     run = dispatch.run
 
-    def noted(call: Any, settings: Settings, key: Any = None) -> Any:
+    def noted(call: Any, settings: Settings, key: Any = None, given: tuple[str, ...] = ()) -> Any:
         built.append(call)
-        return run(call, settings, key)
+        return run(call, settings, key, given)
 
     monkeypatch.setattr(dispatch, "run", noted)
     return built

@@ -11,7 +11,7 @@ from support import Device
 from torch._subclasses import FakeTensorMode
 
 import portattn
-from portattn import dispatch
+from portattn import dispatch, fastpath, request
 from portattn.errors import ArgumentError
 
 
@@ -46,8 +46,10 @@ def test_fake_tensors_never_reach_a_kept_launch(device: Device, monkeypatch: pyt
     if device.path == "interpreter":
         pretend_accelerator(monkeypatch)
     calls: list[Any] = []
-    original = dispatch.repeat
-    monkeypatch.setattr(dispatch, "repeat", lambda *given: calls.append(original(*given)) or calls[-1])
+    original = dispatch.kept
+    monkeypatch.setattr(fastpath, "recent", {})
+    monkeypatch.setattr(request, "_recent", {})
+    monkeypatch.setattr(dispatch, "kept", lambda *given: calls.append(original(*given)) or calls[-1])
     portattn.attention(*real)
     portattn.attention(*real)
     assert [call is not None for call in calls] == [False, True]

@@ -1,12 +1,14 @@
-"""What the first call of a tuned problem costs, in processes of their own: with empty caches, then with those it left.
+"""What the first call of a tuned problem costs, in processes of their own: with empty caches, then with those it left,
+then with those and after a warm-up.
 
-    python -m portattn.bench.firstcall CASE
+    python -m portattn.bench.firstcall CASE [warm]
 
-prints one JSON object: {"first_s", "second_s", "path"}.
+prints one JSON object: {"first_s", "second_s", "path", "warmup_s"}.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -38,6 +40,8 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True, tag="first-call"):
     empty_s   the first call of a process, until its result is there, with empty caches
     kept_s    the first call of a later process, which finds the first one's caches
     second_s  that process's second call
+    warmup_s  `portattn.warmup` in a third process, with the same caches
+    warmed_s  that process's first call
     path      the plan's
     failed    why there are no figures
     """
@@ -48,30 +52,32 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True, tag="first-call"):
     empty_s: float | None = None
     kept_s: float | None = None
     second_s: float | None = None
+    warmup_s: float | None = None
+    warmed_s: float | None = None
     path: str = ""
     failed: str = ""
 
 
 def measure(case: Case, run: int, seconds: float = SECONDS) -> FirstCall:
-    """Time the first calls of a case in two processes that share new caches."""
+    """Time the first calls of a case in three processes that share new caches."""
     with tempfile.TemporaryDirectory(prefix="portattn-bench-") as folder:
         environment = {**os.environ, **{name: os.path.join(folder, name) for name in _CACHES}}
         found = []
-        for _ in range(2):
+        for warm in (False, False, True):
             try:
-                found.append(_child(case, environment, seconds))
+                found.append(_child(case, environment, seconds, warm))
             except (subprocess.SubprocessError, ValueError) as failure:
                 return FirstCall(case=case.name, run=run, failed=_why(failure))
-    empty, kept = found
+    empty, kept, warmed = found
     return FirstCall(
         case=case.name, run=run, empty_s=empty["first_s"], kept_s=kept["first_s"], second_s=kept["second_s"],
-        path=empty["path"],
+        warmup_s=warmed["warmup_s"], warmed_s=warmed["first_s"], path=empty["path"],
     )  # fmt: skip
 
 
-def _child(case: Case, environment: dict[str, str], seconds: float) -> dict[str, Any]:
+def _child(case: Case, environment: dict[str, str], seconds: float, warm: bool) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", __name__, case.name],
+        [sys.executable, "-m", __name__, case.name, *(["warm"] if warm else [])],
         env=environment, capture_output=True, text=True, timeout=seconds, check=True,
     )  # fmt: skip
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1] if done.stdout else "")
@@ -85,11 +91,12 @@ def _why(failure: Exception) -> str:
     return str(said).strip().splitlines()[-1][:200]
 
 
-def timed(case: Case, device: str) -> dict[str, Any]:
+def timed(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
     """What the child does: tensors first, so that the device is up before the clock starts."""
     import torch
 
-    from portattn.bench.contenders import ours, plan_of
+    import portattn
+    from portattn.bench.contenders import arguments, ours, plan_of
     from portattn.bench.tensors import Tensors
 
     tensors = Tensors.random(case, torch.device(device))
@@ -102,15 +109,20 @@ def timed(case: Case, device: str) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    return {"first_s": once(), "second_s": once(), "path": plan_of(case, tensors).path}
+    warmup_s = None
+    if warm:
+        placed, named = arguments(case, tensors)
+        bound = inspect.signature(getattr(portattn, case.op)).bind(*placed, **named)
+        warmup_s = portattn.warmup([{"op": case.op, **bound.arguments}]).seconds
+    return {"first_s": once(), "second_s": once(), "path": plan_of(case, tensors).path, "warmup_s": warmup_s}
 
 
-def main(name: str) -> None:
+def main(name: str, *warm: str) -> None:
     import torch
 
     case = next(case for case in CASES if case.name == name)
-    print(json.dumps(timed(case, "cuda" if torch.cuda.is_available() else "cpu")))
+    print(json.dumps(timed(case, "cuda" if torch.cuda.is_available() else "cpu", bool(warm))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

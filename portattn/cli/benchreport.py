@@ -121,7 +121,9 @@ def show(result: Result, written: list[Path]) -> None:
     table(("set", "case", "contender", "µs", "spread", "rate", "of limit", "error", "notes"), rows)
     for call in result.first_calls:
         text = (
-            call.failed or f"{call.empty_s:.2f} s with empty caches, {call.kept_s:.2f} s with kept ones ({call.path})"
+            call.failed
+            or f"{call.empty_s:.2f} s with empty caches, {call.kept_s:.2f} s with kept ones, "
+            f"{call.warmed_s or 0.0:.4f} s after a warm-up of {call.warmup_s or 0.0:.2f} s ({call.path})"
         )
         click.echo(f"{call.case}: {text}")
     heading("Sets: the best peer's time over ours, geometric means")

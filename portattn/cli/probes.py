@@ -60,6 +60,7 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
         ("backends", backends),
         ("settings", settings),
         ("cache", cache),
+        ("launches", launches),
         ("quirks that apply here", quirks),
         ("paths taken here", paths),
     ]
@@ -176,6 +177,27 @@ def cache() -> Section:
         Item(incident.id, f"{incident.symptom} on {incident.target}: {incident.message}") for incident in incidents[-5:]
     ]
     return Section(title="cache", items=tuple(items))
+
+
+def launches() -> Section:
+    """How kept calls are launched on an NVIDIA GPU."""
+    from portattn.config import current
+    from portattn.launch import native, triton_runtime
+
+    directory = current().cache_dir
+    module, why = native.load(directory)
+    items = [Item("by", "C functions" if module else "Python, through ctypes: some microseconds a call more")]
+    items.append(Item("library", str(native.path(directory)) if module else f"none: {why}"))
+    warnings = []
+    try:
+        known = triton_runtime.version() in triton_runtime.KNOWN
+    except ImportError:
+        known = True
+    if not known:
+        warnings.append(
+            "this Triton has not been checked: it launches every call itself, which takes tens of microseconds"
+        )
+    return Section(title="launches", items=tuple(items), warnings=tuple(warnings))
 
 
 def quirks() -> Section:

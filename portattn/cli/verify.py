@@ -12,7 +12,7 @@ from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
 from portattn.problem import OPS
 
-COLOURS = {"agree": "green", "unseen": "yellow", "refused": "yellow"}
+COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
 
 
 @click.command()

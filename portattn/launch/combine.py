@@ -11,7 +11,7 @@ from portattn.call import Call
 from portattn.core import MIN_DOT, next_power_of_two
 from portattn.launch.kernelcall import KernelCall
 from portattn.lowering import Launch
-from portattn.planner import Plan
+from portattn.planned import Plan
 
 MODULE = "portattn.kernels.combine"
 UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})

@@ -9,7 +9,7 @@ from portattn.core import CORES, DecodeSplit
 from portattn.launch import combine
 from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
-from portattn.planner import Plan
+from portattn.planned import Plan
 
 MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(

@@ -8,7 +8,7 @@ from portattn.call import Call
 from portattn.core import CORES, ceil_div, packed_tiles
 from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
-from portattn.planner import Plan
+from portattn.planned import Plan
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset({"heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles", "batches", "left", "right"})

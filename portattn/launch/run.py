@@ -19,7 +19,7 @@ from portattn.errors import PortattnError
 from portattn.interpreter import mend_bf16
 from portattn.launch import decode, dense, sparse
 from portattn.launch.kernelcall import KernelCall
-from portattn.planner import Plan
+from portattn.planned import Plan
 
 # Functions of portattn/kernels/ that are launched.
 KERNELS = ("dense_forward", "decode_split", "sparse_split", "combine")

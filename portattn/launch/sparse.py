@@ -9,7 +9,7 @@ from portattn.core import CORES
 from portattn.launch import combine
 from portattn.launch.arguments import alibi_stride, numbers, per_head, strides
 from portattn.launch.kernelcall import KernelCall
-from portattn.planner import Plan
+from portattn.planned import Plan
 
 MODULE = "portattn.kernels.sparse"
 UNSPECIALISED = frozenset({"heads_q", "group", "seq_k", "pages", "places", "splits", "tiles", "batches"})

@@ -19,24 +19,28 @@ def small(monkeypatch):
     return case
 
 
-def test_what_a_child_times(small):
-    found = firstcall.timed(small, "cpu")
+@pytest.mark.parametrize("warm", [False, True])
+def test_what_a_child_times(small, warm):
+    found = firstcall.timed(small, "cpu", warm)
+    assert (found["warmup_s"] is not None) == warm
     assert 0 < found["second_s"] < 60
     assert found["first_s"] > 0
     assert found["path"] == "reference"
 
 
-def test_two_processes_share_new_caches(small, monkeypatch):
+def test_three_processes_share_new_caches(small, monkeypatch):
     seen = []
 
-    def child(case, environment, seconds):
+    def child(case, environment, seconds, warm):
         seen.append({name: environment[name] for name in firstcall._CACHES})
-        return {"first_s": 3.0 - len(seen), "second_s": 0.01, "path": "triton"}
+        assert warm == (len(seen) == 3)
+        return {"first_s": 3.0 - len(seen), "second_s": 0.01, "path": "triton", "warmup_s": 0.5 if warm else None}
 
     monkeypatch.setattr(firstcall, "_child", child)
     found = firstcall.measure(small, 2)
     assert (found.empty_s, found.kept_s, found.second_s, found.path, found.run) == (2.0, 1.0, 0.01, "triton", 2)
-    assert seen[0] == seen[1]
+    assert (found.warmup_s, found.warmed_s) == (0.5, 0.0)
+    assert seen[0] == seen[1] == seen[2]
     assert len(set(seen[0].values())) == 2
     assert not found.failed
 

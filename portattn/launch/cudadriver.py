@@ -1,0 +1,206 @@
+"""A block of memory with everything that cuLaunchKernelEx reads, made once: a launch then only writes addresses.
+
+Layouts are those of CUDA's cuda.h (CUlaunchConfig, CUlaunchAttribute); the tests compare them with its header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from portattn.launch.triton_runtime import TENSOR_MAP, TENSOR_MAP_BYTES, Parameter
+
+Refused = tuple[int, int]  # the driver's error, and the place of the kernel that it refused
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has made no device current yet
+_POINTER = 8
+_ALIGNMENT = 128
+# gridDim, blockDim, sharedMemBytes; padding; hStream, attrs; numAttrs and padding
+_CONFIG = struct.Struct("7I4xQQI4x")
+_STREAM_OFFSET = 32
+# id and padding; a union of 64 bytes, of which the attributes used here read one int
+_ATTRIBUTE = struct.Struct("I4xI60x")
+_COOPERATIVE, _SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, …_PROGRAMMATIC_STREAM_SERIALIZATION
+_FORMATS = {
+    "i1": "b", "i8": "b", "u1": "B", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+    "fp64": "d",
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")  # Triton's utilities have it loaded already
+
+
+@functools.lru_cache(maxsize=1)
+def launch_function() -> Callable[..., int]:
+    """cuLaunchKernelEx(config, function, parameters, None): 0, or an error. It lets other Python threads run."""
+    return _library().cuLaunchKernelEx
+
+
+def launch_again(refused: Refused, block: Block, stream: int, addresses: Sequence[int]) -> None:
+    """What to do about a refused launch: go on from it where this thread had no device yet, else raise RuntimeError.
+
+    A thread in which nothing has yet called CUDA's run-time library has no current context. Triton's launcher looks at
+    every launch whether there is one.
+    """
+    error, kernel = refused
+    if error == INVALID_CONTEXT:
+        import torch
+
+        context = ctypes.c_void_p()
+        error = _library().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+        error = error or _library().cuCtxSetCurrent(context)
+        if not error:
+            again = block.launch(stream, addresses, kernel)
+            error = again[0] if again else 0
+    if error:
+        refuse(error)
+
+
+def refuse(error: int) -> None:
+    """Raise RuntimeError for the driver's error."""
+    raise RuntimeError(f"CUDA's driver refused a launch: {error_text(error)}")
+
+
+def error_text(error: int) -> str:
+    """CUDA's own words for an error."""
+    text = ctypes.c_char_p()
+    _library().cuGetErrorString(error, ctypes.byref(text))
+    return (text.value or b"unknown error").decode()
+
+
+@dataclass(slots=True, frozen=True)
+class Kernel:
+    """One kernel of a block.
+
+    function    CUfunction
+    parameters  in the kernel's order
+    values      of each parameter: a number; ("role", i) for the i-th address of a launch; ("map", i) for the i-th
+                tensor map; None for a null pointer
+    threads     of a program; shared: bytes of shared memory that it gets
+    dependent   may start before the kernel before it has ended (programmatic dependent launch)
+    """
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    dependent: bool
+    cooperative: bool
+    parameters: tuple[Parameter, ...]
+    values: tuple[Any, ...]
+
+
+class Block:
+    """Parameters and configurations of kernels that are launched one after the other.
+
+    launch  `launch(stream, addresses, first=0)` launches all kernels, or those from a place on, on a stream with these
+            addresses, as many as there are roles: None, or what the driver refused. By native.c where it is given
+
+    One thread at a time.
+    """
+
+    __slots__ = ("_configs", "_launches", "_maps", "_memory", "_seen", "_start", "_stream", "_write", "launch", "maps")
+
+    def __init__(
+        self, kernels: Sequence[Kernel], roles: int, maps: Sequence[tuple[int, Mapping[int, bytes]]], native: Any = None
+    ) -> None:
+        """Lay the kernels out.
+
+        maps    of each tensor map the role whose address it is of, and what gives it for an address
+        native  the module of native.c; None to launch from Python. It raises ValueError on too many kernels
+        """
+        self.maps = maps
+        size = _size(kernels, roles, len(maps))
+        owner = ctypes.create_string_buffer(size + _ALIGNMENT)
+        self._memory = memoryview(owner).cast("B")  # keeps it
+        base = ctypes.addressof(owner)
+        self._start = offset = -base % _ALIGNMENT
+
+        def take(count: int, alignment: int) -> int:
+            nonlocal offset
+            place = offset + -(base + offset) % alignment
+            offset = place + count
+            return place
+
+        roles_at = take(roles * _POINTER, _POINTER)
+        assert roles_at == self._start
+        self._maps = [take(TENSOR_MAP_BYTES, _ALIGNMENT) for _ in maps]
+        self._seen: list[int | None] = [None] * len(maps)
+        self._write = struct.Struct(f"{roles}Q").pack_into
+        self._stream = 0
+        self._configs: list[int] = []
+        self._launches: list[tuple[Any, ...]] = []
+        found: list[tuple[int, int, int, int]] = []
+        for kernel in kernels:
+            pointers = []
+            for parameter, value in zip(kernel.parameters, kernel.values, strict=True):
+                if isinstance(value, tuple):
+                    kind, index = value
+                    place = self._maps[index] if kind == "map" else roles_at + index * _POINTER
+                else:
+                    place = take(parameter.size, parameter.size)
+                    data = _packed(parameter.type, value)
+                    self._memory[place : place + len(data)] = data
+                pointers.append(base + place)
+            parameters_at = take(len(pointers) * _POINTER, _POINTER)
+            struct.pack_into(f"{len(pointers)}Q", self._memory, parameters_at, *pointers)
+            wanted = [(_SERIALIZATION, kernel.dependent), (_COOPERATIVE, kernel.cooperative)]
+            attributes = [identity for identity, given in wanted if given]
+            attributes_at = take(len(wanted) * _ATTRIBUTE.size, _POINTER)
+            for index, identity in enumerate(attributes):
+                _ATTRIBUTE.pack_into(self._memory, attributes_at + index * _ATTRIBUTE.size, identity, 1)
+            config = take(_CONFIG.size, _POINTER)
+            _CONFIG.pack_into(
+                self._memory, config, *kernel.grid, kernel.threads, 1, 1, kernel.shared, 0, base + attributes_at,
+                len(attributes),
+            )  # fmt: skip
+            self._configs.append(config)
+            found.append((base + config, kernel.function, base + parameters_at, base + config + _STREAM_OFFSET))
+            self._launches.append((*map(ctypes.c_void_p, found[-1][:3]), None))
+        self.launch: Callable[..., Refused | None] = self._launch
+        if native is not None:
+            function = ctypes.cast(launch_function(), ctypes.c_void_p).value  # type: ignore[arg-type]
+            described = tuple((base + place, *one) for place, one in zip(self._maps, maps, strict=True))
+            self.launch = native.Launches(self._memory, function, base + roles_at, roles, tuple(found), described)
+
+    def _launch(self, stream: int, addresses: Sequence[int], first: int = 0) -> Refused | None:
+        self._write(self._memory, self._start, *addresses)
+        if self._stream != stream:
+            for config in self._configs:
+                struct.pack_into("Q", self._memory, config + _STREAM_OFFSET, stream)
+            self._stream = stream
+        for index, (role, of_address) in enumerate(self.maps):
+            address = addresses[role]
+            if self._seen[index] != address:
+                place = self._maps[index]
+                self._memory[place : place + TENSOR_MAP_BYTES] = of_address[address]
+                self._seen[index] = address
+        launch = launch_function()
+        for kernel in range(first, len(self._launches)):
+            error = launch(*self._launches[kernel])
+            if error:
+                return error, kernel
+        return None
+
+
+def _packed(kind: str, value: Any) -> bytes:
+    """A parameter's bytes."""
+    if kind.startswith("*"):
+        return struct.pack("Q", value or 0)
+    if kind in ("fp32", "f32"):
+        return bytes(ctypes.c_float(value))  # as C casts: what is too large becomes inf, where struct raises
+    return struct.pack(_FORMATS[kind], value)
+
+
+def _size(kernels: Sequence[Kernel], roles: int, maps: int) -> int:
+    """Bytes that a block takes at most, every item padded to its alignment."""
+    size = roles * _POINTER + (maps + 1) * _ALIGNMENT
+    for kernel in kernels:
+        values = sum(2 * p.size for p in kernel.parameters if p.type != TENSOR_MAP)
+        size += values + (len(kernel.parameters) + 1) * _POINTER + 3 * _ATTRIBUTE.size + 2 * _CONFIG.size
+    return size

@@ -1,0 +1,70 @@
+"""Whether tensors are like others in everything but their data: torch's own guards, which torch.compile uses.
+
+One call into C++ compares types, dispatch keys (device, views that negate, modes of autograd and autocast), element
+types, device indices, `requires_grad`, sizes and strides of all of them: 0.1 µs a tensor, where reading the same in
+Python takes 0.7 µs. They are torch's private interface, so they are tried out once before they are believed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """What says of as many values, whether they are tensors like these ones."""
+    make = _made if _usable() else _plain
+    return _with_grad_mode(tensors, make(tensors))
+
+
+def _made(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
+def _plain(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    known = [_facts(t) for t in tensors]
+    inference = torch.is_inference_mode_enabled()
+
+    def check(*values: Any) -> bool:
+        return (
+            torch.is_inference_mode_enabled() == inference
+            and all(isinstance(value, torch.Tensor) for value in values)
+            and [_facts(value) for value in values] == known
+        )
+
+    return check
+
+
+def _facts(t: torch.Tensor) -> tuple[Any, ...]:
+    return (type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_neg(), t.layout)
+
+
+def _with_grad_mode(tensors: Sequence[torch.Tensor], check: Callable[..., bool]) -> Callable[..., bool]:
+    """The guards see `requires_grad`, and not whether gradients are being recorded."""
+    if not any(t.requires_grad for t in tensors):
+        return check
+    recording = torch.is_grad_enabled()
+    return lambda *values: torch.is_grad_enabled() == recording and check(*values)
+
+
+@functools.lru_cache(maxsize=1)
+def _usable() -> bool:
+    """Whether torch's guards are there and tell apart what they must."""
+    x = torch.zeros(2, 4, 6)
+    others: list[Any] = [
+        x[:, :, :4], x.transpose(0, 1).contiguous().transpose(0, 1), x.half(), x.to("meta"), x.view(2, 4, 3, 2),
+        torch.nn.Parameter(x, requires_grad=False), torch.zeros(2, 4, 6, requires_grad=True), torch._neg_view(x), None,
+    ]  # fmt: skip
+    try:
+        check = _made([x, x])
+        return check(x, torch.ones(2, 4, 6)) is True and not any(check(x, other) for other in others)
+    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError):
+        return False

@@ -1,0 +1,235 @@
+"""What the kept launches rely on inside Triton, by version: one module, so that a new release is checked in one place.
+
+Read in the sources of 3.2.0, 3.3.1, 3.4.0, 3.5.1, 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (runtime/jit.py,
+compiler/compiler.py, backends/nvidia/driver.py); a version that is not among KNOWN is launched by Triton's own way.
+
+the same in all   `kernel.run(*args, grid=…, warmup=True, **options)` looks a compiled kernel up without launching it,
+                  and compiles it if there is none. `compiled.run(x, y, z, stream, function, packed_metadata,
+                  launch_metadata, enter_hook, exit_hook, *arguments)` launches it; pointers may be given as integers.
+                  packed_metadata begins with (num_warps, num_ctas, shared)
+which arguments   3.2 leaves tl.constexpr ones out of `*arguments`; from 3.3 on all are given
+which parameters  a kernel has one for each argument that is neither tl.constexpr nor specialised away (None, and 1
+                  where it is specialised on): 3.2 lists those in `src.constants`, later versions sign them "constexpr"
+after them        3.3 and 3.4 add a pointer to scratch memory, 3.5 and later one more for profiling. They are not
+                  looked up by version: the PTX says how many parameters there are
+what is compiled  `kernel.device_caches[device][0]`, by a text that says all; 3.2 `kernel.cache[device]`
+launch hooks      class attributes of CompiledKernel in 3.2 and 3.3; `knobs.runtime` from 3.4 on, where 3.5 and later
+                  have a chain of functions in place of one
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+KNOWN = frozenset({(3, minor) for minor in range(2, 10)})
+LAUNCHERS = ("cuda", "hip")
+_BYTES = {
+    "i1": 1, "i8": 1, "u1": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "f32": 4,
+    "fp64": 8,
+}  # fmt: skip
+TENSOR_MAP = "nvTmaDesc"
+TENSOR_MAP_BYTES = 128
+
+
+class Unsupported(Exception):
+    """Why a launch cannot be kept; Triton's own way launches it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Parameter:
+    """One parameter of a compiled kernel.
+
+    argument  the kernel's argument that it comes from; empty for what Triton adds
+    type      Triton's type: a pointer `*…`, `i32`, `fp32`, or `nvTmaDesc`
+    part      of a tensor descriptor: "shape" or "strides", and `axis`; "" for the descriptor itself and all else
+    """
+
+    argument: str
+    type: str
+    part: str = ""
+    axis: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        if self.type.startswith("*"):
+            return 8
+        if self.type == TENSOR_MAP:
+            return TENSOR_MAP_BYTES
+        if self.type not in _BYTES:
+            raise Unsupported(f"argument {self.argument} is of type {self.type}")
+        return _BYTES[self.type]
+
+
+@functools.lru_cache(maxsize=1)
+def version() -> tuple[int, int]:
+    """Triton's major and minor version."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(re.match(r"\d+", minor).group())  # type: ignore[union-attr]
+
+
+def compiled_kernel(kernel: Any, grid: tuple[int, ...], values: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """The compiled kernel that `kernel[grid](*values, **options)` would launch, loaded on the current device."""
+    if version() not in KNOWN:
+        raise Unsupported(f"Triton {version()} has not been checked")
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(kernel, JITFunction):
+        raise Unsupported("it is interpreted")
+    compiled = kernel.run(*values, grid=grid, warmup=True, **options)
+    if hasattr(compiled, "result"):  # compiled in the background, inside triton.AsyncCompileMode
+        compiled = compiled.result()
+    if compiled is None or not hasattr(compiled, "packed_metadata"):
+        raise Unsupported("a hook of Triton's kept the kernel from being compiled")
+    if compiled.metadata.target.backend not in LAUNCHERS:
+        raise Unsupported(f"launchers of {compiled.metadata.target.backend} have not been checked")
+    _ = compiled.run  # loads the binary: a later launch may be inside a CUDA graph's capture
+    return compiled
+
+
+def run_arguments(kernel: Any, values: Sequence[Any]) -> list[int]:
+    """Places among the kernel's arguments of those that `compiled.run` takes, in order."""
+    return [place for place in range(len(values)) if version() > (3, 2) or place not in kernel.constexprs]
+
+
+def parameters(compiled: Any) -> list[Parameter]:
+    """The parameters that the kernel's own arguments become, in order. Raises Unsupported on what is not known."""
+    source = compiled.src
+    gone = source.constants if version() == (3, 2) else {}
+    descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    found: list[Parameter] = []
+    for argument, kind in source.signature.items():
+        if not isinstance(kind, str):
+            raise Unsupported(f"argument {argument} is a tuple")
+        if kind == "constexpr" or argument in gone:
+            continue
+        if not kind.startswith("tensordesc"):
+            found.append(Parameter(argument, kind))
+            continue
+        if next(descriptors, None) is None:
+            raise Unsupported(f"argument {argument} is a descriptor that is not passed as a tensor map")
+        axes = range(kind[kind.index("[") : kind.index("]")].count(",") + 1)
+        found += [
+            Parameter(argument, TENSOR_MAP),
+            *(Parameter(argument, "i32", "shape", axis) for axis in axes),
+            *(Parameter(argument, "i64", "strides", axis) for axis in axes),
+        ]
+    return found
+
+
+_ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)", re.DOTALL)
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(\d+)[^,\[]*?(?:\[(\d+)\])?\s*(?:,|$)")
+
+
+def ptx_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of a PTX module's kernel, in order."""
+    entry = _ENTRY.search(ptx)
+    if entry is None:
+        raise Unsupported("the kernel's PTX has no entry")
+    lines = [line for line in entry.group(1).splitlines() if ".param" in line]
+    found = [_PARAM.search(line.split("//")[0].strip()) for line in lines]
+    if not all(found):
+        raise Unsupported("a parameter in the kernel's PTX was not understood")
+    return [int(match[2]) // 8 * int(match[3] or 1) for match in found if match is not None]
+
+
+def all_parameters(compiled: Any) -> list[Parameter]:
+    """All parameters of a CUDA kernel, checked against its PTX: those of its arguments, then Triton's scratch pointers.
+
+    Raises Unsupported where the two do not agree.
+    """
+    own, sizes = parameters(compiled), ptx_sizes(compiled.asm["ptx"])
+    added = len(sizes) - len(own)
+    if not 0 <= added <= 2 or [p.size for p in own] + [8] * added != sizes:
+        raise Unsupported(f"the kernel has parameters of {sizes} bytes, its arguments {[p.size for p in own]}")
+    return own + [Parameter("", "*i8")] * added
+
+
+def fill_tensor_map(compiled: Any, place: int, descriptor: Any) -> Callable[[int], Any]:
+    """What makes the tensor map of the kernel's `place`-th descriptor argument at another address.
+
+    descriptor  a TensorDescriptor whose shape, strides and padding are taken
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime import driver
+
+    about, utilities = compiled.metadata.tensordesc_meta[place], driver.active.utils
+    if about.get("is_im2col"):
+        raise Unsupported("descriptors of im2col are not kept")
+    if getattr(descriptor, "round_f32_to_tf32", False):
+        raise Unsupported("descriptors that round to tf32 are not kept")
+    fill = getattr(utilities, "fill_tma_descriptor", None) or utilities.fill_tma_descriptor_tiled
+    shape = list(descriptor.shape)
+    if about["fp4_padded"]:
+        shape[-1] *= 2
+    return lambda address: fill(
+        address,
+        about["swizzle"],
+        about["elem_size"],
+        TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]],
+        about["block_size"],
+        shape,
+        list(descriptor.strides),
+        1 if getattr(descriptor, "padding", "zero") == "nan" else 0,
+    )
+
+
+def keys(kernel: Any) -> set[str]:
+    """What a JIT function is specialised on so far in this process, one text for each device and specialisation."""
+    by_device = getattr(kernel, "device_caches", None)  # from 3.3 on
+    if by_device is not None:
+        return {f"{device} {key}" for device, found in list(by_device.items()) for key in list(found[0])}
+    by_device = getattr(kernel, "cache", None)
+    if not isinstance(by_device, dict):
+        return set()
+    return {f"{device} {key}" for device, found in list(by_device.items()) for key in list(found)}
+
+
+def _holder() -> Any:
+    """Where launch hooks are set."""
+    if version() < (3, 4):
+        from triton import compiler
+
+        return compiler.CompiledKernel
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def hook_watch() -> Callable[[], bool]:
+    """What tells, in a tenth of a microsecond, whether a launch hook is set."""
+    runtime = _holder()
+    if version() < (3, 5):
+        return lambda: runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None
+    chain = type(runtime.launch_enter_hook)
+
+    def watched() -> bool:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if type(enter) is chain and type(leave) is chain:
+            return bool(enter.calls or leave.calls)
+        return enter is not None or leave is not None
+
+    return watched
+
+
+def three(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    """A grid with all its axes."""
+    x, y, z = (*grid, 1, 1)[:3]
+    return x, y, z
+
+
+def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
+    """Launch a compiled kernel through Triton's launcher, with its hooks; `arguments` as `run_arguments` says."""
+    holder = _holder()
+    x, y, z = three(grid)
+    about = compiled.launch_metadata(grid, stream, *arguments)
+    compiled.run(
+        x, y, z, stream, compiled.function, compiled.packed_metadata, about, holder.launch_enter_hook,
+        holder.launch_exit_hook, *arguments,
+    )  # fmt: skip

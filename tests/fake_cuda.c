@@ -1,0 +1,89 @@
+/* A libcuda.so.1 without a device, for the tests of kept launches: modules load, launches are recorded. */
+#include <cuda.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+enum { KERNELS = 64, PARAMETERS = 256, RECORD = 1 << 20 };
+
+static long functions = 0;
+static int counts[KERNELS];
+static size_t sizes[KERNELS][PARAMETERS];
+static unsigned char record[RECORD];
+static size_t recorded = 0;
+static int context_missing = 0, refusals = 0;
+
+/* How many bytes each parameter of a function has: cuLaunchKernelEx itself does not know. */
+EXPORT void fake_describe(long function, int count, const size_t *bytes) {
+  counts[function - 1] = count;
+  memcpy(sizes[function - 1], bytes, count * sizeof(size_t));
+}
+EXPORT const unsigned char *fake_record(size_t *bytes) { *bytes = recorded; return record; }
+EXPORT void fake_clear(void) { recorded = 0; }
+EXPORT void fake_lose_context(void) { context_missing = 1; }
+EXPORT void fake_refuse(int times) { refusals = times; }
+
+static void put(const void *data, size_t bytes) {
+  if (recorded + bytes > RECORD) abort();
+  memcpy(record + recorded, data, bytes);
+  recorded += bytes;
+}
+static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared, CUstream stream,
+                       const CUlaunchAttribute *attributes, unsigned attribute_count, CUfunction function, void **p) {
+  if (context_missing) return CUDA_ERROR_INVALID_CONTEXT;
+  if (refusals) { refusals--; return CUDA_ERROR_INVALID_VALUE; }
+  long index = (long)function - 1;
+  unsigned head[6] = {x, y, z, threads, shared, 0};
+  for (unsigned i = 0; i < attribute_count; i++)  /* their values are one int each */
+    if (*(const int *)&attributes[i].value) head[5] |= 1u << attributes[i].id;
+  long who[2] = {(long)function, (long)stream};
+  put(head, sizeof head);
+  put(who, sizeof who);
+  for (int i = 0; i < counts[index]; i++) put(p[i], sizes[index][i]);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **extra) {
+  return launch(c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX * c->blockDimY * c->blockDimZ, c->sharedMemBytes,
+                c->hStream, c->attrs, c->numAttrs, f, p);
+}
+EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                               unsigned shared, CUstream stream, void **p, void **extra) {
+  return launch(x, y, z, bx * by * bz, shared, stream, 0, 0, f, p);
+}
+EXPORT CUresult cuModuleLoadData(CUmodule *m, const void *data) { *m = (CUmodule)1; return 0; }
+EXPORT CUresult cuModuleUnload(CUmodule m) { return 0; }
+EXPORT CUresult cuModuleGetFunction(CUfunction *f, CUmodule m, const char *name) {
+  if (functions == KERNELS) abort();
+  *f = (CUfunction)(++functions);
+  return 0;
+}
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+    const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps,
+    CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion l2, CUtensorMapFloatOOBfill fill) {
+  cuuint64_t *words = (cuuint64_t *)map; /* what it was made of, in its place */
+  memset(map, 0, sizeof *map);
+  words[0] = (cuuint64_t)address;
+  words[1] = type | (cuuint64_t)rank << 8 | (cuuint64_t)swizzle << 16 | (cuuint64_t)l2 << 24 | (cuuint64_t)fill << 32;
+  for (cuuint32_t i = 0; i < rank; i++) words[2 + i] = dims[i] | (cuuint64_t)box[i] << 32;
+  for (cuuint32_t i = 0; i + 1 < rank; i++) words[8 + i] = strides[i];
+  return 0;
+}
+EXPORT CUresult cuGetErrorString(CUresult e, const char **text) { *text = e == CUDA_ERROR_INVALID_VALUE ? "invalid argument" : "an error"; return 0; }
+EXPORT CUresult cuCtxGetCurrent(CUcontext *c) { *c = context_missing ? 0 : (CUcontext)1; return 0; }
+EXPORT CUresult cuInit(unsigned flags) { return 0; }
+EXPORT CUresult cuDeviceGetCount(int *count) { *count = 1; return 0; }
+EXPORT CUresult cuCtxGetDevice(CUdevice *d) { *d = 0; return 0; }
+EXPORT CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = CU_STREAM_CAPTURE_STATUS_NONE; return 0; }
+EXPORT CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute *a, void **v, CUdeviceptr p) { return CUDA_ERROR_INVALID_VALUE; }
+EXPORT CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { *n = 1; return 0; }
+EXPORT CUresult cuDriverGetVersion(int *v) { *v = 12080; return 0; }
+EXPORT CUresult cuDeviceGet(CUdevice *d, int i) { *d = i; return 0; }
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (CUcontext)1; return 0; }
+EXPORT CUresult cuCtxSetCurrent(CUcontext c) { context_missing = c == 0; return 0; }
+EXPORT CUresult cuPointerGetAttribute(void *v, CUpointer_attribute a, CUdeviceptr p) { *(CUdeviceptr *)v = p; return 0; }
+EXPORT CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return 0; }
+EXPORT CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute a, CUdevice d) { *v = 232448; return 0; }
+EXPORT CUresult cuFuncGetAttribute(int *v, CUfunction_attribute a, CUfunction f) { *v = a == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 64; return 0; }
+EXPORT CUresult cuFuncSetCacheConfig(CUfunction f, CUfunc_cache c) { return 0; }
+EXPORT CUresult cuCtxGetLimit(size_t *v, CUlimit l) { *v = 0; return 0; }
+EXPORT CUresult cuCtxSetLimit(CUlimit l, size_t v) { return 0; }

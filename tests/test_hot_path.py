@@ -1,0 +1,156 @@
+"""The whole of a kept call by native.c, against the same call by Python: every operation, launches recorded."""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakedriver import run, triton_folders
+from packaging.version import Version
+
+from portattn.launch import native
+
+TRITONS = triton_folders()
+OPS = ("attention", "varlen", "decode", "paged", "sparse", "mla")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By Triton 3.6, for which there are variants, where it is here; else by the newest that is."""
+    if not TRITONS:
+        pytest.skip("Triton is not installed, and the lab has none for this Python")
+    version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
+    return run("hot_child.py", tmp_path_factory.mktemp("hot"), TRITONS[version])
+
+
+@pytest.mark.compiles
+def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
+    assert seen["why not"] == ""
+    variants = ["attention gluon", "mla gluon"] if seen["triton"] == "3.6.0" else []
+    for name in [f"{op} triton" for op in OPS] + variants:
+        found = seen[name]
+        assert found["way"] == "native", found["reason"]
+        assert found["hit"], name
+        assert found["same"], f"{name}: other launches or results"
+        assert found["moved"], f"{name}: other launches with other tensors"
+        assert found["ours"], f"{name}: a result is not what was allocated"
+        assert found["last"], f"{name}: last_plan"
+        assert {"allocated 0", "allocated 1"} <= set(found["named"])
+        assert any(arg.startswith("q") for arg in found["named"]), "the caller's own tensors are launched"
+    assert seen["decode triton"]["launches"] == 2
+    if variants:
+        assert [seen[name]["path"] for name in variants] == ["gluon_forward", "gluon_mla"]
+
+
+@pytest.mark.compiles
+def test_what_differs_is_another_call(seen: dict[str, Any]) -> None:
+    found = seen["differing"]
+    here = {"same", "after", "equal settings"}
+    python = {"device", "hook", "context"}
+    told = {"refused", "stream"}
+    assert {name for name, way in found.items() if way == "C"} == here
+    assert {name for name, way in found.items() if way == "python True"} == python
+    assert {name for name, way in found.items() if way == "nothing"} == set(found) - here - python - told
+    assert len(found) > 20
+    assert found["refused"] == "CUDA's driver refused a launch: invalid argument"
+    assert found["stream"] == "11", "launched on the stream that is current"
+
+
+@pytest.mark.compiles
+def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
+    launches, firsts, wrong = seen["threads"]
+    assert (launches, firsts, wrong) == (300, 150, [])
+
+
+@pytest.mark.compiles
+def test_after_a_warm_up_the_first_call_compiles_nothing(seen: dict[str, Any]) -> None:
+    found = seen["warmed"]
+    assert found["report"]["failed"] == ""
+    assert found["report"]["kept"]
+    assert found["report"]["way"] == "native"
+    assert "dense_forward" in found["report"]["loaded"]
+    assert found["again"] == [], "a second warm-up loads nothing"
+    assert found["first"] == {"ways": ["C"], "warnings": [], "launches": 1}
+
+
+@pytest.mark.compiles
+def test_the_monitor_names_what_differs(seen: dict[str, Any]) -> None:
+    found = seen["monitored"]
+    assert len(found["late"]) == 1
+    (text,) = found["late"]
+    differing = [f"{name}'s shape: (1, 4, 96, 72) instead of (1, 4, 96, 80)" for name in "qkv"]
+    for part in ("dense_forward compiled after warm-up", "attention q (1,4,96,72)", "key ", *differing):
+        assert part in text, text
+    assert found["again"] == [], "a kernel is warned about once"
+    assert found["never"] == []
+    assert found["off"] == []
+    assert len(found["always"]) == 1
+    assert "scale" not in found["always"][0]
+    assert "causal: True instead of False" in found["always"][0], found["always"]
+
+
+needs_compiler = pytest.mark.skipif(
+    not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists(), reason="Python.h is not installed"
+)
+
+
+@needs_compiler
+def test_the_library_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, why = native.load(str(tmp_path))
+    assert why == ""
+    assert module.Hit is not None
+    place = native.path(str(tmp_path))
+    assert [path.name for path in place.parent.iterdir()] == [place.name], "nothing is left half done"
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(subprocess, "run", lambda *given, **named: pytest.fail("it is compiled again"))
+    assert native.load(str(tmp_path))[1] == ""
+
+
+@needs_compiler
+def test_a_broken_library_is_made_anew(tmp_path: Path) -> None:
+    place = native.path(str(tmp_path))
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"half a disk's")
+    module, why = native.load(str(tmp_path))
+    assert why == ""
+    assert module.Launches is not None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("/does/not/exist", "No such file"),
+        ("false", "non-zero exit"),
+        ("sh -c 'echo error: no >&2; exit 1'", "error: no"),
+    ],
+)
+def test_where_it_cannot_be_made_it_says_why(
+    compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    native._digest.cache_clear()
+    try:
+        module, why = native.load(str(tmp_path))
+    finally:
+        native._digest.cache_clear()
+    assert module is None
+    assert said in why
+    assert not list(tmp_path.glob("native/*"))
+
+
+def test_fields_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    module, why = native.load(str(tmp_path))
+    if module is None:
+        pytest.skip(why)
+    with pytest.raises(TypeError, match="not all there"):
+        module.Hit(values=())
+    with pytest.raises(ValueError, match="at most 64"):
+        module.Launches(b"", 0, 0, 65, (), ())
+    launches = module.Launches(b"", 0, 0, 2, (), ())
+    with pytest.raises(ValueError, match="2 addresses are needed, not 1"):
+        launches(7, [1])
+    with pytest.raises(OverflowError):
+        launches(7, [1, -1])

@@ -1,0 +1,165 @@
+"""warmup's specs and report, and the command, on a CPU; what it spares a first call is in test_hot_path.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import portattn
+from portattn import monitoring, warming
+from portattn.cli import main
+from portattn.fastpath import keep, key_of, nearest
+from portattn.launch.kernelcall import POINTER_ALIGNMENT
+
+SMALL = {"op": "attention", **dict.fromkeys("qkv", "fp32[1,2,8,16]")}
+
+
+@pytest.fixture(autouse=True)
+def _armed_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "_armed", False)
+
+
+def test_a_tensor_is_described_given_or_meta() -> None:
+    calls: list[tuple[Any, ...]] = []
+    q = torch.full((1, 2, 8, 16), 3.0)
+    meta = torch.empty(1, 2, 16, 8, device="meta").transpose(2, 3)
+    report = portattn.warmup(
+        [SMALL | {"q": q, "k": meta, "v": "fp32[1,2,8,16]:0,128,16,1"}], device="cpu", say=calls.append
+    )
+    (one,) = report.specs
+    assert (one.spec, one.path, one.key, one.way, one.compiled, one.kept, one.failed) == (
+        0,
+        "reference",
+        "",
+        "",
+        False,
+        False,
+        "",
+    )
+    assert one.call == "attention q (1,2,8,16) kv (1,2,8,16) fp32"
+    assert report.failed == ()
+    assert report.seconds >= one.seconds > 0
+    assert calls == ["planning 1 of 1", f"running 1 of 1: {one.call}"]
+    assert bool((q == 3.0).all()), "a given tensor is only read"
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "strides", "dtype"),
+    [
+        ("bf16[8,32,1,128]", (8, 32, 1, 128), (4096, 128, 128, 1), torch.bfloat16),
+        ("i32[5]", (5,), (1,), torch.int32),
+        ("bool[2, 0, 3]", (2, 0, 3), (3, 3, 1), torch.bool),
+        ("fp16[4,6]:0,1", (4, 6), (0, 1), torch.float16),
+        ("fp32[4,6]:1,4", (4, 6), (1, 4), torch.float32),
+    ],
+)
+def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> None:
+    made = warming._argument("q", "q", text).allocate(torch.device("cpu"))
+    assert (tuple(made.shape), made.stride(), made.dtype) == (shape, strides, dtype)
+    assert not made.any()
+    assert made.untyped_storage().nbytes() <= 4096 * 9 * 2
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ([SMALL | {"q": "fp33[1,2,8,16]"}], r"specs\[0\].q is 'fp33\[1,2,8,16\]', but must be of a type among fp16"),
+        ([SMALL, SMALL | {"k": "fp32[1,2,"}], r"specs\[1\].k is 'fp32\[1,2,', but describes a tensor"),
+        ([SMALL | {"v": "fp32[1,2,8,16]:1,1"}], r"specs\[0\].v .* must have as many strides as its 4 axes"),
+        ([{"op": "attend"}], r"specs\[0\].op is 'attend', but must be one of attention"),
+        (["attention"], r"specs\[0\] is 'attention', but must be a mapping"),
+        ([SMALL | {"casual": True}], r"specs\[0\] is .*casual.*, but attention\(\) got an unexpected keyword"),
+        ([{"op": "attention", "q": "fp32[1,2,8,16]"}], r"missing 2 required positional arguments"),
+        ([SMALL, SMALL | {"k": "fp32[1,3,8,16]"}], r"warmup: specs\[1\].v's heads is 2, but must be k's, 3"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_is_none_is_named_before_anything_runs(
+    specs: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming._Warming, "run", lambda self: pytest.fail("something ran"))
+    with pytest.raises(portattn.ArgumentError, match=said):
+        portattn.warmup(specs, device="cpu")
+
+
+def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
+    with pytest.warns(portattn.CompileWarning, match=r"specs\[0\].*triton"):
+        report = portattn.warmup([SMALL | {"backend": "triton"}, SMALL | {"window": [3, 0]}], device="cpu")
+    bad, good = report.specs
+    assert "triton" in bad.failed
+    assert report.failed == (bad,)
+    assert (good.failed, good.path) == ("", "reference")
+    assert "window (3,0)" in good.call
+
+
+def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, device: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(warming._Described, "allocate", full)
+    with pytest.warns(portattn.CompileWarning, match="Tried to allocate 9 GiB; give tensors that are there already"):
+        assert portattn.warmup([SMALL], device="cpu").failed
+
+
+def test_it_arms_the_monitor() -> None:
+    assert not monitoring.wanted(portattn.config.current())
+    portattn.warmup([SMALL], device="cpu")
+    settings = portattn.config.current()
+    assert monitoring.wanted(settings)
+    with monitoring.silenced():
+        assert not monitoring.wanted(settings)
+    with portattn.settings(monitor="never") as changed:
+        assert not monitoring.wanted(changed)
+    portattn.monitor(False)
+    assert not monitoring.wanted(settings)
+    with portattn.settings(monitor="always") as changed:
+        assert monitoring.wanted(changed)
+
+
+def test_the_nearest_kept_call_is_the_one_that_differs_in_least() -> None:
+    memory = torch.zeros(300)
+
+    def key(first: int, rows: int, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
+        q = memory[first : first + rows * 8].view(1, 1, rows, 8).to(dtype)
+        return key_of("attention", {"q": q, "sinks": None}, {"causal": False, "scale": None} | values)
+
+    settings = portattn.config.current()
+    kept = type("Kept", (), {"settings": settings})()
+    names: Any = (("q", "sinks"), ("causal", "scale"))
+    assert nearest(key(0, 4), settings, *names) is None
+    keep(key(0, 4, causal=True, scale=2.0), kept)
+    keep(key(0, 4), kept)
+    assert nearest(key(0, 4), settings, *names) == []
+    assert nearest(key(0, 5), settings, *names) == ["q's shape: (1, 1, 5, 8) instead of (1, 1, 4, 8)"]
+    shifted = [
+        f"q's address modulo {POINTER_ALIGNMENT}: {(memory.data_ptr() + 4) % 16} instead of {memory.data_ptr() % 16}"
+    ]
+    assert nearest(key(1, 4), settings, *names) == shifted
+    assert nearest(key(0, 4, torch.float16), settings, *names)[0] == "q's type: torch.float16 instead of torch.float32"
+    assert nearest(key(0, 4, causal=1), settings, *names) == ["causal: 1 instead of False"]
+    with portattn.settings(fallback="error") as changed:
+        assert nearest(key(0, 4), changed, *names) == ["the setting fallback: 'error' instead of 'warn'"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "specs.json"
+    path.write_text(json.dumps([SMALL, SMALL | {"causal": True}]))
+    called = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu", "--json"])
+    assert called.exit_code == 0, called.output
+    report = json.loads(called.stdout)
+    assert [one["path"] for one in report["specs"]] == ["reference", "reference"]
+    assert "running 2 of 2" in called.stderr
+    shown = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
+    assert "2 calls in" in shown.stdout
+    path.write_text(json.dumps([SMALL | {"backend": "triton"}]))
+    failed = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
+    assert failed.exit_code == 1
+    assert "failed: " in failed.stdout
+    path.write_text('{"op": "attention"}')
+    refused = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
+    assert refused.exit_code == 2
+    assert "must be a list of calls" in refused.stderr
