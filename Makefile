@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice lint bench bench-docs docs wheel clean
+.PHONY: demo test slice forms lint bench bench-docs docs wheel clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -36,6 +36,10 @@ slice: $(READY)
 	$(PY) -m portattn.cli matrix run --quick $(SLICE) --targets cuda:sm_90,rocm:gfx942,ascend:ascend910b2 --out $(MATRIX)-slice
 	$(PY) -m portattn.cli quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
 	$(PY) -m portattn.cli quirks audit
+
+# Every form of the Hopper forward, compiled for sm_90: about ten minutes on two cores.
+forms: $(READY)
+	$(PY) -m pytest -n $(JOBS) --forms tests/backends/test_gluon_forms.py
 
 lint: $(READY)
 	$(PY) -m ruff format --check .

@@ -8,7 +8,7 @@ library can run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from portattn.call import Call
+    from portattn.launch.steps import StepLauncher
     from portattn.planner import Rejection
     from portattn.problem import Problem
     from portattn.target import Arch, Target
@@ -42,27 +43,48 @@ class VendorPath:
 
 
 class Variant:
-    """Another kernel for one op, explicitly scheduled for one chip: a candidate that comes before the core.
+    """Another kernel for some ops, explicitly scheduled for one chip: a candidate that comes before the core.
 
     name  path name in plans, warnings and `backend=`
-    op    the op that it is for
+    ops   the ops that it is for
     arches  the chips that it is for; on others plans do not mention it
+    needs  what it needs, in a few words, for people
+    canaries  problems of its own that its canary runs; empty: those of its ops that it takes (portattn.canary)
     """
 
     name: str
-    op: str
+    ops: tuple[str, ...]
     arches: tuple[str, ...]
+    needs: str = ""
+    canaries: tuple[Problem, ...] = ()
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why it cannot run the problem; None when it can. Pure. The core kernel then runs: that is no fall-back."""
         raise NotImplementedError
 
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """How a problem that it takes is scheduled: names and values that a plan shows. Pure."""
+        return {}
+
+    def timed(self, problem: Problem) -> bool:
+        """Whether that schedule was timed on the chip: spills that it may have are then in its time."""
+        return False
+
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs this call and others like it: given tensors by the Call's names, and `out` and `lse` to fill."""
         raise NotImplementedError
 
-    def views(self, problem: Problem, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors that a launcher takes, from those that the caller gave, by the names that a Request has."""
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one as Steps, from which they are compiled beforehand.
+
+        The call's tensors have no data. Where `launcher` gives no StepLauncher (it makes tensors anew, say), this
+        describes the same kernels.
+        """
+        return cast("StepLauncher", self.launcher(call))
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors that a launcher takes: of those that the caller gave, by the names that a Request has, and of
+        `out` and `lse` in the caller's layout."""
         raise NotImplementedError
 
 

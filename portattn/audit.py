@@ -183,7 +183,8 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
         )
         return
     known = [n for b, names in registry.arches.items() if when.backend in (None, b) for n in names]
-    for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, list(KERNEL_NAMES))):
+    kernel_names = [*KERNEL_NAMES, *(variant.name for b in registry.backends.values() for variant in b.variants)]
+    for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, kernel_names)):
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
                 yield _at(quirk, ("when", key), f"{pattern!r} matches nothing; known: {', '.join(names)}")

@@ -21,13 +21,15 @@ from portattn import __version__, tomlfile
 from portattn.compiling import PASSING_KINDS, incident_of
 from portattn.config import Settings
 from portattn.corepath import kernel_source_digest
-from portattn.errors import PortattnError
+from portattn.errors import PathUnavailable, PortattnError
 from portattn.matrix.numerics import numerics, request_of
 from portattn.planner import Plan, plan
 from portattn.problem import Problem
 from portattn.quirk import Symptom
 from portattn.registry import Registry
 from portattn.target import Target
+from portattn.variantpath import source_digest
+from portattn.variantready import variant_of
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import Reply, Worker
@@ -115,35 +117,48 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
     if not wanted(target, settings):
         return None
     verdicts = store(settings)
-    key = key_of(made.kernel, target)
+    key = key_of(family(made), target)
     found = verdicts.get(key)
     if found is None:
-        with verdicts.lock(key, settings.compile_seconds * (len(CASES[made.problem.op]) + 1)):
+        with verdicts.lock(key, settings.compile_seconds * (len(cases(made)) + 1)):
             found = verdicts.get(key) or run(made, target, settings, verdicts, device)
     return None if found.passed else found
 
 
 def known_failure(made: Plan, target: Target, settings: Settings) -> Verdict | None:
     """The verdict that quarantines the plan's kernel family here, if there is one. Nothing is run."""
-    if not made.kernel or not wanted(target, settings):
+    if not made.key or not wanted(target, settings):
         return None
-    found = store(settings).get(key_of(made.kernel, target))
+    found = store(settings).get(key_of(family(made), target))
     return found if found is not None and not found.passed else None
+
+
+def family(made: Plan) -> str:
+    """What a plan's canaries are about: the core's kernel, or a variant."""
+    return made.kernel or made.path
+
+
+def cases(made: Plan) -> tuple[Problem, ...]:
+    """The set of a plan's family: that of its op, unless a variant has one of its own."""
+    variant = variant_of(made)
+    return (variant.canaries if variant else ()) or CASES[made.problem.op]
 
 
 def key_of(kernel: str, target: Target) -> str:
     """What a canary's verdict is about: the family's source, the chip, and every component of the toolchain."""
-    found = target.toolchain
-    parts = ("canary", VERSION, __version__, kernel_source_digest(), kernel, target.name, str(found), found.components)
+    found, backend = target.toolchain, Registry.load().backends[target.backend]
+    variant = next((variant for variant in backend.variants if variant.name == kernel), None)
+    source = source_digest(variant) if variant else kernel_source_digest()
+    parts = ("canary", VERSION, __version__, source, kernel, target.name, str(found), found.components)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, device: torch.device) -> Verdict:
     """Run the set of the plan's family on a device of this machine, and keep the verdict."""
-    worst, looked_at, kernel = 0.0, 0, made.kernel
+    worst, looked_at, kernel = 0.0, 0, family(made)
     with Worker(runs="kernels") as worker:
-        for problem in CASES[made.problem.op]:
-            case = planned(problem, target, settings)
+        for problem in cases(made):
+            case = planned(problem, target, settings, made.path)
             if case is None:
                 continue
             reply = worker.request(
@@ -172,15 +187,16 @@ def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, 
     return passed
 
 
-def planned(problem: Problem, target: Target, settings: Settings) -> Plan | None:
-    """The core plan of one case; None where the core does not take it (a quirk, or a limit)."""
-    asked = msgspec.structs.replace(settings, backend="auto", fallback="silent")
+def planned(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:
+    """The plan of one case by a path; None where the path does not take it (a quirk, or a limit)."""
+    asked = msgspec.structs.replace(settings, backend=path, fallback="silent")
     try:
-        made = plan(problem, target, settings=asked)
+        return plan(problem, target, settings=asked)
+    except PathUnavailable:
+        return None
     except PortattnError as error:
         warnings.warn(f"canary of {problem.op} on {target}: no plan: {error}", stacklevel=2)
         return None
-    return made if made.kernel else None
 
 
 def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
@@ -220,9 +236,9 @@ def _incident(case: Plan, target: Target, symptom: Symptom, cause: str, reply: R
     made = incident_of(
         case,
         target,
-        f"canary-{case.kernel}",
+        f"canary-{family(case)}",
         key=case.key,
-        kernel=case.kernel,
+        kernel=family(case),
         symptom=symptom,
         stage=RUNS,
         message="",

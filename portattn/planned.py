@@ -54,12 +54,13 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How one problem runs on one target.
 
-    path       `triton` or `interpreter` (core kernels), a vendor path's name, or `reference`
+    path       `triton` or `interpreter` (core kernels), a variant's or a vendor path's name, or `reference`
     requested  what the caller asked for (`auto`, or a path)
+    schedule, needs   of a variant: how it is scheduled, and what it needs, as it describes itself
     kernel, lowering, launch, env   of a core path; None and empty elsewhere
     quirks     those that changed the plan, in the order in which they were applied
     rejected   every path that comes before `path`, with its reason
-    key        identifies the specialisation, target and toolchain; empty without a kernel
+    key        identifies the specialisation, target and toolchain; empty without a kernel of portattn's
     """
 
     problem: Problem
@@ -75,6 +76,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
     key: str = ""
+    schedule: dict[str, Any] = {}
+    needs: str = ""
 
     @property
     def fell_back(self) -> bool:
@@ -93,6 +96,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         lines = [f"{self.problem}", f"on {self.target} with {self.toolchain}: {self.path} path"]
         if self.lowering and self.launch:
             lines += _describe(self.problem.op, self.kernel, self.lowering, self.launch, self.env, "  ")
+        if self.schedule:
+            lines.append(f"  schedule {' '.join(f'{name}={value}' for name, value in self.schedule.items())}")
+        if self.needs:
+            lines.append(f"  needs    {self.needs}")
         lines += [_quirk_line(q) for q in self.quirks]
         for r in self.rejected:
             lines.append(f"  not {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else ""))

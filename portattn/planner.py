@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from portattn import variantpath
 from portattn.config import Settings
 from portattn.corepath import Refused, choose
 from portattn.errors import ArgumentError, PathUnavailable
@@ -61,14 +62,27 @@ def plan(
     applied: tuple[Applied, ...] = ()  # every quirk that speaks against it
     variants: list[Rejection] = []  # no fall-backs: the core covers everything that a variant does
     for variant in backend.variants:
-        concerned = variant.op == problem.op and target.arch.name in variant.arches
+        concerned = problem.op in variant.ops and target.arch.name in variant.arches
         if requested != variant.name and not (requested == "auto" and concerned):
             continue
-        no = variant.rejects(problem, target)
-        if no is None:
-            return Plan(**base, path=variant.name)
-        variants.append(no)
+        try:
+            taken = variantpath.choose(variant, problem, target, registry, verdicts, settings)
+        except Refused as no:
+            variants.append(no.rejection)
+        else:
+            return Plan(
+                **base,
+                path=variant.name,
+                schedule=taken.schedule,
+                needs=variant.needs,
+                quirks=taken.quirks,
+                notes=tuple(map(variantpath.note, variants)),
+                key=taken.key,
+            )
     rejected += variants if requested != "auto" else []
+    against = [registry.quirks[no.quirk] for no in variants if no.quirk]
+    base["quirks"] = tuple(Applied(id=q.id, sentence=q.sentence(), sets={"path": q.effect.path}) for q in against)
+    passed_over = tuple(map(variantpath.note, variants))
     automatic = requested == "auto" and backend.core_path != INTERPRETER
     if backend.core_path and (requested == backend.core_path or automatic):
         try:
@@ -80,16 +94,17 @@ def plan(
                 applied = tuple(a for a in no.rejection.choice.quirks if "path" in a.sets)
         else:
             return Plan(
-                **base,
+                **base | {"quirks": (*base["quirks"], *choice.quirks)},
                 path=backend.core_path,
                 kernel=choice.kernel,
                 lowering=choice.lowering,
                 launch=choice.launch,
                 env=choice.env,
-                quirks=choice.quirks,
-                notes=(*(f"not {no.path}: it {no.reason}" for no in variants), *choice.notes),
+                notes=(*passed_over, *choice.notes),
                 key=choice.key,
             )
+    told = tuple(variantpath.note(no) for no in variants if no.quirk or no.incident)  # what else it lacks is no news
+    against_core = {"quirks": (*base["quirks"], *applied), "notes": told if requested == "auto" else ()}
     for vendor in backend.vendor:
         if requested not in ("auto", "vendor", vendor.name):
             continue
@@ -98,10 +113,10 @@ def plan(
             continue
         no_vendor = vendor.rejects(problem, target)
         if no_vendor is None:
-            return Plan(**base, path=vendor.name, quirks=applied, rejected=tuple(rejected))
+            return Plan(**base | against_core, path=vendor.name, rejected=tuple(rejected))
         rejected.append(no_vendor)
     if requested in ("auto", REFERENCE):
-        return Plan(**base, path=REFERENCE, quirks=applied, rejected=tuple(rejected))
+        return Plan(**base | against_core, path=REFERENCE, rejected=tuple(rejected))
     if not rejected:
         core = f"; its core kernels run by backend={backend.core_path!r}" if backend.core_path else ""
         rejected.append(Rejection(path=requested, reason=f"{target.backend} has no such path{core}"))

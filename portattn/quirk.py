@@ -70,13 +70,14 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     lowering  choice -> value            launch  launch value or compiler option -> value
     path      the path that comes first  env     environment of the compile
+              (`core` speaks against variants only)
     note      a caution: changes nothing, and is listed in every plan it concerns
     """
 
     lowering: dict[str, str] | None = None
     launch: dict[str, bool | int | str] | None = None
     env: dict[str, str] | None = None
-    path: Literal["vendor", "reference"] | None = None
+    path: Literal["core", "vendor", "reference"] | None = None
     note: str | None = None
     cost: str = ""
 
@@ -183,6 +184,20 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and (not when.arch or any(fnmatch.fnmatchcase(target.arch.name, pattern) for pattern in when.arch))
             and (not when.kernels or any(fnmatch.fnmatchcase(kernel, pattern) for pattern in when.kernels))
         )
+
+    def reaches(self, variant: str, problem: Problem, target: Target) -> bool:
+        """Whether every condition holds for a variant, which has none of the core's choices and launch values."""
+        features = _parsed(self.when.features)
+        return (
+            self.names_variant(variant, target)
+            and self.in_range(target.toolchain)
+            and all(condition.name != "programs" for condition in features)
+            and conditions.all_hold(features, problem.features())
+        )
+
+    def names_variant(self, variant: str, target: Target) -> bool:
+        """Whether backend, arch and kernel match, and no choice or launch value of the core's is asked about."""
+        return not self.when.lowering and not self.when.launch and self.concerns(variant, target)
 
     def in_range(self, toolchain: Toolchain) -> bool:
         """Whether the toolchain is one that has the bug, as far as anybody knows.

@@ -26,7 +26,7 @@ COMPILE_ENV = frozenset(
     }
 )
 # Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
-PATH_EFFECTS = ("vendor", "reference")
+PATH_EFFECTS = ("core", "vendor", "reference")
 
 # The kinds of effect; every quirk has exactly one.
 EFFECTS = ("lowering", "launch", "env", "path", "note")

@@ -15,10 +15,13 @@ from typing import Literal
 import msgspec
 
 from portattn import canary, lab
+from portattn.backends.base import Variant
+from portattn.compiling import first_line
 from portattn.config import Settings
 from portattn.emulate.check import Emulated
 from portattn.errors import ArgumentError, PortattnError
 from portattn.machine import devices
+from portattn.matrix import variants
 from portattn.matrix.cells import Numerics
 from portattn.matrix.numerics import Interpreter, numerics, request_of
 from portattn.matrix.run import core_of
@@ -30,7 +33,7 @@ from portattn.registry import Registry
 from portattn.target import Target
 from portattn.worker.client import Worker
 
-Verdict = Literal["agree", "device", "kernel", "interpreter", "unclear", "unseen", "refused"]
+Verdict = Literal["agree", "device", "kernel", "interpreter", "unclear", "unseen", "refused", "compiled", "compiler"]
 SENTENCES: Mapping[Verdict, str] = {
     "agree": "right by every means that ran",
     "device": "right under the interpreter and wrong as machine code: what the compiler made of it, or the chip",
@@ -39,10 +42,12 @@ SENTENCES: Mapping[Verdict, str] = {
     "unclear": "wrong, and what ran cannot tell whether the kernel or what a compiler made of it is",
     "unseen": "nothing could run it here",
     "refused": "the core kernel does not take it",
+    "compiled": "it compiles to clean code, and nothing here could run it",
+    "compiler": "it does not compile to clean code",
 }
 # The level that a right result by each means is evidence for; the interpreter's is none.
 _LEVEL_OF: Mapping[str, Level] = {"device": "runs", "older": "runs", "emulated": "emulated"}
-RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear"})
+RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "compiler"})
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +120,84 @@ def verify(
                     seen["emulated"] = emulated.check(core, target, compiling, running)
                 verdict = conclusion({name: found.outcome for name, found in seen.items()})
                 yield _row(problem, target, core, verdict, SENTENCES[verdict], seen)
+            yield from _variants(op, target, settings, seconds, say, running if here else None)
+
+
+def _variants(
+    op: str, target: Target, settings: Settings, seconds: float, say: Callable[[str], None], running: Worker | None
+) -> Iterator[Row]:
+    """The canaries of the op's variants on this chip: compiled, and run where the target is here (`running`)."""
+    with _Compilers(target) as compilers:
+        yield from _variant_rows(op, target, settings, seconds, say, running, compilers)
+
+
+class _Compilers:
+    """The target's compiler, started when it is first wanted."""
+
+    def __init__(self, target: Target) -> None:
+        self._name = str(target.toolchain)
+        self._worker: Worker | None = None
+
+    def get(self) -> Worker:
+        """Raises LabError or ArgumentError where there is none here."""
+        self._worker = self._worker or lab.worker(self._name)
+        return self._worker
+
+    def __enter__(self) -> _Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _variant_rows(
+    op: str,
+    target: Target,
+    settings: Settings,
+    seconds: float,
+    say: Callable[[str], None],
+    running: Worker | None,
+    compilers: _Compilers,
+) -> Iterator[Row]:
+    for variant in Registry.load().backends[target.backend].variants:
+        if op not in variant.ops or target.arch.name not in variant.arches:
+            continue
+        for problem in (p for p in variant.canaries or canary.CASES[op] if p.op == op):
+            made = canary.planned(problem, target, settings, variant.name)
+            if made is None:
+                continue
+            say(f"{problem} by {variant.name}")
+            seen = {"compiled": _compiled(variant, made, target, compilers, seconds)}
+            if running is not None:
+                seen["device"] = _on_device(made, problem, target, running, seconds)
+            verdict = variant_conclusion({name: found.outcome for name, found in seen.items()})
+            yield _row(problem, target, made, verdict, SENTENCES[verdict], seen)
+
+
+def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compilers, seconds: float) -> Numerics:
+    """Whether a variant compiles to code that fits the chip and is clean; no number is compared."""
+    where, problem = str(target), made.problem
+    try:
+        kernels, failed, function = variants.compiled(variant, made, target, compilers.get(), seconds)
+    except (lab.LabError, ArgumentError, variants.Undescribed) as error:
+        return Numerics(outcome="not_run", where=where, problem=problem, reason=str(error))
+    if failed is not None:
+        reason = f"{function}: {failed.kind} at {failed.stage}: {first_line(failed.message)}"
+        assert failed.outcome != "ok"
+        return Numerics(outcome=failed.outcome, where=where, problem=problem, reason=reason)
+    broken = [str(gate) for gate in variants.check(variant, problem, target, kernels) if not gate.passed]
+    return Numerics(outcome="fail" if broken else "pass", where=where, problem=problem, reason="; ".join(broken))
+
+
+def variant_conclusion(outcomes: Mapping[str, str]) -> Verdict:
+    """What compiling a variant, and running it where that could be done, together say."""
+    on_device, compiled = outcomes.get("device", "not_run"), outcomes["compiled"]
+    if on_device != "not_run":
+        return "agree" if on_device == "pass" else "unclear"
+    if compiled == "not_run":
+        return "unseen"
+    return "compiled" if compiled == "pass" else "compiler"
 
 
 def conclusion(outcomes: Mapping[str, str]) -> Verdict:
@@ -157,7 +240,7 @@ def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, sec
 def _row(
     problem: Problem, target: Target, core: Plan | None, verdict: Verdict, sentence: str, seen: dict[str, Numerics]
 ) -> Row:
-    levels: list[Level] = ["declared"]
+    levels: list[Level] = ["compiles" if verdict == "compiled" else "declared"]
     if verdict == "agree":
         levels += [_LEVEL_OF[name] for name, found in seen.items() if name in _LEVEL_OF and found.outcome == "pass"]
     level = max(levels, key=LEVELS.index)
@@ -167,7 +250,7 @@ def _row(
         problem=str(problem),
         target=target.name,
         toolchain=str(target.toolchain),
-        kernel=core.kernel if core else "",
+        kernel=canary.family(core) if core else "",
         path=core.path if core else "",
         verdict=verdict,
         sentence=sentence,

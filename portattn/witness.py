@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from packaging.version import Version
 
+from portattn.backends.base import Variant
 from portattn.conditions import FLAGS, WORDS, Condition, parse
 from portattn.core import CORES, CoreKernel
 from portattn.errors import ArgumentError
@@ -112,7 +113,7 @@ def outside(quirk: Quirk, registry: Registry) -> Iterator[Witness]:
 def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
     when = quirk.when
     backend, arch = _machine(quirk, registry, broken)
-    kernel, problem = _kernel_and_problem(quirk, broken)
+    kernel, problem = _kernel_and_problem(quirk, registry, broken)
     launch = {}
     for name, wanted in when.launch.items():
         negate = broken == f"launch {name}"
@@ -125,7 +126,7 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
         for name, value in when.lowering.items()
     }
     return Witness(
-        kernel=kernel.name,
+        kernel=kernel,
         problem=problem,
         target=f"{backend}:{arch}",
         toolchain=_toolchain(quirk, backend, broken.removeprefix("toolchain ")),
@@ -135,14 +136,24 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
     )
 
 
-def _kernel_and_problem(quirk: Quirk, broken: str) -> tuple[CoreKernel, Problem]:
+def _kernel_and_problem(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, Problem]:
     """The first kernel that has a problem for the conditions, of those that read the choices that are asked about."""
     conditions = [parse(text) for text in quirk.when.features]
     kernels = kernels_of(quirk, negate=broken == "kernels")
     reason = "nothing known meets when.kernels"
+    if not kernels_of(quirk):  # an entry about variants
+        own = variants_of(quirk, registry)
+        if broken != "kernels":
+            for variant, op in [(one, op) for one in own for op in one.ops]:
+                try:
+                    return variant.name, _problem(CORES[op], conditions, broken.removeprefix("feature "))
+                except ValueError as error:
+                    reason = str(error)
+            raise ValueError(reason)
+        kernels = [kernel for kernel in kernels if not any(kernel.op in variant.ops for variant in own)]
     for kernel in sorted(kernels, key=lambda k: not set(quirk.when.lowering) <= set(k.choices)):
         try:
-            return kernel, _problem(kernel, conditions, broken.removeprefix("feature "))
+            return kernel.name, _problem(kernel, conditions, broken.removeprefix("feature "))
         except ValueError as error:
             reason = str(error)
     raise ValueError(reason)
@@ -159,6 +170,18 @@ def kernels_of(quirk: Quirk, negate: bool = False) -> list[CoreKernel]:
     """The kernels that the entry's patterns match (that they do not match, when negated)."""
     patterns = quirk.when.kernels or ("*",)
     return [k for k in CORES.values() if any(fnmatch.fnmatchcase(k.name, p) for p in patterns) is not negate]
+
+
+def variants_of(quirk: Quirk, registry: Registry) -> list[Variant]:
+    """The variants that the entry's patterns match."""
+    patterns = quirk.when.kernels or ("*",)
+    return [
+        variant
+        for name, backend in registry.backends.items()
+        if quirk.when.backend in (None, name)
+        for variant in backend.variants
+        if any(fnmatch.fnmatchcase(variant.name, pattern) for pattern in patterns)
+    ]
 
 
 def arches_of(quirk: Quirk, registry: Registry) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import
 import support  # noqa: E402
 
 from portattn import Target, config  # noqa: E402
+from portattn.registry import Registry  # noqa: E402
 
 torch.set_num_threads(1)  # problems are tiny, and test processes run side by side
 
@@ -83,6 +84,16 @@ def _nothing_left_over() -> Iterator[None]:
     yield
     dispatch.forget_plans()
     detect.cache_clear()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forms", action="store_true", help="compile every form of the variants' kernels, not a handful")
+
+
+@pytest.fixture
+def core_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variant comes before the core's kernels: what a test says of these holds on every chip."""
+    monkeypatch.setattr(Registry.load().backends["cuda"], "variants", ())
 
 
 @pytest.fixture

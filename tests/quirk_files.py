@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from portattn.backends.base import Backend
 from portattn.config import Settings
 from portattn.planner import Plan, plan
 from portattn.problem import Problem
@@ -58,9 +61,20 @@ def plant(
     return path
 
 
-def registry(folder: Path) -> Registry:
-    """portattn's own backends with the quirks of a folder only, and no tuning: plans start from the defaults."""
-    read = Registry.read(find_backends(), folder)
+def without_variants(backends: Mapping[str, Backend]) -> dict[str, Backend]:
+    """The backends with their core kernels only."""
+    copies = {name: copy.copy(backend) for name, backend in backends.items()}
+    for backend in copies.values():
+        backend.variants = ()
+    return copies
+
+
+def registry(folder: Path, variants: bool = False) -> Registry:
+    """portattn's own backends with the quirks of a folder only, and no tuning: plans start from the defaults.
+
+    Nor any variant, unless `variants`: what quirks make of the core's plans is seen on every chip.
+    """
+    read = Registry.read(find_backends() if variants else without_variants(find_backends()), folder)
     return Registry(
         backends=read.backends, arches=read.arches, tunings={name: {} for name in read.tunings}, quirks=read.quirks
     )

@@ -14,6 +14,7 @@ from opcalls import pretend_accelerator
 import portattn
 from portattn import Target, canary, dispatch
 from portattn.config import Settings
+from portattn.core import CORES
 from portattn.problem import OPS
 from portattn.verdicts import VerdictStore
 from portattn.worker.client import Reply
@@ -74,9 +75,9 @@ def made_for(op: str, target: Target = SM_90) -> portattn.Plan:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", [SM_90, MI300], ids=str)
 def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -> None:
-    kernels = {portattn.plan(problem, target).kernel for problem in canary.CASES[op]}
-    assert kernels == {made_for(op, target).kernel}
-    assert "" not in kernels
+    plans = [canary.planned(problem, target, Settings(), "triton") for problem in canary.CASES[op]]
+    assert {made.kernel for made in plans} == {CORES[op].name}
+    assert all(canary.cases(made) == canary.CASES[op] for made in plans)
 
 
 def test_they_run_where_nobody_has_run_the_tests() -> None:

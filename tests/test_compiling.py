@@ -31,7 +31,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of what was compiled in this process, where there is no device to compile for."""
     seen: list[str] = []
 
-    def compiles(key, made, launches, q, target, verdicts):
+    def compiles(key, made, launches, load, q, target, verdicts):
         seen.append(key)
 
     monkeypatch.setattr(compiling, "_in_this_process", compiles)
@@ -41,7 +41,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def planned(**fields):
     p = problem(dtype="fp16", seq_q=64, seq_k=64, head_dim=64, **fields)
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
-    made = plan(p, target)
+    made = plan(p, target, settings=Settings(backend="triton"))
     launches, out, _ = kernel_calls(made, random_call(p), 132)
     return made, launches, out, target
 
@@ -83,7 +83,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     fields, functions = LAUNCHES[op]
     p = problem(op=op, **fields)
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
-    made = plan(p, target)
+    made = plan(p, target, settings=Settings(backend="triton"))
     assert (made.launch.splits > 1) is (len(functions) > 1)
     launches, q, _ = kernel_calls(made, random_call(p), 132)
     assert compiling.ensure(made, launches, q, target, settings) is None
@@ -275,7 +275,7 @@ def test_nothing_is_compiled_for_nothing(compiler, settings, in_process) -> None
     requests = compiler("error")
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
     p = problem(dtype="fp16", seq_q=0, head_dim=64)
-    made = plan(p, target)
+    made = plan(p, target, settings=Settings(backend="triton"))
     launches, q, _ = kernel_calls(made, random_call(p), 132)
     assert compiling.ensure(made, launches, q, target, settings) is None
     assert not requests.exists() or requests_in(requests) == 0

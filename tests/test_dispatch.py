@@ -22,6 +22,8 @@ from portattn.problem import Problem
 from portattn.registry import Registry
 from portattn.verdicts import store
 
+pytestmark = pytest.mark.usefixtures("core_only")  # variants: test_variants.py
+
 
 def tensors(**changes):
     generator = torch.Generator().manual_seed(0)

@@ -47,8 +47,8 @@ PROBLEMS = [
 ]
 
 
-def sm_90(toolchain: str = "triton==3.6.0") -> Target:
-    return Target.parse("cuda:sm_90", toolchain)
+def sm_80(toolchain: str = "triton==3.6.0") -> Target:
+    return Target.parse("cuda:sm_80", toolchain)
 
 
 def verdict(key: str, passed: bool) -> Verdict:
@@ -102,7 +102,7 @@ def test_planning_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rejections_carry_value_limit_and_hint(changes: dict, toolchain: str, reason: str, hint: str) -> None:
-    made = plan(problem(**BIG | changes), sm_90(toolchain))
+    made = plan(problem(**BIG | changes), sm_80(toolchain))
     assert made.rejected[0].path == "triton"
     assert reason in made.rejected[0].reason
     assert hint in made.rejected[0].hint
@@ -110,9 +110,9 @@ def test_rejections_carry_value_limit_and_hint(changes: dict, toolchain: str, re
 
 
 def test_a_vendor_path_comes_before_the_reference() -> None:
-    made = plan(problem(**BIG, needs_grad=True, return_lse=False), sm_90())
+    made = plan(problem(**BIG, needs_grad=True, return_lse=False), sm_80())
     assert made.path == "sdpa"
-    made = plan(problem(**BIG, needs_grad=True), sm_90())
+    made = plan(problem(**BIG, needs_grad=True), sm_80())
     assert [r.path for r in made.rejected] == ["triton", "sdpa"]
     assert "return_lse" in made.rejected[1].reason
     assert made.path == "reference"
@@ -131,17 +131,17 @@ def test_a_refused_arch_is_planned_with_its_reason() -> None:
 
 def test_a_negative_verdict_leads_to_the_next_path() -> None:
     p = problem(**BIG, return_lse=False)
-    first = plan(p, sm_90())
+    first = plan(p, sm_80())
     assert first.path == "triton"
-    assert plan(p, sm_90(), verdicts={first.key: verdict(first.key, True)}).path == "triton"
-    second = plan(p, sm_90(), verdicts={first.key: verdict(first.key, False)})
+    assert plan(p, sm_80(), verdicts={first.key: verdict(first.key, True)}).path == "triton"
+    second = plan(p, sm_80(), verdicts={first.key: verdict(first.key, False)})
     assert second.path == "sdpa"
     assert second.rejected[0].incident == "20261121-x-1"
     assert "RuntimeError at ttgir: boom" in second.rejected[0].reason
     assert "2026-11-21" in second.rejected[0].reason
     assert "20261121-x-1" in second.rejected[0].hint
     with pytest.raises(PathUnavailable, match="20261121-x-1"):
-        plan(p, sm_90(), verdicts={first.key: verdict(first.key, False)}, settings=Settings(backend="triton"))
+        plan(p, sm_80(), verdicts={first.key: verdict(first.key, False)}, settings=Settings(backend="triton"))
 
 
 def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
@@ -156,7 +156,7 @@ def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
         assert over == (batch == 4096)
         if over:
             assert choice.lowering.grid == "persistent"
-    with_limit = msgspec.structs.replace(sm_90(), arch=msgspec.structs.replace(sm_90().arch, max_programs=100))
+    with_limit = msgspec.structs.replace(sm_80(), arch=msgspec.structs.replace(sm_80().arch, max_programs=100))
     made = plan(problem(**BIG), with_limit)
     assert made.lowering.grid == "persistent"
     assert any("100 programs" in note for note in made.notes)
@@ -180,7 +180,7 @@ def test_descriptors_only_when_aligned() -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", "vendor", "reference"])
 def test_a_named_path_is_taken(backend: str) -> None:
-    made = plan(problem(**BIG, return_lse=False), sm_90(), settings=Settings(backend=backend))
+    made = plan(problem(**BIG, return_lse=False), sm_80(), settings=Settings(backend=backend))
     assert made.path == {"vendor": "sdpa"}.get(backend, backend)
     assert made.requested == backend
     assert not made.fell_back
@@ -198,7 +198,7 @@ def test_a_named_path_is_taken(backend: str) -> None:
 )
 def test_a_named_path_that_cannot_run_is_an_error(backend: str, changes: dict, part: str) -> None:
     with pytest.raises(PathUnavailable) as error:
-        plan(problem(**BIG | {"return_lse": False} | changes), sm_90(), settings=Settings(backend=backend))
+        plan(problem(**BIG | {"return_lse": False} | changes), sm_80(), settings=Settings(backend=backend))
     assert f"backend='{backend}'" in str(error.value)
     assert part in str(error.value)
     assert error.value.rejected
@@ -206,31 +206,31 @@ def test_a_named_path_that_cannot_run_is_an_error(backend: str, changes: dict, p
 
 def test_an_unknown_path_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(portattn.ArgumentError, match="backend is 'flash'") as error:
-        plan(problem(), sm_90(), settings=Settings(backend="flash"))
+        plan(problem(), sm_80(), settings=Settings(backend="flash"))
     assert "sdpa" in str(error.value)
 
 
 def test_a_vendor_path_of_another_backend_is_unknown() -> None:
     with pytest.raises(portattn.ArgumentError, match="npu_fusion_attention"):
-        plan(problem(), sm_90(), settings=Settings(backend="npu_fusion_attention"))
+        plan(problem(), sm_80(), settings=Settings(backend="npu_fusion_attention"))
 
 
 def test_the_key_tells_specialisations_apart() -> None:
     base = problem(**BIG)
-    keys = {plan(base, sm_90()).key}
+    keys = {plan(base, sm_80()).key}
     for changes in ({"causal": "top_left"}, {"dtype": "fp16"}, {"seqlens_k": True}, {"head_dim": 64},
                     {"return_lse": False}, {"aligned": False}, {"large": True}, {"negative_scale": True}):  # fmt: skip
-        keys.add(plan(problem(**BIG | changes), sm_90()).key)
-    keys.add(plan(base, sm_90("triton==3.4.0")).key)
-    keys.add(plan(base, Target.parse("cuda:sm_80", "triton==3.6.0")).key)
+        keys.add(plan(problem(**BIG | changes), sm_80()).key)
+    keys.add(plan(base, sm_80("triton==3.4.0")).key)
+    keys.add(plan(base, Target.parse("cuda:sm_86", "triton==3.6.0")).key)
     assert len(keys) == 11
-    assert plan(problem(**BIG | {"batch": 5}), sm_90()).key in keys  # sizes are run-time arguments
+    assert plan(problem(**BIG | {"batch": 5}), sm_80()).key in keys  # sizes are run-time arguments
 
 
 @pytest.mark.parametrize("op", CORES)
 def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
     p = problem(**BIG | {"op": op} | NEEDS[op])
-    made = plan(p, sm_90())
+    made = plan(p, sm_80())
     launches, _, _ = kernel_calls(made, meta_call(p), 132)
     in_key = CORES[op].constexprs(p, made.lowering, made.launch)
     # MagicPIG's numbers are a call's, not a problem's.
@@ -240,14 +240,14 @@ def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
 
 def test_the_number_of_queries_is_a_run_time_argument_of_decode() -> None:
     """Planned alike, more queries need no other code: they are rows of the same tile."""
-    one, *more = (plan(problem(**BIG | {"op": "decode_attention", "seq_q": n}), sm_90()) for n in (1, 2, 4, 8))
+    one, *more = (plan(problem(**BIG | {"op": "decode_attention", "seq_q": n}), sm_80()) for n in (1, 2, 4, 8))
     for made in more:
         assert (made.key == one.key) is (made.specialised == one.specialised)
 
 
 def test_splits_fill_the_chip_only_where_it_is_empty() -> None:
     def splits(**changes: int) -> int:
-        return plan(problem(**BIG | {"op": "decode_attention", "seq_q": 1} | changes), sm_90()).launch.splits
+        return plan(problem(**BIG | {"op": "decode_attention", "seq_q": 1} | changes), sm_80()).launch.splits
 
     assert splits(batch=1, seq_k=65536) > 1
     assert splits(batch=64, seq_k=65536) == 1
@@ -265,10 +265,10 @@ def test_forcing_a_quirk_off_and_on() -> None:
 
 
 def test_plan_of_a_problem_takes_a_target() -> None:
-    assert portattn.plan(problem(**BIG), sm_90()).path == "triton"
-    assert portattn.plan(problem(**BIG), target=sm_90()).path == "triton"
-    assert "triton path" in portattn.explain(problem(**BIG), sm_90())
-    for bad in ((), ("cuda:sm_90",), (sm_90(), 1)):
+    assert portattn.plan(problem(**BIG), sm_80()).path == "triton"
+    assert portattn.plan(problem(**BIG), target=sm_80()).path == "triton"
+    assert "triton path" in portattn.explain(problem(**BIG), sm_80())
+    for bad in ((), ("cuda:sm_90",), (sm_80(), 1)):
         with pytest.raises(portattn.ArgumentError, match="takes a Problem and a Target"):
             portattn.plan(problem(), *bad)
     for op in ("flash", ["attention"]):

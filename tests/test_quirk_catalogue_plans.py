@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from quirk_files import DECODE, PROBLEM, active
+from quirk_files import DECODE, PROBLEM, active, without_variants
 
 from portattn import witness
 from portattn.config import Settings
@@ -19,18 +19,24 @@ from portattn.registry import Registry
 
 SHIPPED = Registry.load()
 QUIRKS = sorted(SHIPPED.quirks.values(), key=lambda quirk: quirk.id)
+# What an entry about the core's kernels says is seen where no variant comes before them.
+CORE_ONLY = msgspec.structs.replace(SHIPPED, backends=without_variants(SHIPPED.backends))
 OUTSIDE = [(quirk, point) for quirk in QUIRKS for point in witness.outside(quirk, SHIPPED)]
 
 
 def planned(quirk: Quirk, point: witness.Witness) -> Plan | PathUnavailable:
     """The plan at a point with this quirk only, or the refusal where the path that was asked for cannot be had."""
-    known, target = point.place(SHIPPED)
+    known, target = point.place(registry_for(quirk))
     others = ",".join(f"-{other}" for other in known.quirks if other != quirk.id)
     requested = "interpreter" if target.backend == "cpu" else "auto"
     try:
         return plan(point.problem, target, known, settings=Settings(quirks=others, backend=requested))
     except PathUnavailable as refused:
         return refused
+
+
+def registry_for(quirk: Quirk) -> Registry:
+    return CORE_ONLY if witness.kernels_of(quirk) else SHIPPED
 
 
 def applied(made: Plan | PathUnavailable) -> set[str]:
@@ -44,6 +50,12 @@ def test_applies_in_its_range(quirk: Quirk) -> None:
     point = witness.find(quirk, SHIPPED)
     made = planned(quirk, point)
     assert applied(made) == {quirk.id}
+    if quirk.effect.path == "core":
+        assert isinstance(made, Plan)
+        assert (made.path, made.fell_back, made.rejected) == ("triton", False, ())
+        assert any(quirk.title in note and quirk.id in note for note in made.notes)
+        assert quirk.title in made.explain()
+        return
     if quirk.effect.kind == "path":
         rejected = made.rejected
         assert rejected[0].quirk == quirk.id
@@ -68,11 +80,15 @@ def test_applies_in_its_range(quirk: Quirk) -> None:
 def test_changes_the_plan(quirk: Quirk) -> None:
     """Without the quirk the same point is planned otherwise: no entry sets what would have been taken anyway."""
     point = witness.find(quirk, SHIPPED)
-    known, target = point.place(SHIPPED)
+    known, target = point.place(registry_for(quirk))
     everything_off = ",".join(f"-{other}" for other in known.quirks)
     requested = "interpreter" if target.backend == "cpu" else "auto"
     without = plan(point.problem, target, known, settings=Settings(quirks=everything_off, backend=requested))
     made = planned(quirk, point)
+    if quirk.effect.path == "core":
+        assert without.path == point.kernel
+        assert made.path == "triton"
+        return
     assert without.path in ("triton", "interpreter")
     if isinstance(made, Plan) and made.path == without.path:
         same = (made.specialised, made.env) == (without.specialised, without.env)
@@ -124,6 +140,6 @@ def test_old_ascend_compiler_gives_way_to_the_vendor(op: str, features: dict[str
 )
 def test_hopper_caution_follows_ptxas(toolchain: str, applies: bool) -> None:
     """What assembles for sm_90 is the wheel's own ptxas, or the one that was put in its place."""
-    made = plan(PROBLEM, SHIPPED.target("cuda:sm_90", toolchain), SHIPPED)
+    made = plan(PROBLEM, SHIPPED.target("cuda:sm_90", toolchain), CORE_ONLY)
     assert ("cuda-0001-register-a-wgmma" in active(made)) is applies
     assert made.path == "triton"

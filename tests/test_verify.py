@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.verify import RED, SENTENCES, conclusion
+from portattn.verify import RED, SENTENCES, conclusion, variant_conclusion
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,20 @@ def test_conclusion(outcomes: dict[str, str], said: str) -> None:
     assert conclusion(outcomes) == said
     assert said in SENTENCES
     assert (said in RED) is (said not in ("agree", "unseen", "refused"))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ({"compiled": "pass"}, "compiled"),
+        ({"compiled": "fail"}, "compiler"),
+        ({"compiled": "hang"}, "compiler"),
+        ({"compiled": "not_run"}, "unseen"),
+        ({"compiled": "pass", "device": "pass"}, "agree"),
+        ({"compiled": "not_run", "device": "fail"}, "unclear"),
+    ],
+)
+def test_conclusion_about_a_variant(outcomes: dict[str, str], said: str) -> None:
+    """No interpreter runs it, and the chip may be elsewhere: that it compiles is said, and is no number."""
+    assert variant_conclusion(outcomes) == said
+    assert (said in RED) is (said in ("compiler", "unclear"))

@@ -20,6 +20,7 @@ from support import fake_python, problem
 
 from portattn import Target
 from portattn.compiling import compile_in, over_limit
+from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call, signature
 from portattn.planner import plan
 from portattn.worker import serve
@@ -305,7 +306,7 @@ def test_the_line_of_a_log_that_names_the_cause(log: str, cause: str) -> None:
 
 def test_a_signature_is_plain_data() -> None:
     p = problem(dtype="bf16", seqlens_k=True, heads_q=4)
-    made = plan(p, Target.parse("cuda:sm_90", "triton==3.6.0"))
+    made = plan(p, Target.parse("cuda:sm_90", "triton==3.6.0"), settings=Settings(backend="triton"))
     launches, _, _ = kernel_calls(made, meta_call(p), 132)
     seen = signature(launches[0])
     assert msgspec.json.decode(msgspec.json.encode(seen), type=type(seen)) == seen

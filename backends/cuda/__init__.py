@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from portattn.backends.base import Backend
+from portattn.backends.cuda.forward import ForwardVariant
 from portattn.backends.cuda.latent import LatentVariant
 from portattn.backends.cuda.ptxas import ptxas_version
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
@@ -42,7 +43,7 @@ class CudaBackend(Backend):
     folder = Path(__file__).parent
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
-    variants = (LatentVariant(),)
+    variants = (ForwardVariant(), LatentVariant())
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of NVIDIA device `index`; None without one, and for a compute capability that has no arch here."""

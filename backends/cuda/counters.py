@@ -1,15 +1,16 @@
 """Counters in device memory, each 0 between launches, for kernels whose blocks draw their work.
 
-A kernel leaves its counter at 0. What must not happen is that two launches that may overlap have the same one. Launches
-outside graphs take turns through a long row of counters: one is used again after so many launches that the first is
-over (a stream holds about a thousand). A launch that is captured in a graph keeps its counter for ever, as the graph
-may be replayed at any time.
+A kernel leaves its counter at 0. What must not happen is that two launches that may overlap have the same one: they
+would draw from each other's tiles, and leave it at another number for ever. So a stream has counters of its own, whose
+launches come one after the other, however long one of them has to wait for other streams. A launch that is captured in
+a graph keeps its counter for ever, as the graph may be replayed at any time, on any stream.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from portattn.backends.detection import torch_device_properties
@@ -17,30 +18,41 @@ from portattn.backends.detection import torch_device_properties
 if TYPE_CHECKING:
     import torch
 
-TURNS = 16_384  # counters that launches outside graphs share
-CAPTURED = 4_096  # counters made at a time for captured launches
+# Counters that the launches of one stream take in turns. One would do; but a stream may be destroyed while its last
+# kernels run, and its handle given to a new one.
+TURNS = 64
+CAPTURED = 4_096  # counters made beforehand for captured launches
 
 
 class Counters:
     """The counters of one device.
 
-    zeros  makes so many of them: int32, 0, on the device
+    zeros  makes so many of them: int32, 0 for what the current stream runs afterwards, on the device
     """
 
     def __init__(self, zeros: Callable[[int], torch.Tensor]) -> None:
-        self._zeros, self._lock = zeros, threading.Lock()
-        self._shared = list(zeros(TURNS).split(1))
-        self._kept = list(zeros(CAPTURED).split(1))
-        self._turn = 0
+        from portattn.launch import devices  # torch: not where backends are only imported
 
-    def take(self, capturing: bool) -> torch.Tensor:
-        """One counter, 0 when the launches before are over."""
+        self._zeros, self._lock = zeros, threading.Lock()
+        self.stream = devices.runtime("cuda").stream
+        self._of_stream: dict[int, Iterator[torch.Tensor]] = {}
+        self._captured = zeros(CAPTURED)  # held for ever: graphs have addresses in it
+        self._left = list(self._captured.split(1))
+
+    def take(self, stream: int | None) -> torch.Tensor:
+        """A counter for one launch on the current stream, whose handle is given: None when the launch is captured.
+
+        It is 0 when the launches before on that stream are over.
+        """
+        if stream is not None:
+            turns = self._of_stream.get(stream)
+            if turns is None:
+                made = itertools.cycle(self._zeros(TURNS).split(1))
+                turns = self._of_stream.setdefault(stream, made)
+            return next(turns)
         with self._lock:
-            if not capturing:
-                self._turn = (self._turn + 1) % TURNS
-                return self._shared[self._turn]
-            if self._kept:
-                return self._kept.pop()
+            if self._left:
+                return self._left.pop()
         return self._zeros(1)  # in the graph itself, which then sets it to 0 at each replay
 
 
@@ -55,20 +67,24 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def counter(device: torch.device) -> torch.Tensor:
-    """A counter for one launch on the device's current stream; of a device without memory, one that says its type."""
+    """A counter for one launch on the device's current stream; of a device without memory, one that says its type.
+
+    The device is the current one.
+    """
     import torch
 
     if device.type == "meta":
         return torch.empty(1, dtype=torch.int32, device=device)
     index = device.index
     found = _of_device.get(index)
+    capturing = torch.cuda.is_current_stream_capturing()
     if found is None:
+        if capturing:
+            return torch.zeros(1, dtype=torch.int32, device=device)
         with _making:
             found = _of_device.get(index)
             if found is None:
-                if torch.cuda.is_current_stream_capturing():
-                    return torch.zeros(1, dtype=torch.int32, device=device)
                 made = Counters(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-                torch.cuda.current_stream(device).synchronize()  # once: other streams must find them at 0
+                torch.cuda.current_stream(device).synchronize()  # once: graphs on other streams must find them at 0
                 found = _of_device[index] = made
-    return found.take(torch.cuda.is_current_stream_capturing())
+    return found.take(None if capturing else found.stream(index))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
+EXACT_SOFTCAP = 256.0  # up to here a score's absolute error stays below 1e-4 (forward_parts.capped)
 # Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
@@ -91,7 +92,7 @@ class ForwardVariant(Variant):
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
-            "has too many tiles of rows": p.batch * p.heads_q * (max(p.query_rows[1], p.seq_q) // 128 + 1) > MOST_TILES,
+            "has too many tiles of rows": _tiles(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
         if reason is None and choice(p) is None:
@@ -175,6 +176,15 @@ def _broadcast(x: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
+def _row_tiles(p: Problem, rows: int) -> int:
+    """Tiles of so many rows of a head; of packed rows the numbers that forward_work looks sequences up by."""
+    return ceil_div(p.seq_q, rows) if p.total_q is None else p.total_q // rows + p.batch + 1
+
+
+def _tiles(p: Problem, rows: int) -> int:
+    return _row_tiles(p, rows) * p.heads_q * (1 if p.packed else p.batch)
+
+
 def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
     if tiles >= FULL_CORES * cores:
@@ -199,13 +209,14 @@ class _Launcher(StepLauncher):
         self._problem, self._schedule = p, s
         rows = GROUP_ROWS * s.groups
         cores = multiprocessors(device)
-        self._row_tiles = (p.total_q or 0) // rows + p.batch + 1 if p.packed else ceil_div(p.seq_q, rows)
-        tiles = self._row_tiles * p.heads_q * (1 if p.packed else p.batch)
+        self._row_tiles = _row_tiles(p, rows)
+        tiles = _tiles(p, rows)
         # A sink counts once; and partial results have the kernel's width.
         whole = p.packed or p.sinks or p.head_dim_v not in WIDTHS
         self._splits = 1 if whole else split_count(tiles, ceil_div(p.seq_k, s.keys), cores)
         self._grid = min(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
+        self._capped = int(p.softcap) * (2 if call.softcap > EXACT_SOFTCAP else 1)
         if p.softcap:
             self._scale, self._softcap = 2.0 * (call.scale or 1.0) * LOG2E / call.softcap, LOG2E * call.softcap
         buffers: Buffers = {}
@@ -259,7 +270,7 @@ class _Launcher(StepLauncher):
             "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
             "RIGHT": p.causal != "none" or p.window_right != UNLIMITED, "LEFT": p.window_left != UNLIMITED,
             "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
-            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
+            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": self._capped, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries,
         }  # fmt: skip

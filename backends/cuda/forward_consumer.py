@@ -214,6 +214,8 @@ def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
         for j in gl.static_range(form.DIM // 16):
             there = inside & gl.expand_dims(columns // 8 < o_desc.shape[3] // 8 - j * 2, 0)
             gl.store(first + (offsets + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
+        if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
+            fence_async_shared()
 
 
 @gluon.jit

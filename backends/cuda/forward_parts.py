@@ -1,5 +1,7 @@
 """Small pieces of the Hopper forward's consumers: what is done to a tile of scores or of values."""
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -7,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+_LN2: gl.constexpr = gl.constexpr(math.log(2))
 
 
 @gluon.jit
@@ -77,11 +80,15 @@ def rescaled(acc, factor, form):
 def capped(s, scale, softcap, form):
     """Scores in powers of 2 where they are capped, as softcap·tanh; else as they are.
 
-    scale, softcap  then 2·log2(e)·scale/softcap and log2(e)·softcap. tanh x = 1 − 2/(e^2x + 1): its absolute error is
-    float32's, which is all that a softmax sees
+    scale, softcap  then 2·log2(e)·scale/softcap and log2(e)·softcap. tanh x = 1 − 2/(e^2x + 1) has float32's absolute
+    error, which softcap multiplies. Where that is too much (SOFTCAP 2), x − x³/3 near 0
     """
     if form.SOFTCAP:
-        s = softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0)
+        t = s * scale  # 2·log2(e)·x
+        s = softcap - 2.0 * softcap / (gl.exp2(t) + 1.0)
+        if form.SOFTCAP == 2:
+            near = t * (0.5 * _LN2 * softcap) * (1.0 - t * t * (_LN2 * _LN2 / 12.0))
+            s = gl.where(gl.abs(t) < 0.045, near, s)
     return s
 
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.base import Variant
+from portattn.backends.cuda.canaries import LATENT
+from portattn.backends.cuda.counters import multiprocessors
+from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
 from portattn.core import ceil_div, next_power_of_two
+from portattn.launch.direct import Step
+from portattn.launch.steps import Buffers, StepLauncher
 from portattn.planned import Rejection
 
 if TYPE_CHECKING:
@@ -18,11 +24,7 @@ if TYPE_CHECKING:
     from portattn.problem import Problem
     from portattn.target import Target
 
-RANK, ROPE = 512, 64  # columns of a latent row: V, which is the first part of K, and the rest of K
-ROWS, KEYS = 64, 64  # query rows of a block, and keys of its tiles
 MOST_BLOCKS = 65_535  # of a grid's second and third axis
-# Gluon's interface moves between releases, and the kernel uses hardware barriers that Triton 3.6 leaves free.
-TRITON = "3.6.0"
 # 3 × 128 threads (one warp counts as four) with 168 registers each, which the kernel's three roles then share out anew.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 FEW_SPLITS = 16  # that the merging kernel reads in one chunk, with four warps
@@ -33,8 +35,12 @@ class LatentVariant(Variant):
     """mla_attention on sm_90: dense queries, pages of a multiple of 64 latent rows of 512 + 64, fp16 and bf16."""
 
     name = "gluon_mla"
-    op = "mla_attention"
+    ops = ("mla_attention",)
     arches = ("sm_90",)
+    needs = (
+        f"sm_90, Triton {TRITON}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"
+    )
+    canaries = LATENT
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem; None when it can."""
@@ -43,8 +49,8 @@ class LatentVariant(Variant):
         empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
-            f"needs Triton {TRITON}, and this is {found}": str(found) != f"triton=={TRITON}",
-            f"is for {self.op}": p.op != self.op,
+            f"needs Triton {TRITON}, and this is {found}": untried(found),
+            f"is for {self.ops[0]}": p.op not in self.ops,
             f"takes rows of {RANK} + {ROPE} columns, not {p.head_dim_v} + {p.head_dim - p.head_dim_v}": (
                 (p.head_dim_v, p.head_dim) != (RANK, RANK + ROPE)
             ),
@@ -62,21 +68,31 @@ class LatentVariant(Variant):
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one: given q, q_rope, k (P, 1, page, 576), page_table, seqlens_k, out and lse."""
-        import torch
+        made = self.described(call)
+        if call.scale != 0.0 and not any(_broadcast(t) for t in (call.q, call.q_rope)):
+            return made
+        # Not to be kept: tensors are made anew for each launch.
+        return functools.partial(_with_copies, made, call.scale == 0.0)
 
-        p = call.problem
-        heads, queries = row_tile(p.seq_q)
-        row_tiles = ceil_div(p.heads_q, heads) * ceil_div(p.seq_q, queries)
-        cores = torch.cuda.get_device_properties(call.q.device).multi_processor_count
-        splits = min(p.num_splits or split_count(row_tiles, p.batch, p.seq_k, cores), ceil_div(p.seq_k, KEYS))
-        return functools.partial(_launch, p, call.scale, heads, queries, row_tiles, splits)
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """Heads and queries of a block. Over how many blocks keys are split depends on the chip's number of cores."""
+        heads, queries = row_tile(problem.seq_q)
+        return {"heads": heads, "queries": queries, "keys": KEYS, "splits": problem.num_splits or "by the chip"}
 
-    def views(self, problem: Problem, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's tensors as a Call has them."""
+    def timed(self, problem: Problem) -> bool:
+        """It was: its one schedule is the measured one."""
+        return True
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        return _Launcher(call)
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
         swapped = problem.layout == "bshd"
-        rows = {name: inputs[name].transpose(1, 2) if swapped else inputs[name] for name in ("q", "q_rope")}
-        tables = {name: inputs[name] for name in ("page_table", "seqlens_k")}
-        return {**rows, "k": inputs["k"][:, None], **tables}
+        rows = {name: tensors[name].transpose(1, 2) if swapped else tensors[name] for name in ("q", "q_rope", "out")}
+        others = {name: tensors[name] for name in ("page_table", "seqlens_k", "lse")}
+        return {**rows, "k": tensors["k"][:, None], **others}
 
 
 def row_tile(seq_q: int) -> tuple[int, int]:
@@ -100,60 +116,96 @@ def split_count(row_tiles: int, batch: int, capacity: int, cores: int) -> int:
     return min(range(1, min(tiles, 2 * cores) + 1), key=cost)
 
 
-def _launch(
-    p: Problem, scale: float, heads: int, queries: int, row_tiles: int, splits: int, tensors: Mapping[str, Any]
-) -> None:
-    """One kernel, and where keys are split a second that merges. Partial results are allocated here."""
-    import torch
+class _Launcher(StepLauncher):
+    """One kernel, and where keys are split a second one, which merges."""
 
-    from portattn.backends.cuda.latent_kernel import latent_decode
-    from portattn.kernels.combine import combine
+    def __init__(self, call: Call) -> None:
+        import torch
 
-    q, table, out, lse = tensors["q"], tensors["page_table"], tensors["out"], tensors["lse"]
-    if scale == 0.0:  # the row maximum is taken before scaling, and 0·inf is NaN
-        tensors, scale = {**tensors, "q": q * 0.0, "q_rope": tensors["q_rope"] * 0.0}, 1.0
-    partial, partial_lse = None, lse
-    if splits > 1:
-        shape = (splits, p.batch, p.heads_q, p.seq_q)
-        partial, partial_lse = (q.new_empty(size, dtype=torch.float32) for size in ((*shape, RANK), shape))
-    latent_decode[(row_tiles, splits, p.batch)](
-        *_descriptors(tensors, heads, queries), partial, partial_lse, table, tensors["seqlens_k"],
-        scale * math.log2(math.e), p.heads_q, p.seq_q, p.batch, ceil_div(p.heads_q, heads), p.page_size // KEYS,
-        table.shape[1], table.stride(0), HEADS=heads, QUERIES=queries, CAUSAL=p.causal != "none", SPLIT=splits > 1,
-        CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
-    if partial is None:
-        return
-    rows, block, few = p.batch * p.heads_q * p.seq_q, next_power_of_two(splits), splits <= FEW_SPLITS
-    combine[(rows,)](
-        partial, partial_lse, out, lse, out.stride(0), out.stride(1), out.stride(2), p.heads_q, p.seq_q, rows, splits,
-        HEAD_DIM_V=RANK, BLOCK_DV=RANK, BLOCK_SPLITS=block, CHUNK=block if few else 2 * FEW_SPLITS, GRID="full",
-        DEPENDENT=True, num_warps=4 if few else 8, launch_pdl=True,
-    )  # fmt: skip
+        p = self._problem = call.problem
+        self._heads, self._queries = row_tile(p.seq_q)
+        self._row_tiles = ceil_div(p.heads_q, self._heads) * ceil_div(p.seq_q, self._queries)
+        splits = p.num_splits or split_count(self._row_tiles, p.batch, p.seq_k, multiprocessors(call.q.device))
+        self._splits = min(splits, ceil_div(p.seq_k, KEYS))
+        self._scale = (call.scale or 1.0) * math.log2(math.e)
+        buffers: Buffers = {}
+        if self._splits > 1:
+            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            buffers = {"partial": ((*shape, RANK), torch.float32), "partial_lse": (shape, torch.float32)}
+        super().__init__(buffers)
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        from portattn.backends.cuda.latent_kernel import latent_decode
+
+        p, split, table = self._problem, self._splits > 1, tensors["page_table"]
+        roles = {
+            "q_desc": "q", "q_tail_desc": "q_rope", "k_desc": "k", "k_tail_desc": "k", "out_desc": "out",
+            "partial": "partial", "lse": "partial_lse" if split else "lse", "page_table": "page_table",
+            "seqlens_k": "seqlens_k",
+        }  # fmt: skip
+        arguments = {
+            **_descriptors(tensors, self._heads, self._queries),
+            **{name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")},
+            "scale": self._scale, "heads": p.heads_q, "seq_q": p.seq_q, "batches": p.batch,
+            "head_tiles": ceil_div(p.heads_q, self._heads), "page_tiles": p.page_size // KEYS, "pages": table.shape[1],
+            "table_stride": table.stride(0), "HEADS": self._heads, "QUERIES": self._queries,
+            "CAUSAL": p.causal != "none", "SPLIT": split, "CONSUMER": CONSUMER_REGISTERS,
+            "PRODUCER": PRODUCER_REGISTERS,
+        }  # fmt: skip
+        grid, options = (self._row_tiles, self._splits, p.batch), {"num_warps": 4, "maxnreg": REGISTERS}
+        decode = Step(latent_decode, grid, arguments, options, roles)
+        return [decode, self._merging(tensors)] if split else [decode]
+
+    def _merging(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.kernels.combine import combine
+
+        p, out = self._problem, tensors["out"]
+        rows, few = p.batch * p.heads_q * p.seq_q, self._splits <= FEW_SPLITS
+        block = next_power_of_two(self._splits)
+        arguments = {
+            "partial": tensors["partial"], "partial_lse": tensors["partial_lse"], "out": out, "lse": tensors["lse"],
+            "o_stride_b": out.stride(0), "o_stride_h": out.stride(1), "o_stride_s": out.stride(2),
+            "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": self._splits, "HEAD_DIM_V": RANK,
+            "BLOCK_DV": RANK, "BLOCK_SPLITS": block, "CHUNK": block if few else 2 * FEW_SPLITS, "GRID": "full",
+            "DEPENDENT": True,
+        }  # fmt: skip
+        roles = {name: name for name in ("partial", "partial_lse", "out", "lse")}
+        return Step(combine, (rows,), arguments, {"num_warps": 4 if few else 8, "launch_pdl": True}, roles)
 
 
-def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> list[Any]:
+def _with_copies(launch: Callable[[Mapping[str, Any]], None], unscaled: bool, tensors: Mapping[str, Any]) -> None:
+    """Whether a descriptor takes a stride of 0 is not documented; and a row's maximum is taken before scaling, where
+    0·inf is NaN: a scale of 0 is applied to the queries."""
+    queries = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in ("q", "q_rope")}
+    if unscaled:
+        queries = {name: t * 0.0 for name, t in queries.items()}
+    launch({**tensors, **queries})
+
+
+def _broadcast(x: torch.Tensor | None) -> bool:
+    return x is not None and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> dict[str, Any]:
     """Of q and q_rope (64 rows), of the latent rows (a chunk of their first 512 columns, and the rest), and of out."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from portattn.backends.cuda.latent_kernel import CHUNKS
 
     def describe(x: torch.Tensor, *block: int) -> Any:
-        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            x = x.contiguous()  # broadcast queries: whether a descriptor takes a stride of 0 is not documented
         # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
         strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
         return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, str(x.dtype)))
 
     pages = tensors["k"][:, 0]
     latent = pages.as_strided((pages.shape[0] * pages.shape[1], RANK + ROPE), pages.stride()[1:])
-    return [
-        describe(tensors["q"], 1, heads, queries, RANK // CHUNKS),
-        describe(tensors["q_rope"], 1, heads, queries, ROPE),
-        describe(latent, KEYS, RANK // CHUNKS),
-        describe(latent, KEYS, ROPE),
-        describe(tensors["out"], 1, heads, queries, RANK // 2),
-    ]
+    return {
+        "q_desc": describe(tensors["q"], 1, heads, queries, RANK // CHUNKS),
+        "q_tail_desc": describe(tensors["q_rope"], 1, heads, queries, ROPE),
+        "k_desc": describe(latent, KEYS, RANK // CHUNKS),
+        "k_tail_desc": describe(latent, KEYS, ROPE),
+        "out_desc": describe(tensors["out"], 1, heads, queries, RANK // 2),
+    }
 
 
 @functools.lru_cache(maxsize=64)

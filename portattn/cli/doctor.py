@@ -23,7 +23,13 @@ def doctor(emulate: str | None, as_json: bool) -> None:
     from rich.console import Console
 
     from portattn.cli import probes
+    from portattn.errors import ArgumentError
 
+    if emulate is not None:
+        from portattn.emulate.amdgpu.isa import ARCHES
+
+        if emulate not in ARCHES:
+            raise ArgumentError("doctor", "--emulate", emulate, f"must be one of {', '.join(ARCHES)}")
     with Console(stderr=True).status("looking around") as status:
         report = probes.examine(lambda what: status.update(what), emulate or "")
     if as_json:

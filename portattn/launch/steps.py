@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from portattn.launch.direct import Step, launch_steps
 
-Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+if TYPE_CHECKING:
+    import torch
+
+Buffers: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
 
 
 class StepLauncher:

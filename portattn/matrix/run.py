@@ -211,13 +211,12 @@ def _look(
         fields |= _core(core, target, options, workers, means, registry)
     if variant is not None:
         fields = _beside(_variant(variant, made, target, options, workers), fields)
-    elif core is not None:
-        if core is not made and fields["status"] != "NOT_RUN":
-            # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
-            seen = fields["reason"] or f"{fields['level']}"
-            seen += f" ({fields['label']})" if fields.get("label") else ""
-            reason = f"the core kernel, not taken: {seen}"
-            fields |= {"status": "NOTE", "level": "declared", "reason": reason, "label": ""}
+    elif core is not None and core is not made and fields["status"] != "NOT_RUN":
+        # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
+        seen = fields["reason"] or f"{fields['level']}"
+        seen += f" ({fields['label']})" if fields.get("label") else ""
+        reason = f"the core kernel, not taken: {seen}"
+        fields |= {"status": "NOTE", "level": "declared", "reason": reason, "label": ""}
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in options.here)
     if here and fields["status"] in ("PASS", "NOTE"):
         fields |= _native(made, target, options, workers)

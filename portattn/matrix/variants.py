@@ -36,7 +36,7 @@ def compiled(
 
     Raises Undescribed.
     """
-    found = []
+    found: list[KernelFacts] = []
     for launch in launches(variant, made.problem):
         reply = compile_in(worker, launch, made, target, seconds, "full")
         if reply.outcome != "ok":

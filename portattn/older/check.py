@@ -22,6 +22,8 @@ BACKEND = "cuda"
 FIRST_BOUND = 90
 # How a child says that the driver here is too old for the text (driver.py): no fault of the code's.
 _NOT_HERE = ("PtxTooNew",)
+# What is refused before anything is launched leaves the device's context, and the child, in order.
+_UNHARMED = (*_NOT_HERE, "BadPtx")
 
 
 class Older:
@@ -77,11 +79,11 @@ class Older:
             reason = f"needs {needed} bytes of shared memory, {where.rpartition(' ')[2]} has {room}"
             return Numerics(outcome="not_run", where=where, problem=problem, reason=reason)
         reply = runner.request("older", self.seconds, **request, texts=codes)
-        if reply.outcome == "error":
+        if reply.outcome == "error" and reply.kind not in _UNHARMED:
             runner.close()  # a fault ends the context: what the same process ran next would fail as well
         if reply.kind in _NOT_HERE:
             return Numerics(outcome="not_run", where=where, problem=problem, reason=first_line(reply.message))
-        return numerics(reply, where, problem)
+        return numerics(_staged(reply), where, problem)
 
     def _compiled(
         self, plan: Plan, request: dict[str, Any], target: Target, compiler: Worker
@@ -108,6 +110,13 @@ class Older:
                 }
             )
         return found
+
+
+def _staged(reply: Reply) -> Reply:
+    """The answer with the stage in its message where the child did not get to say what went wrong."""
+    if reply.outcome not in ("hang", "crash") or not reply.stage:
+        return reply
+    return msgspec.structs.replace(reply, message=f"{first_line(reply.message)}, at stage {reply.stage!r}")
 
 
 def _capability(target: Target) -> int:

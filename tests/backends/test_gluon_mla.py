@@ -56,7 +56,7 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
     assert plan(problem(causal="bottom_right", seq_q=3, layout="bshd", num_splits=2), SM_90).path == "gluon_mla"
     assert not plan(BASE, SM_90).fell_back
     assert plan(BASE, SM_90, settings=Settings(backend="triton")).path == "triton"
-    other = plan(BASE, Target.parse("cuda:sm_90", "triton==3.5.1"))
+    other = plan(BASE, Target.parse("cuda:sm_90", "triton==3.7.1"))
     assert (other.path, other.fell_back) == ("triton", False)
     assert any("not gluon_mla: it needs Triton 3.6.0" in note for note in other.notes)
     for target in ("cuda:sm_80", "cuda:sm_100", "rocm:gfx942"):
@@ -222,7 +222,7 @@ def test_repeats_are_bit_equal(chip: Device) -> None:
 
 
 def test_tensors_are_those_of_a_call() -> None:
-    views = VARIANT.views(problem(layout="bshd"), {name: torch.zeros(2, 3, 4, 5) for name in TENSORS})
-    assert set(views) <= {field.name for field in dataclasses.fields(Call)}
+    views = VARIANT.views(problem(layout="bshd"), {name: torch.zeros(2, 3, 4, 5) for name in (*TENSORS, "out", "lse")})
+    assert set(views) <= {field.name for field in dataclasses.fields(Call)} | {"out", "lse"}
     assert views["q"].shape == (2, 4, 3, 5)
     assert KEYS == 64

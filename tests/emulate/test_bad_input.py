@@ -100,6 +100,9 @@ def launch(grid: Any = (1,), arguments: Any = (0, 0, 0), **options: Any) -> None
         ({"arguments": (0, 2**32, 0)}, "argument 1.*4 bytes do not hold"), ({"arguments": (0, "x", 0)}, "argument 1"),
         ({"arguments": (0, None, 0)}, "argument 1"), ({"arguments": bytes(999)}, "999 bytes of arguments"),
         ({"lds_bytes": 70000}, "70000 bytes of LDS.*65536"), ({"waves": 17}, "1,024 work-items"),
+        ({"lds_bytes": -1}, "-1 bytes of LDS"), ({"waves": 0}, "0 waves"), ({"step_limit": 0}, "step_limit 0"),
+        ({"grid": 4}, r"^grid 4: one to three whole numbers"), ({"grid": (1.5, 1, 1)}, r"grid \(1.5, 1, 1\)"),
+        ({"grid": "4"}, "grid '4'"), ({"arguments": (np.zeros(999), 0, 0)}, r"^argument 0 is ndarray; a number or"),
     ],
 )  # fmt: skip
 def test_bad_launches(options: dict[str, Any], match: str) -> None:
@@ -110,6 +113,18 @@ def test_bad_launches(options: dict[str, Any], match: str) -> None:
 def test_arrays_must_be_contiguous() -> None:
     with pytest.raises(BadLaunch, match="not C-contiguous"):
         Memory().add(np.zeros((4, 4)).T[:, :2])
+
+
+def test_arrays_must_be_numpys() -> None:
+    given: Any = [0.0]
+    with pytest.raises(BadLaunch, match="array out is a list; a numpy array is needed"):
+        Memory().add(given, "out")
+
+
+def test_a_text_must_be_one() -> None:
+    given: Any = None
+    with pytest.raises(BadProgram, match="the text is of type NoneType"):
+        Program.parse(given)
 
 
 def test_a_buffer_that_is_too_small_says_by_how_much() -> None:
@@ -130,3 +145,14 @@ def test_needs_numpy_only() -> None:
     code = "import sys; import portattn.emulate.amdgpu; print('torch' in sys.modules, 'triton' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "rocm:gfx942", ""])
+def test_doctor_refuses_a_chip_without_a_model_before_it_looks_around(arch: str) -> None:
+    from click.testing import CliRunner
+
+    from portattn.cli import main
+
+    result = CliRunner().invoke(main, ["doctor", "--emulate", arch], prog_name="portattn")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"doctor: --emulate is {arch!r}, but must be one of gfx90a, gfx942" in result.stderr

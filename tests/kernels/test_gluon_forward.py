@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -12,8 +13,8 @@ from support import Device, random_call
 
 import portattn
 from portattn import Problem, Target
-from portattn.backends.cuda.forward import ForwardVariant
-from portattn.call import Call
+from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, choice, width
+from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.dispatch import detect_target, run_variant
 from portattn.planner import plan
@@ -160,6 +161,128 @@ def test_a_scale_of_nothing(chip: Device) -> None:
     assert_right(random_call(problem(causal="bottom_right"), 2, device=chip.name, scale=0.0))
 
 
+UNSEEN: dict[str, tuple[dict[str, Any], slice]] = {
+    "behind the last query": ({"causal": "top_left", "seq_q": 100, "seq_k": 333}, slice(100, None)),
+    "behind a window": ({"causal": "top_left", "seq_q": 70, "seq_k": 333, "window_left": 9}, slice(70, None)),
+    "before the window": ({"causal": "bottom_right", "seq_q": 70, "seq_k": 533, "window_left": 30}, slice(0, 433)),
+    "before both sides": ({"seq_q": 200, "seq_k": 500, "window_left": 77, "window_right": 9}, slice(0, 223)),
+    "before one row": ({"causal": "bottom_right", "seq_q": 1, "seq_k": 200, "window_left": 0}, slice(0, 199)),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("many", [False, True], ids=["split", "whole"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_row_sees_may_be_anything(chip: Device, name: str, many: bool, head_dim: int) -> None:
+    fields, keys = UNSEEN[name]
+    heads = {"heads_q": 64, "heads_k": 32} if many else {"batch": 1, "heads_q": 2, "heads_k": 1}
+    p = problem(head_dim=head_dim, head_dim_v=head_dim, **fields, **heads)
+    call = random_call(p, 3, device=chip.name)
+    expected = run_variant(VARIANT, call)[1]
+    for value in (float("nan"), float("inf")):
+        call.k[:, :, keys] = call.v[:, :, keys] = value
+        assert torch.equal(run_variant(VARIANT, call)[1], expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_packed_neighbours_may_hold_anything(chip: Device, causal: str, head_dim: int) -> None:
+    queries, keys = (100, 1, 130, 69), (70, 33, 200, 97)
+    for fields in ({}, {"window_left": 30}):
+        p = problem(
+            PACKED, **fields, causal=causal, head_dim=head_dim, head_dim_v=head_dim, total_q=303, total_k=403,
+            seq_q=130, seq_k=200,
+        )  # fmt: skip
+        call = with_lengths(random_call(p, 7, device=chip.name), keys, queries)
+        expected = run_variant(VARIANT, call)[1]
+        for of in (0, 2):  # the others must not notice
+            spoilt = dataclasses.replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
+            rows = slice(sum(queries[:of]), sum(queries[: of + 1]))
+            some = slice(sum(keys[:of]), sum(keys[: of + 1]))
+            spoilt.q[:, :, rows] = spoilt.k[:, :, some] = spoilt.v[:, :, some] = float("nan")
+            out = run_variant(VARIANT, spoilt)[1]
+            kept = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
+            kept[rows] = False
+            assert torch.equal(out[:, :, kept], expected[:, :, kept])
+
+
+@pytest.mark.parametrize("softcap", [30.0, 256.0, 3e4, 1e8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
+    """A tanh's absolute error times the cap may be more than a score has."""
+    for causal in ("none", "bottom_right"):
+        call = random_call(problem(head_dim=head_dim, causal=causal, softcap=True), 4, device=chip.name)
+        call.softcap = softcap
+        assert_right(call)
+
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_wild_beginnings_and_lengths_touch_nothing_outside(chip: Device, causal: str, head_dim: int) -> None:
+    """They are clamped; what is not of a sequence's own rows stays as it was, and other sequences are right."""
+    fields: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "head_dim_v": head_dim}
+    packed = random_call(problem(PACKED, **fields, window_left=50), 3, device=chip.name)
+    for wild in ((LOWEST, HIGHEST, -1, 600, 2**30), (HIGHEST, 0, 0, LOWEST, 3), (700, 699, 5, 700, 0), (0, 0, 0, 0, 0)):
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            call = dataclasses.replace(packed)
+            setattr(call, name, torch.tensor(wild, dtype=torch.int32, device=chip.name))
+            assert fenced(call)
+    p = problem(**fields, batch=5, seqlens_q=True, seqlens_k=True)
+    padded = random_call(p, 3, device=chip.name)
+    exact = run_variant(VARIANT, padded)[1]
+    for name in ("seqlens_q", "seqlens_k"):
+        call = dataclasses.replace(padded)
+        changed = getattr(padded, name).clone()
+        changed[1::2] = torch.tensor([LOWEST, HIGHEST], dtype=torch.int32, device=chip.name)
+        setattr(call, name, changed)
+        assert fenced(call)
+        assert torch.equal(run_variant(VARIANT, call)[1][::2], exact[::2])
+
+
+def fenced(call: Call) -> bool:
+    """Whether a run writes nothing before and after the memory of out and LSE."""
+    fence, results = 1 << 16, []
+    tensors: dict[str, Any] = {name: getattr(call, name) for name in TENSORS}
+    for name, like in (("out", call.new_out()), ("lse", call.new_lse())):
+        memory = torch.full((like.numel() + 2 * fence,), 7.0, dtype=like.dtype, device=like.device)
+        tensors[name] = torch.as_strided(memory, like.shape, like.stride(), fence)
+        results.append(memory)
+    VARIANT.launcher(call)(tensors)
+    torch.cuda.synchronize()
+    return all(bool((m[:fence] == 7.0).all() and (m[-fence:] == 7.0).all()) for m in results)
+
+
+def test_launches_that_wait_for_another_stream_run_beside_its_next_ones(chip: Device) -> None:
+    """No two of them may draw from one counter (tests/backends/test_counters.py)."""
+    call = random_call(
+        problem(head_dim=64, head_dim_v=64, heads_q=40, heads_k=8, seq_q=512, seq_k=512), 5, device=chip.name
+    )
+    tensors: dict[str, Any] = {name: getattr(call, name) for name in TENSORS}
+    launch, expected, _ = run_variant(VARIANT, call)
+    slow, fast, gate = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    small = random_call(problem(batch=1, heads_q=1, heads_k=1, seq_q=1, seq_k=1, return_lse=False), 5, device=chip.name)
+    small_tensors = {name: getattr(small, name) for name in TENSORS} | {"out": small.new_out(), "lse": None}
+    other = VARIANT.launcher(small)
+    results = [call.new_out() for _ in range(8)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(fast):
+        for _ in range(500):
+            other(small_tensors)
+        gate.record()
+    with torch.cuda.stream(slow):
+        slow.wait_event(gate)
+        for out in results:
+            launch(tensors | {"out": out, "lse": call.new_lse()})
+    with torch.cuda.stream(fast):
+        for _ in range(500):
+            other(small_tensors)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in results)
+
+
 def test_strides(chip: Device) -> None:
     call = random_call(problem(batch=1), 8, device=chip.name)
     expected = run_variant(VARIANT, call)[1]
@@ -231,6 +354,38 @@ def test_packed_rows_by_the_public_call(chip: Device) -> None:
         again = portattn.varlen_attention(*arguments, causal=True, return_lse=True)
         assert torch.equal(first[0].nan_to_num(5.0), again[0].nan_to_num(5.0))
         assert torch.equal(first[1], again[1])
+
+
+def test_every_problem_that_it_takes_has_a_schedule_that_fits() -> None:
+    """Buffers' barriers are 8 to 15, warp groups 2 or 3, and 227 KiB of shared memory all that a block can have."""
+    for head_dim in (8, 64, 72, 128, 136, 256):
+        for causal in CAUSAL:
+            for sizes in (
+                {"seq_q": 1},
+                {"seq_q": 256},
+                {"seq_q": 1000},
+                {"seq_q": 9000},
+                {"seq_q": 100, "seq_k": 9000},
+            ):
+                for base in (BASE, PACKED):
+                    p = problem(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal, **sizes)
+                    assert VARIANT.rejects(p, SM_90) is None
+                    found = choice(p)
+                    assert found is not None
+                    s, wide = found.schedule, width(head_dim)
+                    assert s.groups in REGISTERS
+                    assert 8 + 2 * s.stages <= 16
+                    rows = s.groups * 64 * (s.queries + s.own_out) + 2 * s.stages * s.keys
+                    assert rows * wide * 2 + 1024 <= 227 * 1024
+
+
+def test_many_short_packed_sequences_are_not_too_many_tiles() -> None:
+    short = {"batch": 4096, "heads_q": 64, "heads_k": 8, "total_q": 524_288, "total_k": 524_288}
+    assert VARIANT.rejects(problem(PACKED, **short), SM_90) is None
+    many = problem(batch=2**16, heads_q=2**10, heads_k=1, seq_q=2**13, seq_k=64)
+    no = VARIANT.rejects(many, SM_90)
+    assert no is not None
+    assert "too many tiles" in no.reason
 
 
 def test_it_is_planned_where_it_can_run_and_only_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 from support import random_call
 
 from portattn import compiling, probing
-from portattn.config import current
+from portattn.config import Settings, current
 from portattn.errors import DataError
 from portattn.launch import kernel_calls
 from portattn.lifecycle import facts, new, writing
@@ -78,7 +78,7 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
     quirk = known.quirks[draft.id]
     for arch, stages in (("sm_86", 2), ("sm_89", 2), ("sm_80", None), ("sm_90", None)):
         target = known.target(f"cuda:{arch}", TOOLCHAIN)
-        made = plan(PROBLEM, target, known)
+        made = plan(PROBLEM, target, known, settings=Settings(backend="triton"))
         assert (draft.id in {applied.id for applied in made.quirks}) is (stages is not None)
         assert made.launch is not None
         if stages:

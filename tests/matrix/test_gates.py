@@ -108,7 +108,8 @@ def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
     asked = []
     monkeypatch.setattr(type(quirk), "applies", lambda self, *given: asked.append(given) or True)
     where = Target.parse("cuda:sm_90", "triton==3.6.0")
-    made = plan(dense(dtype="fp16", head_dim=64).problem, where, replace(registry, quirks={}))
+    core = Settings(backend="triton")
+    made = plan(dense(dtype="fp16", head_dim=64).problem, where, replace(registry, quirks={}), settings=core)
     kernels = (KernelFacts(function=made.kernel, facts=FITS | {"spills": 8}),)
     planted = replace(with_tunings(registry, False), quirks={spill.id: spill})
     assert [g.explained_by for g in gates.check(made, where, kernels, planted) if not g.passed] == [spill.id]
@@ -119,7 +120,8 @@ def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
 def test_spills_of_a_tile_that_was_chosen_with_another_compiler_are_noted() -> None:
     """They cost time and are no fault; what does not fit the chip stays one."""
     registry = with_tunings(Registry.load(), False)
-    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse("cuda:sm_90", "triton==3.6.0"), registry)
+    sm_90, core = Target.parse("cuda:sm_90", "triton==3.6.0"), Settings(backend="triton")
+    made = plan(dense(dtype="fp16", head_dim=64).problem, sm_90, registry, settings=core)
     facts = FITS | {"spills": 8, "local_memory": 10**6}
     for toolchain, noted in (("triton==3.6.0", False), ("triton==3.8.0", True)):
         target = Target.parse("cuda:sm_90", toolchain)

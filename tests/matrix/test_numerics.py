@@ -14,8 +14,10 @@ from portattn.launch import run_core
 from portattn.matrix import numerics
 from portattn.matrix.numerics import Interpreter, on_device, request_of, scaled
 from portattn.matrix.problems import PADDED, dense, full
+from portattn.matrix.run import core_of
 from portattn.planner import plan
 from portattn.reference import check
+from portattn.registry import Registry
 from portattn.target import Target
 from portattn.worker import interpret
 from portattn.worker.client import Reply
@@ -25,15 +27,15 @@ KEPT = ("op", "group", "head_dim", "head_dim_v", "dtype", "causal", "layout", "a
         "log_weights", "magicpig", "softcap", "alibi_slopes", "sinks", "bias", "mask", "window",
         "num_splits")  # fmt: skip
 GOOD = {"error": 0.1, "budget": 0.2, "wrong": 0}
-SM_90 = "cuda:sm_90"
+SM_80, SM_90 = "cuda:sm_80", "cuda:sm_90"
 
 
 @pytest.mark.parametrize("shrink", [lambda p, launch: scaled(p, launch), lambda p, launch: on_device(p, "cuda")])
 def test_scaling_down_keeps_what_decides_the_code(shrink):
     target = Target.parse(SM_90, "triton==3.6.0")
     for named in full():
-        made = plan(named.problem, target)
-        if made.launch is None:
+        made = core_of(plan(named.problem, target), target, Registry.load())
+        if made is None:
             continue
         small = shrink(named.problem, made.launch)
         assert [getattr(small, name) for name in KEPT] == [getattr(named.problem, name) for name in KEPT], named.name
@@ -89,7 +91,7 @@ class CountingWorker:
 def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
     interpreter, worker = Interpreter(1.0), CountingWorker()
-    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_90, "triton==3.6.0"))
+    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_80, "triton==3.6.0"))
     found = []
     threads = [threading.Thread(target=lambda: found.append(interpreter.check(made, worker))) for _ in range(3)]
     for thread in threads:
@@ -99,7 +101,7 @@ def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
         thread.join()
     assert len(worker.requests) == 1
     assert [seen.outcome for seen in found] == ["pass"] * 3
-    other = plan(dense(dtype="fp16", head_dim=80).problem, Target.parse(SM_90, "triton==3.6.0"))
+    other = plan(dense(dtype="fp16", head_dim=80).problem, Target.parse(SM_80, "triton==3.6.0"))
     interpreter.check(other, worker)
     assert len(worker.requests) == 2
 
@@ -187,6 +189,6 @@ def test_a_row_with_nothing_to_attend_must_be_zero_and_minus_infinity():
 
 def test_a_missing_interpreter_alone_is_not_run(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "no NumPy")
-    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_90, "triton==3.6.0"))
+    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_80, "triton==3.6.0"))
     seen = Interpreter(1.0).check(made, CountingWorker())
     assert (seen.outcome, seen.reason) == ("not_run", "no NumPy")

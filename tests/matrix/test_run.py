@@ -28,6 +28,7 @@ def cells_of(specs, **options) -> dict[tuple[str, str], Cell]:
     return {(c.target.partition(":")[2], c.name): c for c in found}
 
 
+@pytest.mark.usefixtures("core_only")
 def test_two_targets_for_real(small):
     specs = select.specs(small, select.targets(["sm_90", "gfx942"], [], None))
     found = cells_of(specs, seconds=120)
@@ -48,6 +49,58 @@ def test_two_targets_for_real(small):
         assert cell.seconds > 0
     # decode splits its keys here: both of its kernels are compiled
     assert len(found["gfx942", small[1].name].kernels) == 2
+
+
+SM_90 = Toolchain.parse("triton==3.6.0")
+
+
+def variant_cell(python: str | None, small, **options) -> Cell:
+    specs = select.specs(small[:1], select.targets(["sm_90"], [SM_90], None))
+    pythons = {str(SM_90): python} if python else {}
+    (cell,) = cells_of(specs, pythons=pythons, **options).values()
+    return cell
+
+
+def test_a_variant_is_compiled_for_real_and_the_core_beside_it(small):
+    if str(SM_90) != HERE:
+        pytest.skip(f"the variants are for {SM_90}, and this is {HERE}")
+    cell = variant_cell(None, small, seconds=120)
+    assert (cell.status, cell.level) == ("PASS", "compiles"), cell.reason
+    assert (cell.plan.path, cell.plan.core_taken) == ("gluon_forward", False)
+    assert cell.plan.schedule["width"] == 64
+    functions = [kernel.function for kernel in cell.kernels]
+    assert (functions[0], functions[-1]) == ("scheduled_forward", "dense_forward")
+    assert cell.kernels[0].facts["wgmma"] > 0
+    gates = {(gate.function, gate.name) for gate in cell.gates}
+    assert {("scheduled_forward", "products made to wait by ptxas"), ("scheduled_forward", "bytes spilled")} <= gates
+    assert ("dense_forward", "bytes spilled") in gates
+    assert cell.interpreter.outcome in ("pass", "not_run")  # the core's
+
+
+@pytest.mark.usefixtures("no_interpreter")
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        ("scheduled_forward", "scheduled_forward: RuntimeError at ttgir: planted"),
+        ("dense_forward", "the core kernel beside it: dense_forward: RuntimeError at ttgir: planted"),
+        ("", ""),
+    ],
+)
+def test_a_variant_s_cell_is_red_by_either_kernel(monkeypatch, planted, small, refused, reason):
+    pytest.importorskip("triton.experimental.gluon")
+
+    def compile_in(worker, launch, *_):
+        if launch.function == refused:
+            return Reply(outcome="error", stage="ttgir", kind="RuntimeError", message="planted")
+        facts = {"local_memory": 1024, "registers": 64, "spills": 0, "wgmma": 8, "mma": 4}
+        return Reply(outcome="ok", facts=facts)
+
+    monkeypatch.setattr(run, "compile_in", compile_in)
+    monkeypatch.setattr("portattn.matrix.variants.compile_in", compile_in)
+    cell = variant_cell(planted, small)
+    assert (cell.status, cell.level) == (("ERROR", "declared") if refused else ("PASS", "compiles"))
+    assert cell.reason == reason
+    assert cell.plan.path == "gluon_forward"
 
 
 @pytest.mark.usefixtures("no_interpreter")
@@ -202,7 +255,7 @@ def test_kernels_that_raise_crash_or_hang_under_the_interpreter_are_red(monkeypa
     get = run.Workers.get
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
     monkeypatch.setattr(run.Workers, "get", lambda self, kind: Broken() if kind == "interpreter" else get(self, kind))
-    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None)), pythons={HERE: planted}).values()
+    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_100"], [], None)), pythons={HERE: planted}).values()
     assert (cell.status, cell.red) == (status, True)
     assert cell.reason == f"interpreted numerics: {outcome}: IndexError: planted"
     assert cell.interpreter.outcome == outcome

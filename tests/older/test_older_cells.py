@@ -119,9 +119,20 @@ def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
         (Reply(outcome="ok", facts=PASSED | {"error": 1.0}), "fail", "over its budget", 0),
         (Reply(outcome="ok", facts=PASSED | {"wrong": 3.0}), "fail", "3 elements are NaN", 0),
         (Reply(outcome="error", kind="CudaError", message="CUDA error 700"), "error", "CudaError: CUDA error 700", 1),
-        (Reply(outcome="error", kind="PtxTooNew", message="CUDA error 222"), "not_run", "CUDA error 222", 1),
-        (Reply(outcome="crash", kind="SIGSEGV", message="died"), "crash", "SIGSEGV", 0),
-        (Reply(outcome="hang", kind="timeout", message="no answer in 5 s"), "hang", "no answer", 0),
+        (Reply(outcome="error", kind="PtxTooNew", message="CUDA error 222"), "not_run", "CUDA error 222", 0),
+        (Reply(outcome="error", kind="BadPtx", message="planted"), "error", "BadPtx: planted", 0),
+        (
+            Reply(outcome="crash", kind="SIGSEGV", stage="import", message="died"),
+            "crash",
+            "SIGSEGV: died, at stage 'import'",
+            0,
+        ),
+        (
+            Reply(outcome="hang", kind="timeout", stage="run combine", message="no answer in 5 s"),
+            "hang",
+            "no answer in 5 s, at stage 'run combine'",
+            0,
+        ),
     ],
 )
 def test_what_a_run_ends_in(reply: Reply, outcome: str, said: str, closed: int) -> None:
@@ -129,7 +140,7 @@ def test_what_a_run_ends_in(reply: Reply, outcome: str, said: str, closed: int) 
     seen = checked(compiles(), runner)
     assert seen.outcome == outcome
     assert said in seen.reason
-    assert runner.closed == closed  # after an error the next run has a new process
+    assert runner.closed == closed  # after an error that may be a fault, the next run has a new process
 
 
 def test_a_compile_that_fails_is_the_outcome() -> None:

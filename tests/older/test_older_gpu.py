@@ -20,17 +20,48 @@ from portattn.toolchain import installed
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiles]
-SECONDS = 120.0
+SECONDS = 50.0  # less than what a whole test is usually given, so that a child that hangs is named
 ARCHES = ("sm_80", "sm_86", "sm_89")
 CASES = {f"{op} {n}": problem for op, found in canary.CASES.items() for n, problem in enumerate(found)}
 # Problems of a usual size (scaled to some thousand rows): several tiles, pipelined loops, split keys.
 LARGE = {named.name: named.problem for named in problems.SETS["quick"]()}
 
 
+class Keeping(Worker):
+    """A worker that keeps its last answer, so that a failed test can print the child's log."""
+
+    last: Reply | None = None
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        self.last = super().request(task, seconds, **fields)
+        return self.last
+
+
+Workers = tuple[Keeping, Keeping]
+
+
 @pytest.fixture(scope="module")
-def workers() -> Iterator[tuple[Worker, Worker]]:
-    with Worker(runs="") as compiling, Worker(runs="kernels") as running:
+def workers() -> Iterator[Workers]:
+    """One child that compiles and one that runs, both of this Python; each has answered."""
+    alone = {"OMP_NUM_THREADS": "1"}  # test processes run side by side
+    with Keeping(environment=alone, runs="") as compiling, Keeping(environment=alone, runs="kernels") as running:
+        for worker, what in ((compiling, "compiles"), (running, "runs")):
+            reply = worker.request("hello", SECONDS)
+            assert reply.outcome == "ok", f"the child that {what} does not start: {told(reply)}"
         yield compiling, running
+
+
+def told(reply: Reply | None) -> str:
+    """An answer with the end of the child's log."""
+    if reply is None:
+        return "was asked nothing"
+    return f"{reply.outcome} at stage {reply.stage!r}: {reply.kind}: {reply.message}\n{reply.log[-3000:]}"
+
+
+def why(seen: Numerics, workers: Workers) -> str:
+    """What a failed test says: the reason, and what both children said last."""
+    children = [f"the child that {what}: {told(w.last)}" for what, w in zip(("compiles", "runs"), workers, strict=True)]
+    return "\n".join([f"{seen.outcome}: {seen.reason}", *children])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +77,7 @@ def target(arch: str) -> Target:
     return Target.parse(f"cuda:{arch}", str(installed()))
 
 
-def run(older: Older, arch: str, problem: Problem, workers: tuple[Worker, Worker], scaled: bool = False) -> Numerics:
+def run(older: Older, arch: str, problem: Problem, workers: Workers, scaled: bool = False) -> Numerics:
     where = target(arch)
     if older.lacks(where):
         pytest.skip(older.lacks(where))
@@ -57,11 +88,9 @@ def run(older: Older, arch: str, problem: Problem, workers: tuple[Worker, Worker
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", CASES)
-def test_canaries_are_right_as_an_older_chips_code(
-    older: Older, workers: tuple[Worker, Worker], arch: str, name: str
-) -> None:
+def test_canaries_are_right_as_an_older_chips_code(older: Older, workers: Workers, arch: str, name: str) -> None:
     seen = run(older, arch, CASES[name], workers)
-    assert seen.outcome == "pass", seen.reason
+    assert seen.outcome == "pass", why(seen, workers)
     assert seen.where.startswith(f"{arch} code on sm_")
     assert seen.error is not None
     assert seen.error > 0.0  # 16-bit results are never exact: something was computed and compared
@@ -69,14 +98,12 @@ def test_canaries_are_right_as_an_older_chips_code(
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", LARGE)
-def test_usual_sizes_are_right_as_an_older_chips_code(
-    older: Older, workers: tuple[Worker, Worker], arch: str, name: str
-) -> None:
+def test_usual_sizes_are_right_as_an_older_chips_code(older: Older, workers: Workers, arch: str, name: str) -> None:
     where = target(arch)
     if plan(LARGE[name], where).path != "triton":
         pytest.skip("another path is planned there")
     seen = run(older, arch, LARGE[name], workers, scaled=True)
-    assert seen.outcome == "pass", seen.reason
+    assert seen.outcome == "pass", why(seen, workers)
 
 
 class Changed:
@@ -87,7 +114,8 @@ class Changed:
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         reply = self.worker.request(task, seconds, **fields)
-        assert self.old in str(reply.facts["ptx"])
+        assert reply.outcome == "ok", told(reply)
+        assert self.old in str(reply.facts["ptx"]), f"the code has no {self.old!r}"
         text = str(reply.facts["ptx"]).replace(self.old, self.new, 1)
         return msgspec.structs.replace(reply, facts={**reply.facts, "ptx": text})
 
@@ -101,22 +129,22 @@ class Changed:
         (".target sm_80", ".target sm_90a", "error", "compiled for sm_90a, and sm_80 was asked for"),
     ],
 )
-def test_bugs_in_the_code_are_seen(
-    older: Older, workers: tuple[Worker, Worker], old: str, new: str, outcome: str, said: str
-) -> None:
+def test_bugs_in_the_code_are_seen(older: Older, workers: Workers, old: str, new: str, outcome: str, said: str) -> None:
     changed: Any = Changed(workers[0], old, new)
     seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
-    assert seen.outcome == outcome, seen.reason
-    assert re.search(said, seen.reason), seen.reason
-    assert run(older, "sm_80", CASES["attention 0"], workers).outcome == "pass"  # the next one is not harmed
+    assert seen.outcome == outcome, why(seen, workers)
+    assert re.search(said, seen.reason), why(seen, workers)
+    seen = run(older, "sm_80", CASES["attention 0"], workers)
+    assert seen.outcome == "pass", why(seen, workers)  # the next one is not harmed
 
 
-def test_a_fault_ends_in_its_own_run(older: Older, workers: tuple[Worker, Worker]) -> None:
+def test_a_fault_ends_in_its_own_run(older: Older, workers: Workers) -> None:
     """An access far outside every tensor ends the device's context: the next run has a fresh one."""
     changed: Any = Changed(workers[0], "\tret;", "\tmov.u64 \t%rd1, 64;\n\tst.global.u32 \t[%rd1], 0;\n\tret;")
     seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
-    assert seen.outcome in ("error", "crash"), seen
-    assert run(older, "sm_80", CASES["attention 0"], workers).outcome == "pass"
+    assert seen.outcome in ("error", "crash"), why(seen, workers)
+    seen = run(older, "sm_80", CASES["attention 0"], workers)
+    assert seen.outcome == "pass", why(seen, workers)
 
 
 def test_nothing_is_run_on_an_equal_device(older: Older) -> None:

@@ -289,7 +289,7 @@ def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
     assert [read(one).entry for one in cuda.loaded] == ["decode_split", "combine"]
     assert [(one.stream, one.shared) for one in cuda.launches] == [(9, texts[0]["shared"]), (9, texts[1]["shared"])]
     assert devices == ["cuda"]
-    assert stages == ["run"]
+    assert stages == ["run", "run decode_split", "run combine", "oracle"]
     assert facts["wrong"] > 0
     with pytest.raises(ValueError, match="shorter"):
         executing.compare(json.loads(json.dumps(request | {"texts": texts[:1]})), stages.append)

@@ -1,9 +1,8 @@
 """A work-group in execution: its state, memories and checks, and the order in which its waves run.
 
-Waves at the same instruction run it together. Where they part, the group furthest behind runs first,
-    until it catches up
-with another: code that the waves come back to is then run together again. A group that loops for long while another
-could run gives way, so that a wave which waits for another's store gets it.
+Waves at the same instruction run it together. Where they part, the group furthest behind runs first, until it
+catches up with another: code that the waves come back to is then run together again. A group that loops for long while
+another could run gives way, so that a wave which waits for another's store gets it.
 """
 
 from __future__ import annotations

@@ -64,10 +64,12 @@ class Memory:
         self._top = GUARD
 
     def add(self, array: Array, name: str = "", *, defined: bool = True) -> int:
-        """Map an array; its 64-bit address comes back. Raises BadLaunch unless it is C-contiguous.
+        """Map an array; its 64-bit address comes back. Raises BadLaunch unless it is a C-contiguous numpy array.
 
         `defined=False`: its contents count as undefined until the kernel writes them.
         """
+        if not isinstance(array, np.ndarray):
+            raise BadLaunch(f"array {name or len(self.regions)} is a {type(array).__name__}; a numpy array is needed")
         if not array.flags.c_contiguous:
             raise BadLaunch(f"array {name or len(self.regions)} is not C-contiguous")
         offset = -(-self._top // ALIGNMENT) * ALIGNMENT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import reprlib
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from portattn.emulate.amdgpu import decode
 from portattn.emulate.amdgpu.assembly import Argument, Assembly, parse
 from portattn.emulate.amdgpu.checks import Checks
-from portattn.emulate.amdgpu.errors import BadLaunch, Finding, UnknownInstruction
+from portattn.emulate.amdgpu.errors import BadLaunch, BadProgram, Finding, UnknownInstruction
 from portattn.emulate.amdgpu.machine import Machine
 from portattn.emulate.amdgpu.memory import Memory
 
@@ -57,6 +58,8 @@ class Program:
 
         Raises WrongArch, TruncatedText, UnknownInstruction, UnknownOperand, BadProgram.
         """
+        if not isinstance(text, str):
+            raise BadProgram(f"the text is of type {type(text).__name__}; amdgcn assembly as a string is needed")
         assembly = parse(text, kernel)
         for instruction in assembly.instructions:
             for part in (instruction, instruction.second):
@@ -100,12 +103,14 @@ class Program:
         Raises BadLaunch, and what the checks find (errors.Finding).
         """
         extent = _grid(grid)
-        waves = waves or max(self.assembly.threads // self.assembly.wave, 1)
+        waves = max(self.assembly.threads // self.assembly.wave, 1) if waves is None else waves
         static = self.assembly.descriptor.get("group_segment_fixed_size", 0)
         lds_bytes = static if lds_bytes is None else lds_bytes
-        if lds_bytes > self.assembly.arch.lds_bytes:
+        if not 0 <= lds_bytes <= self.assembly.arch.lds_bytes:
             limit = self.assembly.arch.lds_bytes
             raise BadLaunch(f"{lds_bytes} bytes of LDS asked for; {self.assembly.arch.name} has {limit}")
+        if step_limit < 1:
+            raise BadLaunch(f"step_limit {step_limit}: at least 1 instruction")
         if not 1 <= waves * self.assembly.wave <= 1024:
             raise BadLaunch(f"{waves} waves of {self.assembly.wave} lanes: a work-group has 1 to 1,024 work-items")
         checks = checks or Checks()
@@ -171,6 +176,8 @@ def _no_collections() -> Iterator[None]:
 
 
 def _grid(grid: Sequence[int]) -> tuple[int, int, int]:
+    if not isinstance(grid, Sequence) or not all(isinstance(n, (int, np.integer)) for n in grid):
+        raise BadLaunch(f"grid {reprlib.repr(grid)}: one to three whole numbers are needed, such as (4, 1, 1)")
     if not 1 <= len(grid) <= 3:
         raise BadLaunch(f"a grid has one to three extents; {tuple(grid)} has {len(grid)}")
     extent = tuple(int(n) for n in grid) + (1,) * (3 - len(grid))
@@ -197,4 +204,5 @@ def _encoded(value: int | float | None, argument: Argument, number: int) -> byte
         if not -(1 << 8 * size - 1) <= integer < 1 << 8 * size:
             raise BadLaunch(f"{what} is {integer}, which {size} bytes do not hold")
         return (integer & (1 << 8 * size) - 1).to_bytes(size, "little")
-    raise BadLaunch(f"{what} is {value!r}; a number or an address is needed")
+    given = type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
+    raise BadLaunch(f"{what} is {given}; a number or an address is needed (of an array: what Memory.add returns)")

@@ -1,0 +1,28 @@
+"""Problems that the canaries of the variants run: every form of their loops once, small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portattn.problem import Problem
+
+_COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
+_LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+_PACKED: dict[str, Any] = {"op": "varlen_attention", "seq_q": 177, "seq_k": 341, "total_q": 350, "total_k": 680}
+_LATENT: dict[str, Any] = {
+    "op": "mla_attention", "batch": 3, "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "page_size": 64,
+    "pages_in_line": True, "seqlens_k": True, "return_lse": True, "seq_k": 448,
+}  # fmt: skip
+
+# Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks.
+FORWARD = (
+    Problem(**_COMMON, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", sinks=True, window_left=70),
+    Problem(**_COMMON, seq_q=77, seq_k=1541, head_dim=256, dtype="bf16", softcap=True),
+    Problem(**_COMMON, **_PACKED, head_dim=64, dtype="bf16", window_left=70, sinks=True),
+    Problem(**_COMMON, **_PACKED, head_dim=128, dtype="fp16", causal="bottom_right"),
+)
+LATENT = (
+    Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),
+    Problem(**_LATENT, seq_q=3, dtype="fp16", causal="bottom_right", num_splits=1),
+)

@@ -1,0 +1,170 @@
+"""Every form of the scheduled forward, compiled for sm_90, which need not be here: registers, spills, ptxas's warnings.
+
+A handful each time, all of them with `--forms` (`make forms`): each takes some seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from portattn import Problem, Target
+from portattn.backends.cuda.forward import ForwardVariant
+from portattn.compiling import compile_in
+from portattn.launch import meta_call
+from portattn.launch.described import signatures
+from portattn.matrix import variants
+from portattn.matrix.cells import KernelFacts
+from portattn.planned import Plan
+from portattn.toolchain import installed
+from portattn.worker.client import Worker
+
+SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+VARIANT = ForwardVariant()
+# Enough tiles for every chip of this kind: where there are few, keys are split over blocks.
+BASE: dict[str, Any] = {
+    "batch": 2, "heads_q": 40, "heads_k": 8, "seq_q": 333, "seq_k": 333, "dtype": "bf16", "return_lse": True,
+}  # fmt: skip
+PACKED: dict[str, Any] = {
+    "op": "varlen_attention",
+    "batch": 4,
+    "seq_q": 300,
+    "seq_k": 300,
+    "total_q": 700,
+    "total_k": 700,
+}
+LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+FEW_TILES: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 3000}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {"seq_q": 384, "seq_k": 512},
+    "ragged": {},
+    "no LSE": {"return_lse": False},
+    "packed": PACKED,
+    "packed, window": PACKED | {"window_left": 30},
+    "packed, sinks, softcap": PACKED | {"sinks": True, "softcap": True},
+    "padded": LENGTHS,
+    "padded, window": LENGTHS | {"window_left": 40},
+    "window": {"window_left": 100},
+    "window on both sides": {"window_left": 17, "window_right": 5},
+    "split": FEW_TILES | {"seq_q": 128, "seq_k": 4096},
+    "split, padded": FEW_TILES | LENGTHS | {"batch": 3},
+    "split, window": FEW_TILES | {"window_left": 700},
+    "softcap": {"softcap": True},
+    "sinks": {"sinks": True},
+    "everything": LENGTHS | {"softcap": True, "sinks": True, "window_left": 40},
+}
+CAUSAL = ("none", "bottom_right", "top_left")
+# One of each loop and each width, for every run of the suite.
+FEW = (
+    ("plain", 64, "none"), ("plain", 128, "bottom_right"), ("plain", 256, "bottom_right"), ("packed", 128, "none"),
+    ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
+)  # fmt: skip
+MOST_SPILLED = 256  # bytes a thread; timed forms with up to 236 are not slower for it (docs/performance/hopper-forward.md)
+ALL = [
+    (form, head_dim, causal)
+    for form, fields in FORMS.items()
+    for head_dim in (64, 128, 256)
+    for causal in CAUSAL
+    if causal == "none" or "window_right" not in fields
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Worker]:
+    if str(installed()) != "triton==3.6.0":
+        pytest.skip(f"the kernel is for Triton 3.6.0, and this is {installed() or 'none'}")
+    with Worker() as worker:
+        yield worker
+
+
+def problem(form: str, head_dim: int, causal: str) -> Problem:
+    return Problem(**BASE | {"head_dim": head_dim, "causal": causal} | FORMS[form])
+
+
+def plan_of(p: Problem) -> Plan:
+    return Plan(problem=p, target=SM_90.name, toolchain="triton==3.6.0", requested=VARIANT.name, path=VARIANT.name)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
+def test_it_compiles_clean(
+    compiler: Worker, request: pytest.FixtureRequest, form: str, head_dim: int, causal: str
+) -> None:
+    if (form, head_dim, causal) not in FEW and not request.config.getoption("--forms"):
+        pytest.skip("one of many forms: --forms compiles it")
+    p = problem(form, head_dim, causal)
+    assert VARIANT.rejects(p, SM_90) is None
+    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p), SM_90, compiler, 120.0)
+    assert failed is None, failed
+    main = kernels[0]
+    assert main.function == "scheduled_forward"
+    assert (len(kernels) == 2) is form.startswith("split")  # and the one that merges
+    # Wide heads and packed rows take all registers: what is needed once a tile may lie in local memory.
+    assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW else MOST_SPILLED)
+    assert "serialized_wgmma" not in main.facts
+    assert [str(gate) for gate in variants.check(VARIANT, p, SM_90, kernels) if not gate.passed] == []
+
+
+@pytest.mark.compiles
+def test_the_compiler_takes_no_hardware_barrier_that_the_kernel_takes(compiler: Worker) -> None:
+    """Those it names itself are numbers in the PTX; the kernel's, from 5 on, are computed."""
+    p = problem("plain", 128, "none")
+    reply = compile_in(compiler, signatures(VARIANT, meta_call(p))[0], plan_of(p), SM_90, 120.0, "text")
+    assert reply.outcome == "ok", reply.message
+    own = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", str(reply.facts["ptx"]))}
+    assert own
+    assert max(own) <= 4
+
+
+@pytest.mark.parametrize(
+    ("facts", "broken"),
+    [
+        ({}, ""),
+        ({"spills": 96}, ""),  # the schedule was timed with them
+        ({"serialized_wgmma": 1}, "products made to wait by ptxas"),
+        ({"local_memory": 240_000}, "bytes of shared memory"),
+        ({"wgmma": 0}, "matrix instructions"),
+    ],
+)
+def test_what_is_not_as_it_is_scheduled_is_a_gate(facts: dict[str, int], broken: str) -> None:
+    good = {"local_memory": 197_000, "registers": 168, "spills": 0, "wgmma": 64}
+    kernels = (KernelFacts(function="scheduled_forward", facts=good | facts),)
+    p = problem("plain", 128, "none")
+    assert VARIANT.timed(p)
+    seen = variants.check(VARIANT, p, SM_90, kernels)
+    assert [gate.name for gate in seen if not gate.passed] == ([broken] if broken else [])
+    status = variants.fields(kernels, seen)
+    assert (status["status"], status["level"]) == (("FAIL", "declared") if broken else ("PASS", "compiles"))
+
+
+def test_a_signature_says_what_a_compiler_sees() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    p = problem("split", 128, "none")
+    forward, merging = signatures(VARIANT, meta_call(p))
+    assert (forward.module, forward.function) == ("portattn.backends.cuda.forward_kernel", "scheduled_forward")
+    assert forward.types["q_desc"].startswith("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(")
+    assert forward.types["lse"] == "*fp32"
+    assert forward.types["out"] == "*fp32"  # partial results
+    assert forward.types["batches"] == "i32"  # it is 1, and the kernel does not specialise on it
+    assert forward.constants["lengths_q"] is None
+    assert (forward.constants["DIM"], forward.constants["SPLIT"]) == (128, True)
+    assert {"lse", "out", "counter"} <= set(forward.divisible)
+    assert forward.options == {"num_warps": 4, "maxnreg": 168}
+    assert merging.function == "combine"
+    assert merging.options == {"num_warps": 4, "launch_pdl": True}
+    assert msgspec.json.decode(msgspec.json.encode(forward), type=type(forward)) == forward
+
+
+def test_what_is_not_aligned_is_another_signature() -> None:
+    """Sinks and lengths come as their caller has them."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton.experimental.gluon")
+    call = meta_call(problem("sinks", 128, "none"))
+    call.sinks = torch.zeros(8)[:4]
+    assert "sinks" in signatures(VARIANT, call)[0].divisible
+    call.sinks = torch.zeros(8)[1:5]
+    assert "sinks" not in signatures(VARIANT, call)[0].divisible

@@ -1,0 +1,340 @@
+"""Variants are candidates like any other: quirks and verdicts speak against them, a first compile is isolated, canaries
+run, plans and cells say how they are scheduled. Where one does not apply the core runs, which is no fall-back.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from quirk_files import planned, plant, registry
+
+import portattn
+from portattn import Problem, Target, canary, compiling, dispatch, variantpath
+from portattn.backends.cuda import CudaBackend
+from portattn.config import Settings, current
+from portattn.launch import Signature
+from portattn.planner import plan
+from portattn.registry import Registry
+from portattn.verdicts import VerdictStore, store
+from portattn.worker.client import Reply
+
+SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+P = Problem(batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128)
+VARIANTS = {variant.name: variant for variant in CudaBackend.variants}
+NAME = "gluon_forward"
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_how_it_is_scheduled_and_what_it_needs() -> None:
+    made = plan(P, SM_90)
+    assert made.path == NAME
+    assert made.schedule == VARIANTS[NAME].describe(P)
+    assert (made.schedule["width"], made.schedule["groups"]) == (128, 2)
+    assert made.needs.startswith("sm_90, Triton 3.6.0")
+    text = made.explain()
+    assert "schedule width=128 groups=2" in text
+    assert f"needs    {made.needs}" in text
+    data = json.loads(msgspec.json.encode(made))
+    assert data["schedule"] == made.schedule
+    core = plan(P, SM_90, settings=Settings(backend="triton"))
+    assert (core.schedule, core.needs) == ({}, "")
+
+
+REACH: dict[str, tuple[str, str, bool]] = {
+    "all variants": ('kernels = ["gluon_*"]', 'path = "core"', True),
+    "every kernel": ("", 'path = "core"', True),
+    "another variant": ('kernels = ["gluon_mla"]', 'path = "core"', False),
+    "another version": ('kernels = ["gluon_*"]\ntoolchain = { triton = "<3.6" }', 'path = "core"', False),
+    "another problem": ('kernels = ["gluon_*"]\nfeatures = ["head_dim>128"]', 'path = "core"', False),
+    "this problem": ('kernels = ["gluon_*"]\nfeatures = ["head_dim>64"]', 'path = "core"', True),
+    "a choice of the core's": ('kernels = ["gluon_*"]\nlowering = { load = "pointer" }', 'path = "core"', False),
+    "a launch value of the core's": ('kernels = ["gluon_*"]\nlaunch = { num_warps = 4 }', 'path = "core"', False),
+    "the core's number of programs": ('kernels = ["gluon_*"]\nfeatures = ["programs>0"]', 'path = "core"', False),
+    "what sets the core's launch": ("", "launch = { num_stages = 3 }", False),
+}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_a_quirk_speaks_against_a_variant(tmp_path: Path, name: str) -> None:
+    when, effect, reaches = REACH[name]
+    plant(tmp_path, "cuda-0901-x", effect, when, title="it hangs")
+    made = planned(registry(tmp_path, variants=True), problem=P)
+    assert made.path == ("triton" if reaches else NAME)
+    assert not made.fell_back
+    assert made.rejected == ()
+    if reaches:
+        assert "not gluon_forward: it hangs [cuda-0901-x]" in made.notes
+        assert [(q.id, q.sets) for q in made.quirks] == [("cuda-0901-x", {"path": "core"})]
+        assert "the core path is taken" in made.explain()
+        off = planned(registry(tmp_path, variants=True), problem=P, quirks="-cuda-0901-x")
+        assert off.path == NAME
+        with pytest.raises(portattn.PathUnavailable, match="it hangs"):
+            planned(registry(tmp_path, variants=True), problem=P, backend=NAME)
+
+
+def test_a_quirk_out_of_range_can_be_forced_on(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-x", 'path = "core"', 'kernels = ["gluon_*"]\ntoolchain = { triton = "<3.6" }')
+    known = registry(tmp_path, variants=True)
+    assert planned(known, problem=P).path == NAME
+    assert planned(known, problem=P, quirks="+cuda-0901-x").path == "triton"
+
+
+def test_a_quirk_of_every_kernel_leads_past_variant_and_core(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-x", 'path = "vendor"')
+    made = planned(registry(tmp_path, variants=True), problem=P)
+    assert made.path == "sdpa"
+    assert made.rejected[0].quirk == "cuda-0901-x"
+    assert any("not gluon_forward" in note for note in made.notes)
+
+
+def test_core_is_no_path_that_speaks_against_the_core(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-x", 'path = "core"', 'kernels = ["dense_forward", "gluon_*"]')
+    made = planned(registry(tmp_path), problem=P)
+    assert (made.path, made.quirks) == ("triton", ())
+
+
+def test_a_caution_is_listed_and_changes_nothing(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-x", 'note = "look out"', 'kernels = ["gluon_forward"]')
+    made = planned(registry(tmp_path, variants=True), problem=P)
+    assert made.path == NAME
+    assert [q.id for q in made.quirks] == ["cuda-0901-x"]
+    assert "look out" in made.explain()
+
+
+@pytest.mark.parametrize("toolchain", ["triton==3.5.1", "triton==3.9.0"])
+def test_compilers_that_lack_what_the_variants_call_are_quirks(toolchain: str) -> None:
+    made = plan(P, Target.parse("cuda:sm_90", toolchain))
+    assert made.path == "triton"
+    assert any(quirk.id.startswith(("cuda-0016", "cuda-0017")) for quirk in made.quirks)
+
+
+def test_a_key_is_of_one_schedule_type_and_toolchain() -> None:
+    sized = msgspec.structs.replace(P, seq_q=777)
+    assert plan(P, SM_90).key == plan(sized, SM_90).key  # the launches' signatures say the rest
+    others = [
+        plan(msgspec.structs.replace(P, dtype="bf16"), SM_90),
+        plan(msgspec.structs.replace(P, head_dim=64, head_dim_v=64), SM_90),
+        plan(msgspec.structs.replace(P, sinks=True), SM_90),
+        plan(P, Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33")),
+        plan(P, SM_90, settings=Settings(backend="triton")),
+    ]
+    assert len({made.key for made in others} | {plan(P, SM_90).key}) == 6
+
+
+def test_the_source_of_a_variant_is_part_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "variant.py").write_text("one")
+    monkeypatch.setattr(variantpath.inspect, "getfile", lambda kind: str(tmp_path / "variant.py"))
+    first = variantpath.source_digest(VARIANTS[NAME])
+    variantpath._digest.cache_clear()
+    (tmp_path / "variant.py").write_text("two")
+    assert variantpath.source_digest(VARIANTS[NAME]) != first
+    variantpath._digest.cache_clear()
+
+
+# --- a call -----------------------------------------------------------------------------------------------------------
+
+
+class Compiler:
+    """In the place of the child: refuses the functions that it is told to, and counts what it is asked."""
+
+    def __init__(self, refused: str, reply: Reply | None = None) -> None:
+        self.refused, self.asked = refused, list[str]()
+        self.reply = reply or Reply(outcome="crash", stage="ttgir", kind="SIGABRT", message="planted", log="planted")
+
+    def __call__(self, worker: Any, launch: Any, *_: Any) -> Reply:
+        seen = compiling.seen_of(launch)
+        self.asked.append(seen.function)
+        return self.reply if seen.function == self.refused else Reply(outcome="ok", facts={"local_memory": 1024})
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths that were launched: nothing is, and nothing is compiled in this process."""
+    pytest.importorskip("triton.experimental.gluon")
+    paths: list[str] = []
+
+    def run_variant(variant: Any, call: Any) -> Any:
+        paths.append(variant.name)
+        return None, call.new_out().zero_(), None
+
+    def launch_all(launches: Any, made: Any, q: Any) -> None:
+        paths.append(made.path)
+
+    monkeypatch.setattr(dispatch, "run_variant", run_variant)
+    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(compiling, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr("portattn.variantready.load_kernels", lambda *arguments, **options: None)
+    return paths
+
+
+def tensors() -> list[torch.Tensor]:
+    return [torch.zeros(2, 4, 33, 64, dtype=torch.float16) for _ in range(3)]
+
+
+def silently(call: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", portattn.FallbackWarning)
+        call()
+
+
+def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Compiler(refused="")
+    monkeypatch.setattr(compiling, "compile_in", child)
+    for _ in range(2):
+        silently(lambda: portattn.attention(*tensors()))
+    assert ran == [NAME, NAME]
+    # Few tiles: keys are split, and a second kernel merges.
+    assert child.asked[0] == "scheduled_forward"
+    assert len(child.asked) == len(set(child.asked))
+    longer = [torch.zeros(2, 4, 35, 64, dtype=torch.float16) for _ in range(3)]
+    count = len(child.asked)
+    silently(lambda: portattn.attention(*longer))
+    assert len(child.asked) == count  # sizes do not make another kernel
+
+
+@pytest.mark.parametrize("outcome", ["error", "crash", "hang"])
+def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcome: str) -> None:
+    reply = Reply(outcome=outcome, stage="ttgir", kind="planted", message="boom", log="boom")
+    child = Compiler("scheduled_forward", reply)
+    monkeypatch.setattr(compiling, "compile_in", child)
+    silently(lambda: portattn.attention(*tensors()))
+    assert ran == ["triton"]
+    made = portattn.last_plan()
+    assert not made.fell_back
+    (incident,) = store(current()).incidents()
+    assert (incident.kernel, incident.stage, incident.problem.op) == ("scheduled_forward", "ttgir", "attention")
+    assert incident.specialisation["function"] == "scheduled_forward"
+    assert "serve.py" in incident.command
+    assert NAME.replace("_", "-") in incident.id
+    (note,) = [note for note in made.notes if NAME in note]
+    assert incident.id in note
+    assert "boom" in note
+
+    # What a new process knows: it is planned so at once, and nobody compiles it again.
+    dispatch.forget_plans()
+    compiling._ready.clear()
+    store.__globals__["_store"].cache_clear()
+    asked = child.asked.count("scheduled_forward")
+    assert portattn.plan("attention", *tensors()).path == "triton"
+    silently(lambda: portattn.attention(*tensors()))
+    assert ran == ["triton"] * 2
+    assert child.asked.count("scheduled_forward") == asked
+
+
+def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "compile_in", Compiler("scheduled_forward"))
+    with pytest.raises(portattn.PathUnavailable, match="SIGABRT"):
+        portattn.attention(*tensors(), backend=NAME)
+    assert ran == []
+
+
+def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> None:
+    monkeypatch.setattr(
+        compiling, "compile_in", Compiler("scheduled_forward", Reply(outcome="ok", facts={"local_memory": 10**9}))
+    )
+    silently(lambda: portattn.attention(*tensors()))
+    assert ran == ["triton"]
+    (incident,) = store(current()).incidents()
+    assert incident.symptom == "resource-limit"
+
+
+# --- canaries ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_has_canaries_that_it_takes(name: str) -> None:
+    variant = VARIANTS[name]
+    for problem in variant.canaries:
+        made = canary.planned(problem, SM_90, Settings(), name)
+        assert made is not None
+        assert (made.path, canary.family(made)) == (name, name)
+        assert canary.cases(made) == variant.canaries
+    assert {problem.op for problem in variant.canaries} == set(variant.ops)
+    assert canary.key_of(name, SM_90) != canary.key_of("dense_forward", SM_90)
+
+
+class Child:
+    """In the place of the child that runs canaries: a variant's numbers are wrong, the core's are right."""
+
+    asked: list[dict[str, Any]]
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        Child.asked.append(fields)
+        wrong = 0.5 if fields["path"] == NAME else 1e-4
+        return Reply(outcome="ok", facts={"error": wrong, "budget": 1e-3, "wrong": 0})
+
+
+def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monkeypatch, tmp_path: Path) -> None:
+    Child.asked = []
+    monkeypatch.setattr(canary, "Worker", Child)
+    monkeypatch.setattr(compiling, "compile_in", Compiler(refused=""))
+    with portattn.settings(canary="always", cache_dir=str(tmp_path)):
+        silently(lambda: portattn.attention(*tensors()))
+        assert ran == ["triton"]
+        asked = len(Child.asked)
+        silently(lambda: portattn.attention(*tensors(), causal=True))  # of the same family
+        assert ran == ["triton"] * 2
+        assert len(Child.asked) == asked
+    first = Child.asked[0]
+    assert (first["path"], "lowering" in first) == (NAME, False)
+    assert {fields["path"] for fields in Child.asked} == {NAME, "triton"}
+    seen = VerdictStore(tmp_path)
+    assert not seen.get(canary.key_of(NAME, SM_90)).passed
+    assert seen.get(canary.key_of("dense_forward", SM_90)).passed
+    (incident,) = seen.incidents()
+    assert (incident.kernel, incident.symptom) == (NAME, "wrong-result")
+    assert any(incident.id in note for note in portattn.last_plan().notes)
+
+
+def test_a_variant_of_another_package_needs_no_more_than_its_steps() -> None:
+    """The protocol's defaults: no schedule to show, never timed, the op's own canaries."""
+    from portattn.backends.base import Variant
+
+    class Other(Variant):
+        name, ops, arches = "other", ("attention",), ("sm_80",)
+
+        def rejects(self, problem: Problem, target: Target) -> None:
+            return None
+
+        def launcher(self, call: Any) -> Any:
+            return call
+
+    other = Other()
+    backend = CudaBackend()
+    backend.variants = (other,)
+    known = msgspec.structs.replace(Registry.load(), backends={**Registry.load().backends, "cuda": backend})
+    made = plan(P, Target.parse("cuda:sm_80", "triton==3.4.0"), known)
+    assert (made.path, made.schedule, made.needs) == ("other", {}, "")
+    assert made.key
+    assert not other.timed(P)
+    assert other.described("a call") == "a call"
+    assert "schedule" not in made.explain()
+
+
+def test_signatures_are_plain_data_for_the_other_variant_too() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from portattn.matrix import variants
+
+    problem = VARIANTS["gluon_mla"].canaries[0]
+    decode, merging = variants.launches(VARIANTS["gluon_mla"], problem)
+    assert isinstance(decode, Signature)
+    assert (decode.function, merging.function) == ("latent_decode", "combine")
+    assert decode.types["k_desc"].startswith("tensordesc<bf16[64, 128]")
+    assert decode.constants["SPLIT"] is True
