@@ -63,7 +63,7 @@ FEW = (
     ("plain", 64, "none"), ("plain", 128, "bottom_right"), ("plain", 256, "bottom_right"), ("packed", 128, "none"),
     ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
 )  # fmt: skip
-MOST_SPILLED = 256  # bytes a thread; timed forms with up to 236 are not slower for it (docs/performance/hopper-forward.md)
+MOST_SPILLED = 256  # bytes a thread: docs/performance/hopper-forward.md
 ALL = [
     (form, head_dim, causal)
     for form, fields in FORMS.items()
