@@ -211,7 +211,8 @@ def test_packed_neighbours_may_hold_anything(chip: Device, causal: str, head_dim
 def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
     """A tanh's absolute error times the cap may be more than a score has."""
     for causal in ("none", "bottom_right"):
-        call = random_call(problem(head_dim=head_dim, causal=causal, softcap=True), 4, device=chip.name)
+        p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal, softcap=True)
+        call = random_call(p, 4, device=chip.name)
         call.softcap = softcap
         assert_right(call)
 
