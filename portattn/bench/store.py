@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 from pathlib import Path
 
-import filelock
 import msgspec
 
 from portattn.bench.firstcall import FirstCall
 from portattn.bench.results import SCHEMA, Result, Row, Run
 from portattn.errors import ArgumentError, DataError
+from portattn.journal import Journal, write_whole
 
 ROWS = "rows.jsonl"
 # A run goes on with another's rows only where these agree: else the rows would not be of one thing.
@@ -23,40 +21,19 @@ class _Versioned(msgspec.Struct):
     schema: int
 
 
-class Store:
+class Store(Journal):
     """The folder of a run. Use it as a context: it holds the folder's lock.
 
     Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / ROWS
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(folder / ".lock")
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise ArgumentError("bench", "--out", str(folder), "another run is writing there now") from None
-        except OSError as error:
-            raise ArgumentError("bench", "--out", str(folder), f"cannot be written: {error.strerror}") from None
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        super().__init__(folder / ROWS, folder / ".lock", op="bench", option="--out", shown=folder)
+        self.folder = folder
 
     def start(self) -> Path | None:
         """Begin with no rows; those that are there are kept under their date. Returns where they went."""
-        if not self.path.exists():
-            self.path.touch()
-            return None
-        begun = datetime.datetime.fromtimestamp(self.path.stat().st_mtime, datetime.timezone.utc)
-        stem, kept, number = f"rows-{begun:%Y%m%d-%H%M%S}", self.folder, 1
-        while kept == self.folder or kept.exists():
-            kept = self.folder / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
-            number += 1
-        self.path.rename(kept)
+        kept = self.put_away()
         self.path.touch()
         return kept
 
@@ -76,20 +53,8 @@ class Store:
                 )
         whole = self.path.read_bytes()
         if not whole.endswith(b"\n"):
-            replace(self.path, whole[: whole.rfind(b"\n") + 1])
+            write_whole(self.path, whole[: whole.rfind(b"\n") + 1])
         return found
-
-    def append(self, item: Run | Row | FirstCall) -> None:
-        """Add one line, and have it on the disk."""
-        line = msgspec.json.encode(item) + b"\n"
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            written = os.write(handle, line)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        if written != len(line):
-            raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
 
 
 def read(path: Path) -> Result:
@@ -130,10 +95,3 @@ def _document(path: Path, data: bytes) -> Result:
 def _check(path: Path, line: int | None, version: int) -> None:
     if version != SCHEMA:
         raise DataError(path, line, f"schema version {version}; this portattn reads version {SCHEMA}")
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file whole: a reader sees the one before or this one."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    part.replace(path)

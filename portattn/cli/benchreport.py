@@ -30,13 +30,14 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     """
     from portattn.bench import store, tables
     from portattn.bench.summary import document
+    from portattn.journal import write_whole
 
     result = store.read(results)
     written = []
     for path, text in ((markdown, tables.as_markdown), (as_csv, tables.as_csv)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            store.replace(path, text(result).encode())
+            write_whole(path, text(result).encode())
             written.append(path)
     if plots is not None:
         from portattn.bench.plots import draw
@@ -92,12 +93,13 @@ def write(result: Result, folder: Path) -> list[Path]:
     """bench.json and bench.csv in the folder; their paths."""
     import msgspec
 
-    from portattn.bench import store, tables
+    from portattn.bench import tables
     from portattn.bench.summary import document
+    from portattn.journal import write_whole
 
     as_json, as_csv = folder / "bench.json", folder / "bench.csv"
-    store.replace(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
-    store.replace(as_csv, tables.as_csv(result).encode())
+    write_whole(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
+    write_whole(as_csv, tables.as_csv(result).encode())
     return [as_json, as_csv]
 
 

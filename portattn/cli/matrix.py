@@ -185,8 +185,8 @@ def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
 
 def _page(made: Run, cells: list[Cell], path: Path) -> None:
     from portattn.errors import ArgumentError
+    from portattn.journal import write_whole
     from portattn.matrix.report import render
-    from portattn.matrix.results import write_whole
 
     try:
         write_whole(path, render(made, cells).encode())

@@ -142,7 +142,7 @@ def tune(
         with SearchProgress() as progress:
 
             def note(record: Record) -> None:
-                log.add(record)
+                log.append(record)
                 records.append(record)
                 progress.note(record)
 
@@ -230,7 +230,7 @@ def _tuning(base: str | None, path: Path, backend: str) -> Tuning | None:
 
 def _keep_base(path: Path, base: str | None) -> None:
     """What the classes were made of, for --resume: by then the file itself has new entries."""
-    from portattn.matrix.results import write_whole
+    from portattn.journal import write_whole
 
     if base is None:
         path.unlink(missing_ok=True)

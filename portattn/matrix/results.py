@@ -5,13 +5,12 @@ Cells are appended as they are finished; a run that ends puts them in the order 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import filelock
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
+from portattn.journal import Journal, write_whole
 from portattn.matrix.cells import SCHEMA, Cell, Run
 
 NAME = "results.jsonl"
@@ -22,39 +21,19 @@ class _Versioned(msgspec.Struct):
     schema: int
 
 
-class Results:
+class Results(Journal):
     """The results of one run, in a folder. Use it as a context: it holds the folder's lock.
 
     Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / NAME
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(folder / ".lock")
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise ArgumentError("matrix run", "--out", str(folder), "another run is writing there now") from None
-        except OSError as error:
-            raise ArgumentError("matrix run", "--out", str(folder), f"cannot be written: {error.strerror}") from None
-
-    def __enter__(self) -> Results:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        super().__init__(folder / NAME, folder / ".lock", op="matrix run", option="--out", shown=folder)
+        self.folder = folder
 
     def start(self, run: Run) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
-        kept = None
-        if self.path.exists():
-            kept = self.folder / f"results-{_date_of(self.path)}.jsonl"
-            for number in range(2, 1000):
-                if not kept.exists():
-                    break
-                kept = self.folder / f"results-{_date_of(self.path)}-{number}.jsonl"
-            self.path.rename(kept)
+        kept = self.put_away()
         write_whole(self.path, msgspec.json.encode(run) + b"\n")
         return kept
 
@@ -74,17 +53,6 @@ class Results:
                 )
         self.finish(begun, cells)
         return cells
-
-    def append(self, cell: Cell) -> None:
-        """Add a cell: one write of one whole line."""
-        line = msgspec.json.encode(cell) + b"\n"
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            written = os.write(handle, line)
-        finally:
-            os.close(handle)
-        if written != len(line):
-            raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
 
     def finish(self, run: Run, cells: list[Cell]) -> None:
         """Write run and cells anew, in order, as a whole file."""
@@ -120,24 +88,3 @@ def read(path: Path) -> tuple[Run, list[Cell]]:
     if run is None:
         raise DataError(path, 1, "the first line, which says where the cells come from, is missing")
     return run, sorted(cells.values(), key=lambda c: c.index)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write beside the file and rename over it: a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _date_of(path: Path) -> str:
-    """The date of an earlier run, for its file's name; that of the file where its first line cannot be read."""
-    import datetime
-
-    try:
-        return f"{read(path)[0].date:%Y%m%d-%H%M%S}"
-    except DataError:
-        return f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y%m%d-%H%M%S}"

@@ -9,7 +9,7 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
-from portattn.matrix.results import write_whole
+from portattn.journal import write_whole
 from portattn.probing.results import Result, saw
 from portattn.quirk import Quirk, Verified, check_file
 

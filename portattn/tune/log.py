@@ -6,15 +6,13 @@ Only whole lines are ever written, so an interrupted run can go on.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import filelock
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
-from portattn.matrix.results import write_whole
+from portattn.journal import Journal, write_whole
 from portattn.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
 
 OP = "tune"
@@ -34,40 +32,22 @@ class _Versioned(msgspec.Struct):
 _decoder = msgspec.json.Decoder(Record)
 
 
-class Log:
+class Log(Journal):
     """One run's log. Use it as a context: it holds the file's lock.
 
     Raises ArgumentError when the file cannot be written, or another run writes it at this moment.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise ArgumentError(OP, "--log", str(path), "another run is writing it now") from None
-        except OSError as error:
-            raise ArgumentError(OP, "--log", str(path), f"cannot be written: {error.strerror}") from None
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        super().__init__(path, path.with_name(f".{path.name}.lock"), op=OP, option="--log", shown=path)
 
     @property
     def table(self) -> Path:
         return self.path.with_suffix(".txt")
 
     def begin(self, origin: Origin) -> Path | None:
-        """Begin a new file; an earlier one is kept under another name. Returns where it went, if there was one."""
-        kept = None
-        if self.path.exists():
-            numbers = (self.path.with_name(f"{self.path.stem}-{n}{self.path.suffix}") for n in range(1, 10_000))
-            kept = next(path for path in numbers if not path.exists())
-            self.path.rename(kept)
+        """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
+        kept = self.put_away()
         write_whole(self.path, msgspec.json.encode(origin) + b"\n")
         return kept
 
@@ -87,17 +67,6 @@ class Log:
                 raise ArgumentError(OP, "--resume", str(self.path), limit)
         write_whole(self.path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
         return records
-
-    def add(self, record: Record) -> None:
-        """Add a record: one write of one whole line."""
-        line = msgspec.json.encode(record) + b"\n"
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            written = os.write(handle, line)
-        finally:
-            os.close(handle)
-        if written != len(line):
-            raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
 
     def show(self, records: Sequence[Record]) -> None:
         """Write the table for people anew, as a whole file."""

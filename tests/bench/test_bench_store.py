@@ -11,6 +11,7 @@ from portattn.bench.firstcall import FirstCall
 from portattn.bench.sets import SETS
 from portattn.bench.summary import document
 from portattn.errors import ArgumentError, DataError
+from portattn.journal import write_whole
 
 CASE = SETS["paged"][0]
 ROW = made("paged", CASE, figures("portattn", 0.5, 0.6, host_us=host(4.0), graph_ms=(0.4,)), figures("fa3/vllm", 0.5))
@@ -32,7 +33,7 @@ def test_lines_and_documents_hold_the_same(tmp_path):
     assert result.sets == ["paged", "cold-start"]
     assert result.done == {("paged", CASE.name), ("cold-start", "first paged")}
     file = tmp_path / "bench.json"
-    store.replace(file, msgspec.json.encode(document(result)))
+    write_whole(file, msgspec.json.encode(document(result)))
     assert store.read(file) == result
     path.unlink()
     assert store.read(tmp_path) == result

@@ -10,15 +10,15 @@ import pytest
 import torch
 from kernel_cases import with_lengths
 from support import Device, random_call
+from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem, Target
 from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, choice, width
 from portattn.call import TENSORS, Call
 from portattn.config import Settings
-from portattn.dispatch import detect_target, run_variant
+from portattn.dispatch import run_variant
 from portattn.planner import plan
-from portattn.reference.check import judge, nan_filled_memory
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -39,22 +39,11 @@ def problem(base: Problem = BASE, **fields: Any) -> Problem:
 @pytest.fixture
 def chip(device: Device) -> Device:
     """A device that the kernel is for."""
-    if device.path == "interpreter":
-        pytest.skip("needs an sm_90")
-    target, _ = detect_target(torch.device(device.name).type, None)
-    no = VARIANT.rejects(BASE, target)
-    if no is not None:
-        pytest.skip(no.reason)
-    return device
+    return device_for(VARIANT, BASE, device)
 
 
 def assert_right(call: Call) -> None:
-    with nan_filled_memory():
-        _, out, lse = run_variant(VARIANT, call)
-    facts = judge(call, out, lse)
-    assert not facts["wrong"]
-    assert facts["error"] <= facts["budget"]
-    assert facts.get("lse_error", 0.0) <= facts.get("lse_budget", 0.0) + 1e-30
+    assert_variant_right(VARIANT, call)
 
 
 SIZES: dict[str, dict[str, Any]] = {

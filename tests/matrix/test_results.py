@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from portattn.errors import ArgumentError, DataError
+from portattn.journal import write_whole
 from portattn.matrix.cells import SCHEMA, Cell
-from portattn.matrix.results import NAME, Results, read, write_whole
+from portattn.matrix.results import NAME, Results, read
 
 TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
 

@@ -1,0 +1,33 @@
+"""Running a variant by itself in a test: on a device that it is for, with poisoned memory, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import Device
+
+from portattn.backends.base import Variant
+from portattn.call import Call
+from portattn.dispatch import detect_target, run_variant
+from portattn.problem import Problem
+from portattn.reference.check import judge, nan_filled_memory
+
+
+def device_for(variant: Variant, problem: Problem, device: Device) -> Device:
+    """The device, where the variant takes the problem on it; elsewhere the test is skipped, with the reason."""
+    if device.path == "interpreter":
+        pytest.skip(f"needs an {' or '.join(variant.arches)}")
+    target, _ = detect_target(torch.device(device.name).type, None)
+    no = variant.rejects(problem, target)
+    if no is not None:
+        pytest.skip(no.reason)
+    return device
+
+
+def assert_variant_right(variant: Variant, call: Call) -> None:
+    with nan_filled_memory():
+        _, out, lse = run_variant(variant, call)
+    facts = judge(call, out, lse)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+    assert facts.get("lse_error", 0.0) <= facts.get("lse_budget", 0.0) + 1e-30
