@@ -1,5 +1,6 @@
 /* A libcuda.so.1 without a device, for the tests of kept launches: modules load, launches are recorded. */
 #include <cuda.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +13,8 @@ static size_t sizes[KERNELS][PARAMETERS];
 static unsigned char record[RECORD];
 static size_t recorded = 0;
 static int context_missing = 0, refusals = 0;
+/* Launchers let go of the interpreter's lock: without this one, launches of several threads would mix. */
+static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER;
 
 /* How many bytes each parameter of a function has: cuLaunchKernelEx itself does not know. */
 EXPORT void fake_describe(long function, int count, const size_t *bytes) {
@@ -37,9 +40,11 @@ static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, uns
   for (unsigned i = 0; i < attribute_count; i++)  /* their values are one int each */
     if (*(const int *)&attributes[i].value) head[5] |= 1u << attributes[i].id;
   long who[2] = {(long)function, (long)stream};
+  pthread_mutex_lock(&recording);
   put(head, sizeof head);
   put(who, sizeof who);
   for (int i = 0; i < counts[index]; i++) put(p[i], sizes[index][i]);
+  pthread_mutex_unlock(&recording);
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **extra) {
