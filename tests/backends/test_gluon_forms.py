@@ -103,7 +103,7 @@ def test_it_compiles_clean(
     main = kernels[0]
     assert main.function == "scheduled_forward"
     assert (len(kernels) == 2) is form.startswith("split")  # and the one that merges
-    # Wide heads and packed rows take all registers: what is needed once a tile may lie in local memory.
+    # Wide heads and packed rows take all registers; packed ones were timed with what they spill.
     assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW else MOST_SPILLED)
     assert "serialized_wgmma" not in main.facts
     assert [str(gate) for gate in variants.check(VARIANT, p, SM_90, kernels) if not gate.passed] == []
