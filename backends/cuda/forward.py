@@ -12,6 +12,7 @@ import msgspec
 
 from portattn.backends.base import Variant
 from portattn.backends.cuda.canaries import FORWARD
+from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.sizes import GROUP_ROWS
@@ -155,25 +156,7 @@ def choice(problem: Problem) -> Choice | None:
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
     """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
-    made = _Launcher(call, schedule)
-    spread = any(0 in t.stride() and _broadcast(t) for t in (call.q, call.k, call.v))
-    if call.scale != 0.0 and not spread:
-        return made
-    # Not to be kept: tensors are made anew for each launch.
-    return functools.partial(_with_copies, made, call.scale == 0.0)
-
-
-def _with_copies(launch: Callable[[Mapping[str, Any]], None], unscaled: bool, tensors: Mapping[str, Any]) -> None:
-    """Whether a descriptor takes a stride of 0 is not documented; and a row's maximum is taken before scaling, where
-    0·inf is NaN: a scale of 0 is applied to Q."""
-    copies = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in ("q", "k", "v")}
-    if unscaled:
-        copies["q"] = copies["q"] * 0.0
-    launch({**tensors, **copies})
-
-
-def _broadcast(x: torch.Tensor) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return with_copies(_Launcher(call, schedule), call, ("q", "k", "v"), ("q",))
 
 
 def _row_tiles(p: Problem, rows: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from portattn.backends.base import Variant
 from portattn.backends.cuda.canaries import LATENT
+from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
@@ -68,11 +69,8 @@ class LatentVariant(Variant):
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one: given q, q_rope, k (P, 1, page, 576), page_table, seqlens_k, out and lse."""
-        made = self.described(call)
-        if call.scale != 0.0 and not any(_broadcast(t) for t in (call.q, call.q_rope)):
-            return made
-        # Not to be kept: tensors are made anew for each launch.
-        return functools.partial(_with_copies, made, call.scale == 0.0)
+        rows = ("q", "q_rope")
+        return with_copies(self.described(call), call, rows, rows)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """Heads and queries of a block. Over how many blocks keys are split depends on the chip's number of cores."""
@@ -171,19 +169,6 @@ class _Launcher(StepLauncher):
         }  # fmt: skip
         roles = {name: name for name in ("partial", "partial_lse", "out", "lse")}
         return Step(combine, (rows,), arguments, {"num_warps": 4 if few else 8, "launch_pdl": True}, roles)
-
-
-def _with_copies(launch: Callable[[Mapping[str, Any]], None], unscaled: bool, tensors: Mapping[str, Any]) -> None:
-    """Whether a descriptor takes a stride of 0 is not documented; and a row's maximum is taken before scaling, where
-    0·inf is NaN: a scale of 0 is applied to the queries."""
-    queries = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in ("q", "q_rope")}
-    if unscaled:
-        queries = {name: t * 0.0 for name, t in queries.items()}
-    launch({**tensors, **queries})
-
-
-def _broadcast(x: torch.Tensor | None) -> bool:
-    return x is not None and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> dict[str, Any]:

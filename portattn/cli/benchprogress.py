@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from types import TracebackType
-
-import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from portattn.bench.contenders import OURS
 from portattn.bench.firstcall import FirstCall
 from portattn.bench.results import Row
+from portattn.cli.progress import Counted
 
 
-class BenchProgress:
-    """Counts cells as they are finished; standard output stays free for results."""
+class BenchProgress(Counted):
+    """Counts the cells of a benchmark."""
 
     def __init__(self, total: int, already: int) -> None:
-        self.total, self.count, self.begun = total, already, time.monotonic()
-        console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("bench", total=total, completed=already)
-
-    def __enter__(self) -> BenchProgress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar:
-            self._bar.stop()
+        super().__init__(total, already, "bench")
 
     def cell(self, item: Row | FirstCall) -> None:
         """Count one finished cell and say what came out."""
@@ -44,8 +21,7 @@ class BenchProgress:
         if self._bar:
             self._bar.update(self._task, advance=1, description=text[:100])
         else:
-            spent = time.monotonic() - self.begun
-            click.echo(f"[{self.count}/{self.total}] {spent:5.0f} s  {text}", err=True)
+            self.line(text)
 
 
 def _outcome(item: Row | FirstCall) -> str:

@@ -12,15 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from portattn.matrix.cells import Cell
 
 
-class CellProgress:
-    """Counts cells as they are finished; standard output stays free for results."""
+class Counted:
+    """Counts what is finished; standard output stays free for results.
 
-    def __init__(self, total: int, already: int) -> None:
-        self.total, self.count, self.red = total, already, 0
-        self.begun = time.monotonic()
+    what  the bar's first words
+    """
+
+    def __init__(self, total: int, already: int, what: str) -> None:
+        self.total, self.count, self.begun = total, already, time.monotonic()
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -32,9 +36,9 @@ class CellProgress:
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("cells", total=total, completed=already)
+            self._task = self._bar.add_task(what, total=total, completed=already)
 
-    def __enter__(self) -> CellProgress:
+    def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
         return self
@@ -45,15 +49,25 @@ class CellProgress:
         if self._bar:
             self._bar.stop()
 
+    def line(self, text: str) -> None:
+        """Say a line where there is no bar: how many, since when, and the text."""
+        click.echo(f"[{self.count}/{self.total}] {time.monotonic() - self.begun:5.0f} s  {text}", err=True)
+
+
+class CellProgress(Counted):
+    """Counts the cells of a matrix, and how many are red."""
+
+    def __init__(self, total: int, already: int) -> None:
+        super().__init__(total, already, "cells")
+        self.red = 0
+
     def cell(self, cell: Cell) -> None:
         """Count one finished cell and say how it ended."""
         self.count += 1
         self.red += cell.red
         word = cell.level if cell.status == "PASS" else cell.status
         if self._bar is None:
-            spent = time.monotonic() - self.begun
-            where = f"{cell.target}  {cell.toolchain}"
-            click.echo(f"[{self.count}/{self.total}] {spent:5.0f} s  {word:<9} {where}  {cell.name}", err=True)
+            self.line(f"{word:<9} {cell.target}  {cell.toolchain}  {cell.name}")
             return
         if cell.red:
             self._bar.console.print(

@@ -1,0 +1,34 @@
+"""What a variant's launcher does where tensors cannot be described as they are, or the scale is 0."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.call import Call
+
+Launch = Callable[[Mapping[str, Any]], None]
+
+
+def with_copies(launch: Launch, call: Call, described: Sequence[str], queries: Sequence[str]) -> Launch:
+    """`launch` itself, which can be kept; or, where a call needs copies, what makes them before each launch.
+
+    described  the Call's tensors that are read through descriptors: whether those take a stride of 0 is not documented
+    queries    those that a scale of 0 is applied to: a row's maximum is taken before scaling, and 0·inf is NaN
+    """
+    if call.scale != 0.0 and not any(_broadcast(getattr(call, name)) for name in described):
+        return launch
+    return functools.partial(_launch, launch, tuple(described), tuple(queries) if call.scale == 0.0 else ())
+
+
+def _launch(launch: Launch, described: Sequence[str], unscaled: Sequence[str], tensors: Mapping[str, Any]) -> None:
+    copies = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in described}
+    launch({**tensors, **copies, **{name: copies[name] * 0.0 for name in unscaled}})
+
+
+def _broadcast(x: torch.Tensor | None) -> bool:
+    return x is not None and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))

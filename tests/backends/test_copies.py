@@ -1,0 +1,48 @@
+"""What a variant's launcher is given where its kernel cannot read the caller's tensors, or the scale is 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from portattn import Problem
+from portattn.backends.cuda.copies import with_copies
+from portattn.call import Call
+
+PROBLEM = Problem(batch=2, heads_q=3, heads_k=3, seq_q=4, seq_k=4, head_dim=8)
+
+
+def launched(scale: float, broadcast: str = "") -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Whether the launch is kept as it is, what the caller brings, and what reaches the kernel."""
+    given = {name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")}
+    if broadcast:
+        given[broadcast] = given[broadcast][:1].expand(2, 3, 4, 8)
+    seen: dict[str, Any] = {}
+    call = Call(problem=PROBLEM, scale=scale, **given)
+    launch = with_copies(seen.update, call, ("q", "k", "v"), ("q",))
+    launch(given)
+    return launch == seen.update, given, seen
+
+
+def test_tensors_that_can_be_read_reach_the_kernel_themselves() -> None:
+    kept, given, seen = launched(0.5)
+    assert kept
+    assert all(seen[name] is given[name] for name in given)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_broadcast_tensor_is_copied_for_each_launch(name: str) -> None:
+    kept, given, seen = launched(0.5, name)
+    assert not kept
+    assert 0 not in seen[name].stride()
+    assert torch.equal(seen[name], given[name])
+    assert all(seen[other] is given[other] for other in given if other != name)
+
+
+def test_a_scale_of_nothing_is_applied_to_the_queries() -> None:
+    kept, given, seen = launched(0.0, "q")
+    assert not kept
+    assert torch.equal(seen["q"], torch.zeros(2, 3, 4, 8))
+    assert seen["k"] is given["k"]
