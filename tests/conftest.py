@@ -88,6 +88,9 @@ def _nothing_left_over() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forms", action="store_true", help="compile every form of the variants' kernels, not a handful")
+    parser.addoption(
+        "--soak", type=int, default=200, metavar="N", help="calls of each form in the soak tests; 200 unless told"
+    )
 
 
 @pytest.fixture

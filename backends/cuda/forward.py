@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from portattn.call import Call
     from portattn.problem import Problem
     from portattn.target import Target
+    from portattn.tune.tunable import Tunable
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
-EXACT_SOFTCAP = 256.0  # up to here a score's absolute error stays below 1e-4 (forward_parts.capped)
+EXACT_SOFTCAP = 64.0  # up to here a score's error is a few of float32's steps at 8; at 256 it was past the LSE's budget
 # Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
@@ -116,6 +117,12 @@ class ForwardVariant(Variant):
         """Whether the schedule was timed."""
         chosen = choice(problem)
         return chosen is not None and chosen.timed
+
+    def tunable(self) -> Tunable:
+        """Its schedules, to `portattn tune`."""
+        from portattn.backends.cuda.forward_tuning import ForwardTunable
+
+        return ForwardTunable()
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 @click.option(
     "--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds after which no further cell is begun."
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Compile portattn's kernels first, in so many processes. [default: as each case comes]",
+)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out: what it finished is kept.")
 @click.option("--commit", default="", metavar="TEXT", help="The commit that is measured, where git cannot tell.")
@@ -61,6 +66,7 @@ def bench(
     libraries: Path | None,
     files: tuple[Path, ...],
     budget: float | None,
+    jobs: int | None,
     out: Path | None,
     resume: bool,
     commit: str,
@@ -74,7 +80,8 @@ def bench(
 
     Device times are medians over rounds in which all contenders take turns; times from a graph, and the time that
     enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json and
-    bench.csv at the end. With --budget cells are measured in an order that covers every set first.
+    bench.csv at the end. With --budget cells are measured in an order that covers every set first; what --jobs
+    compiles beforehand does not count.
 
     Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost; 2 without a CUDA or
     ROCm device; 130 after Ctrl-C, with all that was finished.
@@ -100,7 +107,7 @@ def bench(
     from portattn.bench.run import Options
 
     options = Options(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
-    result, ended = _measure(chosen, options, libraries, budget, out, resume, commit)
+    result, ended = _measure(chosen, options, libraries, budget, jobs, out, resume, commit)
     written = benchreport.write(result, out) if out else []
     if as_json:
         from portattn.bench.summary import document
@@ -147,6 +154,7 @@ def _measure(
     options: Options,
     libraries: Path | None,
     budget: float | None,
+    jobs: int | None,
     out: Path | None,
     resume: bool,
     commit: str,
@@ -154,6 +162,7 @@ def _measure(
     """Measure what is not measured yet; the result, and the exit status if the run ended before its end."""
     from portattn.bench import order, peers
     from portattn.bench.clock import DeviceClock
+    from portattn.bench.firstcall import COLD_START
     from portattn.bench.gate import DeviceLost
     from portattn.bench.provenance import this_run
     from portattn.bench.results import Result
@@ -182,6 +191,8 @@ def _measure(
             store.append(run)
         done = result.done
         left = [(name, case) for name, case in cells if (name, case.name) not in done]
+        if jobs:
+            _prime([case for name, case in left if name != COLD_START], options, jobs)
         progress = stack.enter_context(BenchProgress(len(cells), len(cells) - len(left)))
 
         def keep(item: Row | FirstCall) -> None:
@@ -200,3 +211,21 @@ def _measure(
     if count < len(left):
         click.echo(f"the budget of {budget:g} s is spent: {len(left) - count} cells are left", err=True)
     return result, 0
+
+
+def _prime(cases: list[Case], options: Options, jobs: int) -> None:
+    """Compile what the cases need of portattn, side by side, and say so."""
+    import torch
+
+    from portattn.bench.prime import prime_all
+    from portattn.cli.progress import Counted
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    with Counted(len(cases), 0, "compiling") as progress:
+
+        def done(case: Case, failure: str) -> None:
+            progress.step(f"{case.name}: {failure or 'compiled'}")
+
+        complete = prime_all(cases, options.backend, options.core, device, jobs, done)
+    if not complete:
+        click.echo("a process that compiled has died; the rest is compiled as it comes", err=True)

@@ -16,12 +16,7 @@ class BenchProgress(Counted):
 
     def cell(self, item: Row | FirstCall) -> None:
         """Count one finished cell and say what came out."""
-        self.count += 1
-        text = f"{item.set}  {_outcome(item)}"
-        if self._bar:
-            self._bar.update(self._task, advance=1, description=text[:100])
-        else:
-            self.line(text)
+        self.step(f"{item.set}  {_outcome(item)}")
 
 
 def _outcome(item: Row | FirstCall) -> str:

@@ -49,6 +49,14 @@ class Counted:
         if self._bar:
             self._bar.stop()
 
+    def step(self, text: str) -> None:
+        """Count one more that is finished, and say what came out."""
+        self.count += 1
+        if self._bar:
+            self._bar.update(self._task, advance=1, description=text[:100])
+        else:
+            self.line(text)
+
     def line(self, text: str) -> None:
         """Say a line where there is no bar: how many, since when, and the text."""
         click.echo(f"[{self.count}/{self.total}] {time.monotonic() - self.begun:5.0f} s  {text}", err=True)

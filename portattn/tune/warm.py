@@ -6,10 +6,7 @@ no more than that.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 
 import msgspec
 import torch
@@ -17,13 +14,12 @@ import torch
 from portattn.bench.cases import Case
 from portattn.bench.gate import as_call, reason
 from portattn.bench.tensors import Tensors
+from portattn.children import in_children
 from portattn.target import Target
 from portattn.tune.choice import Choice
 from portattn.tune.search import compilers_error, synchronize
 from portattn.tune.tunable import tunables
 from portattn.tune.workloads import workload
-
-LOOK_SECONDS = 1.0  # how often the budget is looked at while children work
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,20 +58,6 @@ def warm_all(
 ) -> None:
     """Run every candidate in a child; `done(code, failure)` is called in this thread. It is over when time is.
 
-    Where a child dies nobody knows which candidate it was: the rest is left to be compiled where it is checked.
+    Where a child dies the rest is left to be compiled where it is checked.
     """
-    if not jobs:
-        return
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn"))
-    try:
-        running: dict[Future[str], str] = {pool.submit(work, asked): asked.code for asked in jobs}
-        while running and not out_of_time():
-            for future in wait(running, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
-                done(running.pop(future), future.result())
-    except BrokenProcessPool:
-        return
-    finally:
-        children = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in children:  # one may hang in a kernel
-            child.kill()
+    in_children(jobs, work, processes, lambda asked, failure: done(asked.code, failure), out_of_time)

@@ -11,7 +11,7 @@ import torch
 from benchfakes import FakeClock, a_result, a_run, figures, made
 from tiny import shrunk
 
-from portattn.bench import clock, firstcall, gate, peers, provenance, run, store
+from portattn.bench import clock, firstcall, gate, peers, prime, provenance, run, store
 from portattn.bench.sets import SETS
 from portattn.cli import main
 
@@ -105,6 +105,33 @@ def test_several_sets_with_a_budget_take_turns(tmp_path):
     assert called.exit_code == 0, called.output
     rows = store.read(tmp_path).rows
     assert [row.set for row in rows] == ["decode", "paged", "paged", "paged"]
+
+
+@pytest.mark.usefixtures("device")
+def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
+    asked = []
+
+    def prime_all(cases, backend, core, device, processes, done):
+        asked.append(([case.name for case in cases], backend, core, str(device), processes))
+        for case in cases:
+            done(case, "" if "paged" in case.name else "portattn: too wide")
+        return len(asked) == 1
+
+    def measured(case, index):
+        return firstcall.FirstCall(case=case.name, run=index, empty_s=1.0, kept_s=0.5)
+
+    monkeypatch.setattr(firstcall, "measure", measured)
+    monkeypatch.setattr(prime, "prime_all", prime_all)
+    sets = ("--set", "cold-start", *SEED, "--rounds", "1", "--out", str(tmp_path), "--jobs", "3")
+    called = bench(*sets)
+    assert "1/2]" in called.stderr
+    assert "seed decode: portattn: too wide" in called.stderr
+    assert "seed paged decode: compiled" in called.stderr
+    assert called.exit_code == 0, called.output
+    assert "has died" not in called.stderr
+    called = bench(*sets, "--resume")
+    assert "has died" in called.stderr
+    assert asked == [(["seed decode", "seed paged decode"], "auto", False, "cuda:0", 3), ([], "auto", False, "cuda:0", 3)]
 
 
 @pytest.mark.usefixtures("device")

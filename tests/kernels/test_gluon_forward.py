@@ -195,7 +195,7 @@ def test_packed_neighbours_may_hold_anything(chip: Device, causal: str, head_dim
             assert torch.equal(out[:, :, kept], expected[:, :, kept])
 
 
-@pytest.mark.parametrize("softcap", [30.0, 256.0, 3e4, 1e8])
+@pytest.mark.parametrize("softcap", [30.0, 64.0, 256.0, 3e4, 1e8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
     """A tanh's absolute error times the cap may be more than a score has."""

@@ -1,0 +1,68 @@
+"""Filling the compilers' caches before anything is timed: portattn's kernels, compiled in child processes side by side.
+
+A kernel takes seconds to compile, on one core; a benchmark of many cases would leave the device and the other cores
+idle for most of its time. What the children compile lands in Triton's cache, and what they find out of isolated
+compiles in portattn's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from portattn.bench.cases import Case
+from portattn.bench.contenders import own
+from portattn.bench.gate import FAILURES, reason
+from portattn.bench.tensors import Tensors
+from portattn.children import in_children
+
+
+class Primed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child is to run, once each: portattn's own contenders of a case."""
+
+    case: Case
+    backend: str
+    core: bool
+    device: str
+
+
+def prime(asked: Primed) -> str:
+    """Run them; why one of them does not run, or an empty text. It is found again where the case is measured.
+
+    The children share the device's memory: what does not fit now may fit when it is alone.
+    """
+    device, failed = torch.device(asked.device), ""
+    try:
+        t = Tensors.random(asked.case, device)
+    except torch.OutOfMemoryError as failure:
+        return reason(failure)
+    for name, build in own(asked.case, t, asked.backend, asked.core).items():
+        try:
+            build().run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except FAILURES as failure:
+            failed = f"{name}: {reason(failure)}"
+    del t
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return failed
+
+
+def prime_all(
+    cases: Sequence[Case],
+    backend: str,
+    core: bool,
+    device: torch.device,
+    processes: int,
+    done: Callable[[Case, str], None],
+    work: Callable[[Primed], str] = prime,
+) -> bool:
+    """Run every case in a child; `done(case, failure)` is called in this thread as each is finished.
+
+    Returns whether all were run; where a child dies the rest is left to be compiled where it is measured.
+    """
+    asked = [Primed(case=case, backend=backend, core=core, device=str(device)) for case in cases]
+    return in_children(asked, work, processes, lambda one, failure: done(one.case, failure))
