@@ -61,6 +61,7 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
     "--log", "log_path", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines; a .txt beside it."
 )
 @click.option("--resume", is_flag=True, help="Go on with the log's run: what it finished is kept.")
+@click.option("--commit", default="", metavar="TEXT", help="The commit that is tuned, where git cannot tell.")
 @click.option("--dry-run", is_flag=True, help="Say what would be searched; compile and write nothing.")
 @json_option
 def tune(
@@ -81,6 +82,7 @@ def tune(
     out: Path,
     log_path: Path | None,
     resume: bool,
+    commit: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -126,7 +128,7 @@ def tune(
     command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn tune"
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
-    made = origin(where, device is not None, chosen, command, spills)
+    made = origin(where, device is not None, chosen, command, spills, commit)
     options = Options(budget=budget, jobs=jobs, seconds=seconds, spills=spills, candidates=candidates, rounds=rounds)
     with Log(log_path) as log:
         records: list[Record] = log.resume(made) if resume else [made]
