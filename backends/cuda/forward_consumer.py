@@ -286,7 +286,7 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
         acc = warpgroup_mma_wait(0, deps=[acc])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         ring = _passed(keys.after, ring, shared, group, form)
-        _write(acc, state, box, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group, form)
+        _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group, form)
         if not form.OWN_OUT:  # staged where the queries were
             tma.store_wait(0)
             mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -301,8 +301,9 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
 
 
 @gluon.jit
-def _write(acc, state, box, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group: gl.constexpr, form):
-    """The tile's results, normalised, to memory."""
+def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group: gl.constexpr,
+           form):  # fmt: skip
+    """The tile's results, normalised, to memory. place: where its queries were, which have been read."""
     work = read(box, shared)
     row = work.row + group * _ROWS
     rows = row + gl.arange(0, _ROWS, form.ROW)
@@ -327,4 +328,5 @@ def _write(acc, state, box, o_desc, out, lse, sinks, stride_h, stride_s, sizes, 
     else:
         if form.OWN_OUT:
             tma.store_wait(0)
-        _stored(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(group), form)
+            place = group
+        _stored(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(place), form)

@@ -15,7 +15,7 @@ from portattn.bench.contenders import Contender
 
 Run = Callable[[], Any]
 HOST_CALLS = 200
-HOST_SECONDS = 0.3  # after which fewer calls will do
+HOST_MS, FEW_HOST_CALLS = 100.0, 3  # of device time: fewer calls will do where they take longer, but so many
 QUEUE = 20  # calls enqueued before the host waits for the device
 SLEEP_CYCLES = 100_000  # a call: about 50 µs by which the host gets ahead of the device
 HEAD_START_MS = 0.2  # calls that take the device less than this begin behind a sleep: else the host would be timed
@@ -63,8 +63,8 @@ class Clock(Protocol):
         """Device time of one call, in milliseconds, over so many calls."""
         ...
 
-    def host_us(self, run: Run) -> Spread:
-        """Time that enqueuing one call takes the host, in microseconds."""
+    def host_us(self, run: Run, expected_ms: float = 0.0) -> Spread:
+        """Time that enqueuing one call takes the host, in microseconds. expected_ms: that it takes the device."""
         ...
 
     def graphed(self, contender: Contender) -> Run:
@@ -121,10 +121,10 @@ class DeviceClock:
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) for begin, end in events]
 
-    def host_us(self, run: Run) -> Spread:
+    def host_us(self, run: Run, expected_ms: float = 0.0) -> Spread:
         times: list[float] = []
-        stop = time.perf_counter() + HOST_SECONDS
-        while len(times) < HOST_CALLS and (len(times) < QUEUE or time.perf_counter() < stop):
+        calls = max(FEW_HOST_CALLS, min(HOST_CALLS, round(HOST_MS / max(expected_ms, 1e-4))))
+        while len(times) < calls:
             if len(times) % QUEUE == 0:
                 torch.cuda.synchronize()  # the queue stays short: a full one would make the host wait
             begun = time.perf_counter()

@@ -14,7 +14,8 @@ from portattn.bench.gate import FAILURES, DeviceLost, reason
 
 TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of which a call has its share
 MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's queue
-SLOW_MS, FEW_ROUNDS = 30.0, 3  # calls that long are steady: so many rounds are enough
+# Calls that take so many ms are steady: so many rounds are enough.
+SLOW = ((100.0, 2), (30.0, 3))
 HEAT_MS = 400.0  # of work before anything counts, after which a card that rested has come down to its lasting clocks
 
 
@@ -36,7 +37,8 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
     expected: dict[str, float] = {}
     settling, round_ = 1, 0
     while round_ < settling + rounds:
-        if round_ - settling >= FEW_ROUNDS and expected and max(expected.values()) > SLOW_MS:
+        slowest = max(expected.values(), default=0.0)
+        if any(slowest > ms and round_ - settling >= enough for ms, enough in SLOW):
             break
         for name in rotated(names, round_):
             if name in turns.failed:

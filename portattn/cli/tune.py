@@ -42,6 +42,13 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For all of it.")
 @click.option("--candidates", type=click.IntRange(0), default=0, help="Of a class, nearest to today's choice; 0: all.")
 @click.option(
+    "--setting",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Only candidates with this setting, such as pipeline=rotated; can be repeated, also for more values of one.",
+)
+@click.option(
     "--spills",
     type=click.IntRange(0),
     metavar="BYTES",
@@ -74,6 +81,7 @@ def tune(
     kernels: tuple[str, ...],
     budget: float | None,
     candidates: int,
+    settings: tuple[str, ...],
     spills: int | None,
     rounds: int,
     jobs: int,
@@ -100,6 +108,7 @@ def tune(
     from portattn.cli.tune_output import SearchProgress, dry_run_rows, tell
 
     where = target_from(target, toolchain)
+    fixed = _settings(settings)
     found, tools = _tunables(where, kernels)
     cases = _cases(sets, only, problems, ops)
     backend, name = where.backend, where.arch.tuning or where.arch.name
@@ -114,7 +123,7 @@ def tune(
     if not chosen:
         raise ArgumentError("tune", "--kernel", ", ".join(kernels), "must serve an op of the problems")
     if dry_run:
-        dry_run_rows(chosen, tools, where, candidates, as_json)
+        dry_run_rows(chosen, tools, where, candidates, fixed, as_json)
         return
 
     from portattn.tune.entries import TuningFile
@@ -129,7 +138,9 @@ def tune(
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
     made = origin(where, device is not None, chosen, command, spills, commit)
-    options = Options(budget=budget, jobs=jobs, seconds=seconds, spills=spills, candidates=candidates, rounds=rounds)
+    options = Options(
+        budget=budget, jobs=jobs, seconds=seconds, spills=spills, candidates=candidates, rounds=rounds, only=fixed
+    )  # fmt: skip
     with Log(log_path) as log:
         records: list[Record] = log.resume(made) if resume else [made]
         if not resume:
@@ -174,6 +185,17 @@ def tune(
                 ended = str(lost)
         log.show(records)
     tell(chosen, records, history.done, path, log_path, written, ended, as_json)
+
+
+def _settings(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The values that each named setting may have."""
+    found: dict[str, tuple[str, ...]] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise ArgumentError("tune", "--setting", text, "must be NAME=VALUE, such as pipeline=rotated")
+        found[name] = (*found.get(name, ()), value)
+    return found
 
 
 def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], dict[str, Tunable]]:

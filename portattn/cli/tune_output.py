@@ -12,17 +12,20 @@ from portattn.cli.output import emit_json, table
 
 if TYPE_CHECKING:
     from portattn.target import Target
+    from portattn.tune.choice import Only
     from portattn.tune.classes import Class
     from portattn.tune.records import Outcome, Record
     from portattn.tune.tunable import Tunable
 
 
-def dry_run_rows(chosen: list[Class], tools: dict[str, Tunable], where: Target, most: int, as_json: bool) -> None:
-    from portattn.tune.search import propose
+def dry_run_rows(
+    chosen: list[Class], tools: dict[str, Tunable], where: Target, most: int, only: Only, as_json: bool
+) -> None:
+    from portattn.tune.search import proposals
 
     rows: list[dict[str, Any]] = []
-    for one in chosen:
-        ground = propose(one, tools[one.kernel], where, most)
+    for ground in proposals(chosen, tools, where, most, only):
+        one = ground.of
         refused = [record for record in ground.dropped if record.verdict == "refused"]
         rows.append(
             {

@@ -56,6 +56,16 @@ def add_values(acc, correction, p, v_rows, k_tile, table, start, end, pages, str
 
 
 @triton.jit
+def step_start(step, origin, first_step, full_begin, full, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """First key of a step of `attend`: the `full` tiles from full_begin on, then those before them, then the rest."""
+    tile = full_begin + step
+    if WINDOW:
+        before = first_step + step - full
+        tile = tl.where(step < full, tile, tl.where(before < full_begin, before, before + full))
+    return origin + tile * BLOCK_N
+
+
+@triton.jit
 def attend(
     acc, row_max, row_sum,
     q_pointers, q_tail_pointers, row_valid, q_stride_d, q_tail_stride_d,
@@ -86,50 +96,62 @@ def attend(
         q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED)
     else:
         q_tail = None
-    # Two passes: key tiles that every row attends whole, then those at the edges.
-    for edge in tl.static_range(2):
-        if edge == 0:
-            count = full_end - full_begin
-        else:
-            count = full_begin - first_step + last_step - full_end
-        if PIPELINE == "rotated" and edge == 0:
-            if count > 0:
-                start = origin + full_begin * BLOCK_N
-                scores, k_tile = key_scores(
-                    q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
-                    HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
-                )  # fmt: skip
-                for i in range(count - 1):
-                    start = origin + (full_begin + i) * BLOCK_N
-                    p, correction, row_max, row_sum = softmax_step(
-                        scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                        bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
-                        BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
-                    )  # fmt: skip
-                    # Before P·V, so that the next softmax need not wait for it.
-                    scores, k_tile = key_scores(
-                        q_tile, q_tail, k_rows, k_tail_rows, table, start + BLOCK_N, end, pages, k_stride_p,
-                        k_stride_s, k_stride_d, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, False, False, LOAD,
-                        K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
-                    )  # fmt: skip
-                    acc = add_values(
-                        acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s,
-                        v_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, False, MASKS, LOAD, DOT_PRECISION,
-                        PAGE_SIZE, PAGE_LOOP, READS,
-                    )  # fmt: skip
-                start = origin + (full_end - 1) * BLOCK_N
+    if PIPELINE == "rotated":
+        # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
+        # A branch around such a loop makes ptxas wait for each product (C7515): so the last step is always masked.
+        full, total = full_end - full_begin, last_step - first_step
+        start = step_start(0, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
+        scores, k_tile = key_scores(
+            q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
+            HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
+            PAGE_SIZE, PAGE_LOOP, READS,
+        )  # fmt: skip
+        for edge in tl.static_range(2):
+            if edge == 0:
+                begin, stop = full - full, tl.minimum(full, total - 1)
+            else:
+                begin, stop = tl.minimum(full, total - 1), total - 1
+            for i in range(begin, stop):
+                start = step_start(i, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
+                following = step_start(i + 1, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
-                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, False, WINDOW, SOFTCAP,
+                    bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
+                )  # fmt: skip
+                if Q_OPERAND == "reload":
+                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
+                    if BLOCK_TAIL != 0:
+                        q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN,
+                                                 BLOCK_TAIL, NEGATED)  # fmt: skip
+                scores, k_tile = key_scores(
+                    q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s,
+                    k_stride_d, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, False, False, MASKS, LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP,
-                    READS,
+                    HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
                 )  # fmt: skip
-        else:
+        start = step_start(tl.maximum(total - 1, 0), origin, first_step, full_begin, full, BLOCK_N, WINDOW)
+        p, correction, row_max, row_sum = softmax_step(
+            scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
+            bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
+            EXP, MASK_VALUE, CLAMPED,
+        )  # fmt: skip
+        acc = add_values(
+            acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or EDGE_UNUSED, LOAD, DOT_PRECISION, PAGE_SIZE,
+            PAGE_LOOP, READS,
+        )  # fmt: skip
+    else:
+        # Two passes: key tiles that every row attends whole, then those at the edges.
+        for edge in tl.static_range(2):
+            if edge == 0:
+                count = full_end - full_begin
+            else:
+                count = full_begin - first_step + last_step - full_end
             for i in range(count):
                 if edge == 0:
                     start = origin + (full_begin + i) * BLOCK_N

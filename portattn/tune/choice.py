@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from portattn.lowering import LAUNCH_FIELDS, OptionValue
 
 Setting = bool | int | str | None
+Only = Mapping[str, tuple[str, ...]]  # values that settings may have, as they are written
 # How the usual settings are written in tables: 128×64 w4 s2.
 _SHORT = {"num_warps": "w{}", "num_stages": "s{}"}
 
@@ -42,6 +44,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """How many settings the two do not share."""
         ours, theirs = self.settings, other.settings
         return sum(ours.get(name) != theirs.get(name) for name in ours.keys() | theirs.keys())
+
+    def among(self, only: Only) -> bool:
+        """Whether each of these settings has one of its values. None is the value of what is not set."""
+        settings = self.settings
+        return all(str(settings.get(name)).lower() in map(str.lower, values) for name, values in only.items())
 
     def __str__(self) -> str:
         launch: dict[str, Any] = dict(self.launch)

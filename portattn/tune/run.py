@@ -27,7 +27,7 @@ from portattn.tune.search import (
     facts_of,
     larger_tiles_first,
     of_code,
-    propose,
+    proposals,
     witnesses,
 )
 from portattn.tune.tunable import Built, Compiled, NotBuilt, Tunable
@@ -46,6 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     spills      bytes of spills that a candidate may have
     candidates  of each class so many, those nearest to the incumbent; 0 for all
     rounds      in which finalists take turns
+    only        candidates that have one of these values of these settings
     """
 
     budget: float | None = None
@@ -54,6 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     spills: int = 0
     candidates: int = 0
     rounds: int = 4
+    only: dict[str, tuple[str, ...]] = {}
 
 
 class Tuner:
@@ -86,7 +88,7 @@ class Tuner:
     def run(self, classes: Sequence[Class], done: Callable[[Class, Outcome], None]) -> list[Outcome]:
         """Search every class that the history has no outcome of; `done` is called as each is finished."""
         left = [one for one in classes if one.name not in self.history.done]
-        fields = [propose(one, self.tunables[one.kernel], self.target, self.options.candidates) for one in left]
+        fields = proposals(left, self.tunables, self.target, self.options.candidates, self.options.only)
         for ground in fields:
             for record in ground.dropped:
                 self.note(record)

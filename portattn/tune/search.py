@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -13,13 +14,13 @@ from portattn.bench.gate import as_call, reason
 from portattn.bench.tensors import Tensors
 from portattn.call import Call
 from portattn.compiling import is_compilers
-from portattn.errors import PortattnError
+from portattn.errors import ArgumentError, PortattnError
 from portattn.lowering import Launch
 from portattn.problem import Problem
 from portattn.target import Target
 from portattn.tune import race
 from portattn.tune.check import Checker, Errors, start
-from portattn.tune.choice import Choice
+from portattn.tune.choice import Choice, Only
 from portattn.tune.classes import Class
 from portattn.tune.facts import verdict
 from portattn.tune.race import Clock, Times
@@ -57,14 +58,26 @@ class Field:
     dropped: list[Candidate] = field(default_factory=list)
 
 
-def propose(of: Class, tunable: Tunable, target: Target, most: int) -> Field:
+def proposals(
+    classes: Sequence[Class], tools: Mapping[str, Tunable], target: Target, most: int, only: Only
+) -> list[Field]:
+    """The entrants of every class. Raises ArgumentError where `only` leaves nothing to try in any of them."""
+    found = [propose(one, tools[one.kernel], target, most, only) for one in classes]
+    if only and found and not any(not entrant.incumbent for ground in found for entrant in ground.entrants):
+        told = ", ".join(f"{name}={value}" for name, values in only.items() for value in values)
+        raise ArgumentError("tune", "--setting", told, "must leave a candidate besides today's choice")
+    return found
+
+
+def propose(of: Class, tunable: Tunable, target: Target, most: int, only: Only = MappingProxyType({})) -> Field:
     """The entrants of a class: what its space holds for its first problem, as far as it can be built for all of them.
 
     most  of the candidates nearest to the incumbent, so many; 0 for all
+    only  candidates that have one of these values of these settings
     """
     found = Field(of, tunable)
     base = of.incumbent or Choice()
-    space = tunable.space(of.workloads[0].problem, target, base)
+    space = (c for c in tunable.space(of.workloads[0].problem, target, base) if c.among(only))
     choices = [of.incumbent] if of.incumbent is not None else []
     seen: dict[tuple[str, ...], Choice] = {}
     for choice in (*choices, *space):

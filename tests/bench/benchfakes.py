@@ -26,7 +26,7 @@ class FakeClock:
         run()
         return self.ms
 
-    def host_us(self, run):
+    def host_us(self, run, expected_ms=0.0):
         run()
         return Spread(median=5.0, low=4.0, high=7.0, count=9)
 

@@ -131,7 +131,10 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     assert "has died" not in called.stderr
     called = bench(*sets, "--resume")
     assert "has died" in called.stderr
-    assert asked == [(["seed decode", "seed paged decode"], "auto", False, "cuda:0", 3), ([], "auto", False, "cuda:0", 3)]
+    assert asked == [
+        (["seed decode", "seed paged decode"], "auto", False, "cuda:0", 3),
+        ([], "auto", False, "cuda:0", 3),
+    ]
 
 
 @pytest.mark.usefixtures("device")

@@ -71,6 +71,8 @@ def test_host_times_keep_the_queue_short(device, monkeypatch):
     assert spread.count == 45
     assert 0 < spread.low <= spread.median <= spread.high
     assert [i for i, what in enumerate(did) if what == "sync"] == [0, 21, 42, 48]
+    assert device.host_us(run, 10.0).count == 10
+    assert device.host_us(run, 1e4).count == clock.FEW_HOST_CALLS
 
 
 def test_a_device_that_takes_no_more(device, monkeypatch):

@@ -14,11 +14,12 @@ from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem, Target
-from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, choice, width
+from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, choice, launcher, width
 from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.dispatch import run_variant
 from portattn.planner import plan
+from portattn.reference.check import judge, nan_filled_memory
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -204,6 +205,25 @@ def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
         call = random_call(p, 4, device=chip.name)
         call.softcap = softcap
         assert_right(call)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("own_out", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, queries: int) -> None:
+    """In shared memory of its own, or where the queries of the very tile were, of one or two such places."""
+    for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
+        p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right")
+        chosen = choice(p)
+        assert chosen is not None
+        schedule = msgspec.structs.replace(chosen.schedule, stages=2, own_out=own_out, queries=queries)
+        call = random_call(p, 3, device=chip.name)
+        with nan_filled_memory():
+            out, lse = call.new_out(), call.new_lse()
+        launcher(call, schedule)({name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse})
+        facts = judge(call, out, lse)
+        assert not facts["wrong"]
+        assert facts["error"] <= facts["budget"]
 
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1

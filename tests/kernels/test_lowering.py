@@ -184,6 +184,30 @@ def test_a_persistent_grid_of_any_width(device: Device, op: str, cores: int) -> 
     assert_right(call, *run_core(device, call, {"grid": "persistent"}, launch, cores=cores))
 
 
+STEPS: dict[str, dict[str, Any]] = {  # which tiles are whole, which are at an edge, and in which order they come
+    "whole tiles and no edge": {"seq_q": 20, "seq_k": 96},
+    "a last tile that is not whole": {"seq_q": 20, "seq_k": 100},
+    "one tile": {"seq_q": 20, "seq_k": 9},
+    "a diagonal": {"seq_q": 90, "seq_k": 90, "causal": "bottom_right"},
+    "rows without keys": {"seq_q": 90, "seq_k": 20, "causal": "bottom_right"},
+    "a window with whole tiles inside": {"seq_q": 90, "seq_k": 200, "causal": "bottom_right", "window_left": 70},
+    "a window of edges alone": {"seq_q": 40, "seq_k": 150, "window_left": 9, "window_right": 9},
+    "a window past the keys": {"seq_q": 150, "seq_k": 40, "causal": "top_left", "window_left": 20},
+    "lengths of 0": {"seq_q": 20, "seq_k": 60, "batch": 4, "seqlens_q": True, "seqlens_k": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("select", CHOICES["select"])
+@pytest.mark.parametrize("q_operand", CHOICES["q_operand"])
+def test_the_rotated_loop(device: Device, q_operand: str, select: str, steps: str) -> None:
+    call = random_call(problem(**STEPS[steps]), 4, device=device.name)
+    for name in ("seqlens_q", "seqlens_k"):
+        if STEPS[steps].get(name):
+            getattr(call, name)[:2] = 0
+    assert_right(call, *run_core(device, call, {"pipeline": "rotated", "select": select, "q_operand": q_operand}))
+
+
 def test_a_finite_mask_value_survives_scores_below_it(device: Device) -> None:
     """Rows with nothing to attend stay 0 and -inf, and large negative scores are no masked ones."""
     p = problem(causal="bottom_right", seq_q=24, seq_k=5)
