@@ -65,8 +65,9 @@ def run(program: str, folder: Path, triton: Path, *arguments: str) -> dict[str, 
     build(folder, triton / "backends" / "nvidia" / "include")
     (folder / "site").mkdir()
     (folder / "site" / "triton").symlink_to(triton)
-    inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    variables = environment(folder) | {"PYTHONPATH": os.pathsep.join((str(folder / "site"), str(HERE)))}
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = (str(folder / "site"), str(HERE), os.environ.get("PYTHONPATH", ""))
+    variables = environment(folder) | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     done = subprocess.run(
         [sys.executable, str(HERE / program), *arguments],
         env=inherited | variables | {"PORTATTN_CACHE_DIR": str(folder / "portattn")},

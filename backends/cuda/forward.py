@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
-EXACT_SOFTCAP = 64.0  # up to here a score's error is a few of float32's steps at 8; at 256 it was past the LSE's budget
 # Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
@@ -206,9 +205,8 @@ class _Launcher(StepLauncher):
         self._splits = 1 if whole else split_count(tiles, ceil_div(p.seq_k, s.keys), cores)
         self._grid = min(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
-        self._capped = int(p.softcap) * (2 if call.softcap > EXACT_SOFTCAP else 1)
         if p.softcap:
-            self._scale, self._softcap = 2.0 * (call.scale or 1.0) * LOG2E / call.softcap, LOG2E * call.softcap
+            self._scale, self._softcap = (call.scale or 1.0) / call.softcap, LOG2E * call.softcap
         buffers: Buffers = {}
         if self._splits > 1:
             shape = (self._splits, p.batch, p.heads_q, p.seq_q)
@@ -260,7 +258,7 @@ class _Launcher(StepLauncher):
             "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
             "RIGHT": p.causal != "none" or p.window_right != UNLIMITED, "LEFT": p.window_left != UNLIMITED,
             "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
-            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": self._capped, "SPLIT": self._splits > 1,
+            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries,
         }  # fmt: skip

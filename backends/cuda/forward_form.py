@@ -18,7 +18,7 @@ class Form:
     VARYING       "none", "packed" (first rows of sequences are given) or "padded" (their lengths are), "padded_q" or
                   "padded_k" (those of queries or keys only)
     UNSEEN        keys behind the last that a query sees may lie inside the tensor
-    SOFTCAP       scores are capped: 1; by so much that the product with a tanh near 0 is not exact enough: 2; else 0
+    SOFTCAP       scores are capped
     SPLIT         a tile's keys are shared by several blocks, whose results are merged afterwards
     TURNS         consumers issue their products in turns
     LATE          the accumulator is rescaled after the next scores have been issued, not before

@@ -114,7 +114,7 @@ def scheduled_forward(
     lse   (B, Hq, Sq) float32, or None; sinks (Hq,) or None
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
-    scale    the softmax scale times log2(e), positive; with SOFTCAP 2·log2(e)·scale/softcap
+    scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
     CONSUMER, PRODUCER  registers of a thread. The other constants: Form
     """
