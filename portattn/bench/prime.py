@@ -15,6 +15,7 @@ import torch
 from portattn.bench.cases import Case
 from portattn.bench.contenders import own
 from portattn.bench.gate import FAILURES, reason
+from portattn.bench.order import spread
 from portattn.bench.tensors import Tensors
 from portattn.children import in_children
 
@@ -64,5 +65,6 @@ def prime_all(
 
     Returns whether all were run; where a child dies the rest is left to be compiled where it is measured.
     """
-    asked = [Primed(case=case, backend=backend, core=core, device=str(device)) for case in cases]
+    # Neighbours often need the same kernel, which two children would compile at the same time.
+    asked = [Primed(case=case, backend=backend, core=core, device=str(device)) for case in spread(cases)]
     return in_children(asked, work, processes, lambda one, failure: done(one.case, failure))
