@@ -7,6 +7,8 @@ compiles in portattn's own.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -60,11 +62,15 @@ def prime_all(
     processes: int,
     done: Callable[[Case, str], None],
     work: Callable[[Primed], str] = prime,
+    seconds: float = math.inf,
 ) -> bool:
-    """Run every case in a child; `done(case, failure)` is called in this thread as each is finished.
+    """Run every case in a child, for so many seconds; `done(case, failure)` is called here as each is finished.
 
-    Returns whether all were run; where a child dies the rest is left to be compiled where it is measured.
+    Returns whether all were run; where a child dies, or time is over, the rest is left to be compiled where it is measured.
     """
     # Neighbours often need the same kernel, which two children would compile at the same time.
     asked = [Primed(case=case, backend=backend, core=core, device=str(device)) for case in spread(cases)]
-    return in_children(asked, work, processes, lambda one, failure: done(one.case, failure))
+    end = time.monotonic() + seconds
+    return in_children(
+        asked, work, processes, lambda one, failure: done(one.case, failure), lambda: time.monotonic() >= end
+    )

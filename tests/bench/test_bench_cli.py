@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 
 import click.testing
@@ -111,8 +112,8 @@ def test_several_sets_with_a_budget_take_turns(tmp_path):
 def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     asked = []
 
-    def prime_all(cases, backend, core, device, processes, done):
-        asked.append(([case.name for case in cases], backend, core, str(device), processes))
+    def prime_all(cases, backend, core, device, processes, done, seconds):
+        asked.append(([case.name for case in cases], backend, core, str(device), processes, seconds))
         for case in cases:
             done(case, "" if "paged" in case.name else "portattn: too wide")
         return len(asked) == 1
@@ -128,12 +129,12 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
     assert "seed decode: portattn: too wide" in called.stderr
     assert "seed paged decode: compiled" in called.stderr
     assert called.exit_code == 0, called.output
-    assert "has died" not in called.stderr
-    called = bench(*sets, "--resume")
-    assert "has died" in called.stderr
+    assert "not all was compiled" not in called.stderr
+    called = bench(*sets, "--resume", "--budget", "100")
+    assert "not all was compiled" in called.stderr
     assert asked == [
-        (["seed decode", "seed paged decode"], "auto", False, "cuda:0", 3),
-        ([], "auto", False, "cuda:0", 3),
+        (["seed decode", "seed paged decode"], "auto", False, "cuda:0", 3, math.inf),
+        ([], "auto", False, "cuda:0", 3, 50.0),
     ]
 
 
