@@ -29,7 +29,7 @@ FLAGS = tuple(field.name for field in msgspec.structs.fields(forward.Schedule) i
 
 class ForwardTunable:
     name = forward.ForwardVariant.name
-    ops = forward.ForwardVariant.ops
+    ops: tuple[str, ...] = forward.ForwardVariant.ops
 
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
         """Every tile of the width with every combination of flags, nearest to the base first."""

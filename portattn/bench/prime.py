@@ -66,7 +66,7 @@ def prime_all(
 ) -> bool:
     """Run every case in a child, for so many seconds; `done(case, failure)` is called here as each is finished.
 
-    Returns whether all were run; where a child dies, or time is over, the rest is left to be compiled where it is measured.
+    Returns whether all were run; where a child dies, or time is over, the rest is compiled where it is measured.
     """
     # Neighbours often need the same kernel, which two children would compile at the same time.
     asked = [Primed(case=case, backend=backend, core=core, device=str(device)) for case in spread(cases)]
