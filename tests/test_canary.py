@@ -185,6 +185,7 @@ class Sabotaged(Fake):
             interpret.run_core = original
 
 
+@pytest.mark.interpreter
 def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
