@@ -66,6 +66,10 @@ class Variant:
         """How a problem that it takes is scheduled: names and values that a plan shows. Pure."""
         return {}
 
+    def leaves(self, problem: Problem) -> str:
+        """Why a problem that it takes is better left to the core unless somebody asks for it; else empty. Pure."""
+        return ""
+
     def timed(self, problem: Problem) -> bool:
         """Whether that schedule was timed on the chip: spills that it may have are then in its time."""
         return False

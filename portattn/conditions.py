@@ -23,7 +23,7 @@ FLAGS = frozenset(
 NUMBERS = frozenset(
     {
         "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "widest", "page_size",
-        "tokens", "rows", "programs",
+        "tokens", "rows", "query_tiles", "programs",
     }
 )  # fmt: skip
 WORDS = {

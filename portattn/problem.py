@@ -24,6 +24,7 @@ MAX_SIZE = 2**31 - 1  # kernels count batches and heads in int32
 MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a tile's width are added up
 MAX_SPLITS = 128  # programs that share one row's keys
 ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
+QUERY_TILE = 128  # rows: what the condition `query_tiles` counts in
 UNLIMITED = -1  # a side of a window that hides nothing
 
 
@@ -217,6 +218,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "page_size": self.page_size,
             "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
             "rows": rows * self.group if self.op in GROUPED else rows,
+            # Tiles of 128 query rows of all heads and sequences: how much there is for a chip's cores to share.
+            "query_tiles": (1 if self.num_splits else self.batch) * self.heads_q * -(-rows // QUERY_TILE),
             "dtype": self.dtype,
             "layout": self.layout,
             "page_layout": self.page_layout,

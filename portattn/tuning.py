@@ -74,6 +74,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Choices for kernels whose names match a glob, where all conditions of `when` hold; the first that holds is taken.
 
     flags     settings of a variant, by names of its own; a variant's entries name it in full
+    core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
     timed     False for a choice that was only compiled, in a file whose others were timed
     resident  programs that one core runs at a time, as far as the split over keys is concerned (decode)
     provenance  this entry's own, where it is not the file's
@@ -84,6 +85,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
     flags: dict[str, bool | int | str] = {}
+    core: bool = False
     resident: int = 1
     timed: bool = True
     note: str = ""
@@ -102,14 +104,23 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None if place is None else self.entry[place]
 
     def position(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> int | None:
-        """Which entry `find` takes, by its number."""
+        """Which entry `find` takes, by its number; none that leaves problems to the core."""
         for place, entry in enumerate(self.entry):
+            if entry.core:
+                continue
             # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
             if entry.kernel != kernel if variant else not fnmatch.fnmatchcase(kernel, entry.kernel):
                 continue
             if conditions.all_hold(map(conditions.parse, entry.when), features):
                 return place
         return None
+
+    def left_to_core(self, variant: str, features: Mapping[str, Any]) -> str:
+        """The note of the variant's first entry that holds, if that one leaves the problem to the core; else empty."""
+        for entry in self.entry:
+            if entry.kernel == variant and conditions.all_hold(map(conditions.parse, entry.when), features):
+                return entry.note if entry.core else ""
+        return ""
 
     def source(self, entry: Entry) -> Source | Provenance:
         """Where an entry comes from: its own provenance, or the file's."""
@@ -134,6 +145,10 @@ def load_tuning(path: Path, backend: str) -> Tuning:
             check_launch_values(dict(entry.launch), backend)
             if entry.flags and set("*?[") & set(entry.kernel):
                 raise ValueError(f"flags belong to a variant, and {entry.kernel!r} must name it in full")
+            if entry.core and (set("*?[") & set(entry.kernel) or entry.flags or not entry.note):
+                raise ValueError(
+                    "core = true is for a variant, named in full, without flags; `note` says how much faster"
+                )
             if entry.provenance and entry.provenance.measured and not entry.provenance.figures:
                 raise ValueError("provenance measured = true without figures: what was timed, and how long it took")
             for name, value in entry.lowering.items():

@@ -69,6 +69,7 @@ def test_the_first_entry_that_holds(tmp_path: Path) -> None:
         (HEAD + ENTRIES.replace('"descriptor"', '"tma"'), ["load", "'tma'", "descriptor"]),
         (HEAD + ENTRIES.replace("load =", "loads ="), ["loads", "outside"]),
         (HEAD + ENTRIES.replace("dense_forward", "*_forward").replace("lowering", "flags"), ["flags", "'*_forward'"]),
+        (HEAD + ENTRIES.replace('lowering = { load = "descriptor" }', "core = true"), ["core", "note"]),
         (HEAD.replace("2026-11-01", '"soon"') + ENTRIES, ["provenance.date"]),
     ],
 )

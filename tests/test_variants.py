@@ -176,7 +176,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tensors() -> list[torch.Tensor]:
-    return [torch.zeros(2, 4, 33, 64, dtype=torch.float16) for _ in range(3)]
+    return [torch.zeros(2, 4, 33, 128, dtype=torch.float16) for _ in range(3)]
 
 
 def silently(call: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytes
     # Few tiles: keys are split, and a second kernel merges.
     assert child.asked[0] == "scheduled_forward"
     assert len(child.asked) == len(set(child.asked))
-    longer = [torch.zeros(2, 4, 35, 64, dtype=torch.float16) for _ in range(3)]
+    longer = [torch.zeros(2, 4, 35, 128, dtype=torch.float16) for _ in range(3)]
     count = len(child.asked)
     silently(lambda: portattn.attention(*longer))
     assert len(child.asked) == count  # sizes do not make another kernel

@@ -100,6 +100,10 @@ class ForwardVariant(Variant):
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
+    def leaves(self, problem: Problem) -> str:
+        """What the tuning data says of problems that the core is faster at."""
+        return _tuning().left_to_core(self.name, problem.features())
+
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
         chosen = choice(call.problem)
@@ -152,7 +156,7 @@ def _tuning() -> Tuning:
 
 
 def choice(problem: Problem) -> Choice | None:
-    """The first entry of the tuning data whose conditions hold."""
+    """The first entry of the tuning data with a schedule whose conditions hold."""
     tuned = _tuning()
     entry = tuned.find(ForwardVariant.name, problem.features(), variant=True)
     if entry is None:

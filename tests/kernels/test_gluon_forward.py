@@ -398,6 +398,25 @@ def test_many_short_packed_sequences_are_not_too_many_tiles() -> None:
     assert "too many tiles" in no.reason
 
 
+LEFT = {
+    "few tiles": {"head_dim": 64, "head_dim_v": 64, "seq_q": 512, "seq_k": 512},
+    "padded": {
+        "head_dim": 64, "head_dim_v": 64, "batch": 8, "heads_q": 64, "seq_q": 1024, "seq_k": 1024, "seqlens_q": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", LEFT.values(), ids=LEFT)
+def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any]) -> None:
+    made = plan(problem(**fields), SM_90)
+    assert made.path == "triton"
+    assert any("not gluon_forward: it leaves such problems to the core: fp16" in note for note in made.notes)
+    assert plan(problem(**fields), SM_90, settings=Settings(backend="gluon_forward")).path == "gluon_forward"
+    for larger in ({"seq_k": 2048}, {"heads_q": 512}, {"head_dim": 128, "head_dim_v": 128}):
+        more = {"seqlens_q": False} | larger
+        assert plan(problem(**fields | more), SM_90).path == "gluon_forward"
+
+
 def test_it_is_planned_where_it_can_run_and_only_there() -> None:
     assert plan(BASE, SM_90).path == "gluon_forward"
     assert plan(PACKED, SM_90).path == "gluon_forward"

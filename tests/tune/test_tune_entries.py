@@ -178,9 +178,9 @@ def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, bac
     for index, entry in enumerate(after.entry):
         assert any(
             not any(
-                (kernel == other.kernel if entry.flags else fnmatch.fnmatchcase(kernel, other.kernel))
+                (kernel == other.kernel if entry.flags or entry.core else fnmatch.fnmatchcase(kernel, other.kernel))
                 and set(other.when) <= set(entry.when)
                 for other in after.entry[:index]
             )
-            for kernel in ([entry.kernel] if entry.flags else fnmatch.filter(KERNEL_NAMES, entry.kernel))
+            for kernel in ([entry.kernel] if entry.flags or entry.core else fnmatch.filter(KERNEL_NAMES, entry.kernel))
         ), entry
