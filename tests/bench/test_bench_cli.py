@@ -57,7 +57,7 @@ def test_without_a_device(monkeypatch):
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """A device that is the CPU, on which every call takes 1 ms; cases are small."""
     timed, fake = run.run_case, FakeClock()
-    properties = types.SimpleNamespace(multi_processor_count=132, total_memory=1, uuid=None)
+    properties = types.SimpleNamespace(multi_processor_count=132, total_memory=1, uuid=None, major=9, minor=0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a chip")

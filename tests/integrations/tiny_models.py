@@ -94,9 +94,17 @@ def build_t5() -> Any:
 
 @contextlib.contextmanager
 def using(model: Any, implementation: str) -> Iterator[Any]:
-    model.set_attn_implementation(implementation)
+    _set_everywhere(model, implementation)
     yield model
-    model.set_attn_implementation("eager")
+    _set_everywhere(model, "eager")
+
+
+def _set_everywhere(model: Any, implementation: str) -> None:
+    model.set_attn_implementation(implementation)
+    for name in ("encoder", "decoder"):  # T5's have configurations of their own, which transformers 5.17 leaves alone
+        part = getattr(model, name, None)
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(implementation)
 
 
 def tokens(length: int = LENGTH) -> torch.Tensor:
