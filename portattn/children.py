@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -11,6 +12,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 LOOK_SECONDS = 1.0  # how often the time is looked at while children work
+END_SECONDS = 10.0  # how long a killed child is waited for: until then it holds the device's memory
 
 
 def in_children(
@@ -27,7 +29,8 @@ def in_children(
     """
     if not items:
         return True
-    pool = ProcessPoolExecutor(min(processes, len(items)), mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(items)), mp_context=context, initializer=_leave_interrupts)
     try:
         running: dict[Future[Found], Item] = {pool.submit(work, item): item for item in items}
         while running and not out_of_time():
@@ -42,3 +45,10 @@ def in_children(
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children:  # one may hang in a kernel
             child.kill()
+        for child in children:
+            child.join(END_SECONDS)
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches every process of a terminal: the parent alone answers it, and ends the children."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

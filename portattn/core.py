@@ -186,6 +186,7 @@ class DecodeSplit(CoreKernel):
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         return super().constexprs(problem, lowering, launch) | {
+            "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
             "LATENT": problem.op == "mla_attention",
@@ -255,7 +256,8 @@ class PagedSplit(DecodeSplit):
 
     name = "paged_split"
     op = "paged_attention"
-    choices: tuple[str, ...] = (*DecodeSplit.choices, "page_loop")
+    # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
+    choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)

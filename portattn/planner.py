@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from portattn import variantpath
 from portattn.config import Settings
 from portattn.corepath import Refused, choose
@@ -61,6 +63,7 @@ def plan(
     cause = ""  # the quirk that decided against the core path, if one did
     applied: tuple[Applied, ...] = ()  # every quirk that speaks against it
     variants: list[Rejection] = []  # no fall-backs: the core covers everything that a variant does
+    left: list[Plan] = []  # what a variant would run, and leaves to the core, which is faster at it
     for variant in backend.variants:
         concerned = problem.op in variant.ops and target.arch.name in variant.arches
         if requested != variant.name and not (requested == "auto" and concerned):
@@ -69,16 +72,21 @@ def plan(
             taken = variantpath.choose(variant, problem, target, registry, verdicts, settings)
         except Refused as no:
             variants.append(no.rejection)
-        else:
-            return Plan(
-                **base,
-                path=variant.name,
-                schedule=taken.schedule,
-                needs=variant.needs,
-                quirks=taken.quirks,
-                notes=tuple(map(variantpath.note, variants)),
-                key=taken.key,
-            )
+            continue
+        made = Plan(
+            **base,
+            path=variant.name,
+            schedule=taken.schedule,
+            needs=variant.needs,
+            quirks=taken.quirks,
+            notes=tuple(map(variantpath.note, variants)),
+            key=taken.key,
+        )
+        why = variant.leaves(problem) if requested == "auto" else ""
+        if not why:
+            return made
+        left.append(made)
+        variants.append(Rejection(path=variant.name, reason=f"leaves such problems to the core: {why}"))
     rejected += variants if requested != "auto" else []
     against = [registry.quirks[no.quirk] for no in variants if no.quirk]
     base["quirks"] = tuple(Applied(id=q.id, sentence=q.sentence(), sets={"path": q.effect.path}) for q in against)
@@ -88,6 +96,8 @@ def plan(
         try:
             choice = choose(problem, target, registry, verdicts, settings)
         except Refused as no:
+            if left:
+                return msgspec.structs.replace(left[0], notes=(*left[0].notes, variantpath.note(no.rejection)))
             rejected.append(no.rejection)
             cause = no.rejection.quirk
             if cause and no.rejection.choice:

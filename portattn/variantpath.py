@@ -44,9 +44,6 @@ def choose(
     no = variant.rejects(problem, target)
     if no is not None:
         raise Refused(no)
-    why = variant.leaves(problem) if settings.backend == "auto" else ""
-    if why:
-        raise Refused(Rejection(path=variant.name, reason=f"leaves such problems to the core: {why}"))
     found = quirks_of(variant.name, problem, target, registry, settings)
     blocker = next((quirk for quirk in found if quirk.effect.path), None)
     if blocker is not None:

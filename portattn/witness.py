@@ -291,6 +291,8 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
 
     Raises ValueError where a call of the op cannot have them.
     """
+    if "query_tiles" in chosen:  # of one head, with few rows, as many as there are sequences
+        chosen |= {"batch": chosen.pop("query_tiles"), "heads_k": 1, "group": 1}
     if "gqa" in chosen:
         chosen["group"] = 4 if chosen.pop("gqa") else 1
     if "rows" in chosen:

@@ -96,7 +96,7 @@ def entry_of(op: str) -> fastpath.Entry:
 
 def normal(launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list[list[Any]]:
     """Launches with names in place of the addresses of what was allocated, since each call allocates anew."""
-    places = {one.data_ptr(): "counter" for made in made_counters for one in made.split(1)}
+    places = {one.data_ptr(): "counter" for made in made_counters for one in made.split(counters.APART)}
     places |= {t.data_ptr(): n for n, t in arguments.items() if isinstance(t, torch.Tensor)}
     # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
     places |= {

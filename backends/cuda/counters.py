@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 # kernels run, and its handle given to a new one.
 TURNS = 64
 CAPTURED = 4_096  # counters made beforehand for captured launches
+# Numbers from one counter to the next: 16 bytes. For an address that is aligned otherwise Triton compiles anew.
+APART = 4
 
 
 class Counters:
     """The counters of one device.
 
-    zeros  makes so many of them: int32, 0 for what the current stream runs afterwards, on the device
+    zeros  makes so many int32, 0 for what the current stream runs afterwards, on the device
     """
 
     def __init__(self, zeros: Callable[[int], torch.Tensor]) -> None:
@@ -36,8 +38,8 @@ class Counters:
         self._zeros, self._lock = zeros, threading.Lock()
         self.stream = devices.runtime("cuda").stream
         self._of_stream: dict[int, Iterator[torch.Tensor]] = {}
-        self._captured = zeros(CAPTURED)  # held for ever: graphs have addresses in it
-        self._left = list(self._captured.split(1))
+        self._captured = zeros(CAPTURED * APART)  # held for ever: graphs have addresses in it
+        self._left = list(self._captured.split(APART))
 
     def take(self, stream: int | None) -> torch.Tensor:
         """A counter for one launch on the current stream, whose handle is given: None when the launch is captured.
@@ -47,7 +49,7 @@ class Counters:
         if stream is not None:
             turns = self._of_stream.get(stream)
             if turns is None:
-                made = itertools.cycle(self._zeros(TURNS).split(1))
+                made = itertools.cycle(self._zeros(TURNS * APART).split(APART))
                 turns = self._of_stream.setdefault(stream, made)
             return next(turns)
         with self._lock:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
+LARGEST_CAP = (
+    1e30  # no score comes near it; times log2(e) it is still a float32, and a score over it no subnormal number
+)
 # Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
@@ -210,7 +213,8 @@ class _Launcher(StepLauncher):
         self._grid = min(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
         if p.softcap:
-            self._scale, self._softcap = (call.scale or 1.0) / call.softcap, LOG2E * call.softcap
+            cap = min(call.softcap, LARGEST_CAP)
+            self._scale, self._softcap = (call.scale or 1.0) / cap, LOG2E * cap
         buffers: Buffers = {}
         if self._splits > 1:
             shape = (self._splits, p.batch, p.heads_q, p.seq_q)

@@ -76,18 +76,19 @@ def rescaled(acc, factor, form):
 
 
 # tanh, of one number after the other: of a whole tile at a time each intermediate would take 64 registers. Near 0 much
-# cancels in 1 - 2/(e^2x + 1), and a cap multiplies what is left wrong: below 1/4 it is the series x - x^3/3 + 2x^5/15 -
-# 17x^7/315 + 62x^9/2835 (relative error 1e-8), as in portattn/kernels/tiles.py.
+# cancels in (1 - e^-2x)/(1 + e^-2x), and a cap multiplies what is left wrong: below 1/4 it is the series x - x^3/3 +
+# 2x^5/15 - 17x^7/315 + 62x^9/2835 (relative error 1e-8), as in portattn/kernels/tiles.py.
 _TANH = f"""{{
 .reg .f32 x, a, far, y, p; .reg .pred low;
 mul.f32 x, $1, $2;
 abs.f32 a, x;
 setp.lt.f32 low, a, 0.25;
-mul.f32 far, a, {2 * math.log2(math.e)!r};
+mul.f32 far, a, {-2 * math.log2(math.e)!r};
 ex2.approx.ftz.f32 far, far;
-add.f32 far, far, 1.0;
-rcp.approx.ftz.f32 far, far;
-fma.rn.f32 far, far, -2.0, 1.0;
+add.f32 y, far, 1.0;
+rcp.approx.ftz.f32 y, y;
+sub.f32 far, 1.0, far;
+mul.f32 far, far, y;
 copysign.f32 far, x, far;
 mul.f32 y, x, x;
 fma.rn.f32 p, y, {62 / 2835!r}, {-17 / 315!r};

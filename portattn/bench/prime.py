@@ -36,11 +36,19 @@ def prime(asked: Primed) -> str:
 
     The children share the device's memory: what does not fit now may fit when it is alone.
     """
-    device, failed = torch.device(asked.device), ""
+    device = torch.device(asked.device)
     try:
-        t = Tensors.random(asked.case, device)
-    except torch.OutOfMemoryError as failure:
+        failed = _run(asked, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next case may be another child's
+    except FAILURES as failure:  # torch's errors of a device, out of memory among them, are RuntimeErrors
         return reason(failure)
+    return failed
+
+
+def _run(asked: Primed, device: torch.device) -> str:
+    failed = ""
+    t = Tensors.random(asked.case, device)
     for name, build in own(asked.case, t, asked.backend, asked.core).items():
         try:
             build().run()
@@ -48,9 +56,6 @@ def prime(asked: Primed) -> str:
                 torch.cuda.synchronize(device)
         except FAILURES as failure:
             failed = f"{name}: {reason(failure)}"
-    del t
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return failed
 
 

@@ -97,7 +97,8 @@ def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tu
             measured[name] = Figures(name=name, refused=refused[name], error=admitted.errors.get(name))
             continue
         with contender.around():
-            host = clock.host_us(contender.run, min(turns.ms.get(name, ()), default=0.0))
+            taken = turns.ms.get(name) or [clock.turn_ms(contender.run, "hot", 1, 0.0)]
+            host = clock.host_us(contender.run, min(taken))
             extra = clock.peak_extra_bytes(contender.run) if name in MINE else None
         measured[name] = Figures(
             name=name, path=contender.path, error=admitted.errors[name], rounds_ms=tuple(turns.ms.get(name, ())),

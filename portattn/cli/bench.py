@@ -191,17 +191,17 @@ def _measure(
             store.append(run)
         done = result.done
         left = [(name, case) for name, case in cells if (name, case.name) not in done]
-        if jobs:
-            _prime([case for name, case in left if name != COLD_START], options, jobs, budget)
-        progress = stack.enter_context(BenchProgress(len(cells), len(cells) - len(left)))
-
-        def keep(item: Row | FirstCall) -> None:
-            if store:
-                store.append(item)
-            result.add(item)
-            progress.cell(item)
-
         try:
+            if jobs:
+                _prime([case for name, case in left if name != COLD_START], options, jobs, budget)
+            progress = stack.enter_context(BenchProgress(len(cells), len(cells) - len(left)))
+
+            def keep(item: Row | FirstCall) -> None:
+                if store:
+                    store.append(item)
+                result.add(item)
+                progress.cell(item)
+
             count = run_cells(left, len(result.runs) - 1, clock, limits, options, keep, budget)
         except KeyboardInterrupt:
             return result, INTERRUPTED

@@ -134,10 +134,11 @@ def tune(
     from portattn.tune.search import DeviceLost
 
     device = None if compile_only else _device(where)
-    command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn tune"
+    ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")  # else another program, which has arguments of its own
+    command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn tune"
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
-    made = origin(where, device is not None, chosen, command, spills, commit)
+    made = origin(where, device is not None, chosen, command, spills, commit, fixed)
     options = Options(
         budget=budget, jobs=jobs, seconds=seconds, spills=spills, candidates=candidates, rounds=rounds, only=fixed
     )  # fmt: skip

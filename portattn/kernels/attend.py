@@ -79,14 +79,14 @@ def attend(
     LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
-    PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr,
+    PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
     Tiles [full_begin, full_end) are attended whole by every row; the others are masked: row i attends the keys
     before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end`, which no row attends, is read
     (but by descriptors over pages): it may hold NaN. Features that are not
-    asked for are None. Returns acc, row_max and row_sum.
+    asked for are None. NONE: there may be no tile at all. Returns acc, row_max and row_sum.
     """
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
     # In edge tiles: values before a window, and what descriptors read behind a sequence's end in its last page.
@@ -108,7 +108,7 @@ def attend(
         )  # fmt: skip
         for edge in tl.static_range(2):
             if edge == 0:
-                begin, stop = full - full, tl.minimum(full, total - 1)
+                begin, stop = full - full, tl.minimum(full, total - 1)  # from a 0 that is a tensor everywhere
             else:
                 begin, stop = tl.minimum(full, total - 1), total - 1
             for i in range(begin, stop):
@@ -142,8 +142,8 @@ def attend(
         )  # fmt: skip
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or EDGE_UNUSED, LOAD, DOT_PRECISION, PAGE_SIZE,
-            PAGE_LOOP, READS,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
+            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
         )  # fmt: skip
     else:
         # Two passes: key tiles that every row attends whole, then those at the edges.

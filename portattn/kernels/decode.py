@@ -165,7 +165,7 @@ def decode_split(
             row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale, softcap,
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-            Q_OPERAND, PIPELINE, READS, CLAMPED,
+            Q_OPERAND, PIPELINE, READS, CLAMPED, True,
         )  # fmt: skip
 
         if cu_seqlens_q is not None:

@@ -59,13 +59,25 @@ class Class(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def conditions_of(problem: Problem, several_ops: bool = False) -> tuple[str, ...]:
-    """The conditions by which problems are told apart. several_ops: the kernel takes packed ones and others."""
+    """The conditions by which problems are told apart. several_ops: the kernel takes packed ones and others.
+
+    They hold for this class's problems alone: an entry for 4k keys says nothing of 1k, which may have kept what it had.
+    """
     features = problem.features()
-    found = []
+    found: list[str] = []
     for group in (*GROUPS[problem.op], *((PACKED,) if several_ops else ())):
-        held = next((text for text in group if conditions.parse(text).holds(features)), None)
-        found += [held] if held else []
-    return tuple(found)
+        place = next((i for i, text in enumerate(group) if conditions.parse(text).holds(features)), None)
+        if place is not None:
+            found += [*(_beyond(text) for text in group[max(place - 1, 0) : place]), group[place]]
+    if set(_FEATURES) <= set(GROUPS[problem.op]) and not features["featured"]:
+        found.append("!featured")
+    return tuple(dict.fromkeys(text for text in found if text))
+
+
+def _beyond(text: str) -> str:
+    """What holds where an upper bound does not; empty for any other condition."""
+    name, bound, limit = text.partition("<=") if "<=" in text else text.partition("<")
+    return f"{name}{'>' if bound == '<=' else '>='}{limit}" if bound else ""
 
 
 def classes(
@@ -84,6 +96,8 @@ def classes(
             if load.problem.op not in tunable.ops:
                 continue
             features = load.problem.features()
+            if variant and tuning is not None and tuning.left_to_core(tunable.name, features):
+                continue  # an entry that is found here would never be asked for
             position = None if tuning is None else tuning.position(tunable.name, features, variant)
             entry = None if tuning is None or position is None else tuning.entry[position]
             kinds = conditions_of(load.problem, several_ops=len(tunable.ops) > 1)

@@ -22,7 +22,7 @@ COLUMNS = (
     "memory", "verdict",
 )  # fmt: skip
 # Of which another run's log would be another run.
-_SAME = ("target", "toolchain", "portattn", "kernels", "measured", "classes", "spills")
+_SAME = ("target", "toolchain", "portattn", "kernels", "measured", "classes", "spills", "only")
 
 
 class _Versioned(msgspec.Struct):

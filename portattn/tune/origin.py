@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -13,13 +14,15 @@ from portattn.bench.provenance import git_commit
 from portattn.corepath import kernel_source_digest
 from portattn.registry import Registry
 from portattn.target import Target
+from portattn.tune.choice import Only
 from portattn.tune.classes import Class
 from portattn.tune.records import Origin
 
 
 def origin(
-    target: Target, measured: bool, classes: Sequence[Class], command: str, spills: int, commit: str = ""
-) -> Origin:
+    target: Target, measured: bool, classes: Sequence[Class], command: str, spills: int, commit: str = "",
+    only: Only = MappingProxyType({}),
+) -> Origin:  # fmt: skip
     """The Origin of a run that begins now.
 
     measured  on this machine's device, which the target then is
@@ -43,4 +46,5 @@ def origin(
         date=datetime.date.today(),
         classes={one.name: tuple(load.name for load in one.workloads) for one in classes},
         spills=spills,
+        only=dict(only),
     )

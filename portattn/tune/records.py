@@ -39,6 +39,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="r
     chip       the device's name; where the chip is not here, its title
     measured   whether anything was timed
     classes    what was asked for, by name; workloads by class
+    only       the settings that candidates were restricted to
     """
 
     schema: int = SCHEMA
@@ -55,6 +56,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="r
     date: datetime.date
     classes: dict[str, tuple[str, ...]]
     spills: int = 0
+    only: dict[str, tuple[str, ...]] = {}
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="code"):

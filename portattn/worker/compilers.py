@@ -81,7 +81,7 @@ def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
     names = function.arg_names
     types = {name: signature["types"].get(name, "constexpr") for name in names}
     constants = {name: signature["constants"][name] for name in names if name in signature["constants"]}
-    attributes = _attributes(names, signature, backend)
+    attributes = _attributes(function, types, constants, signature, backend)
     if VERSION < (3, 3):
         run_time = {name: kind for name, kind in types.items() if kind != "constexpr"}
         return ASTSource(function, signature=run_time, constants=constants, attrs=attributes)
@@ -100,15 +100,31 @@ def _spelled(kind: str) -> str:
     return kind.replace(", cga_layout=[]", "") if VERSION < (3, 6) else kind
 
 
-def _attributes(names: list[str], signature: dict[str, Any], backend: str) -> Any:
-    """What is known of arguments: multiples of 16, and on AMD tensors that 32-bit offsets reach."""
-    divisible = [names.index(name) for name in signature["divisible"]]
-    small = [names.index(name) for name in signature["small"]] if backend == "hip" else []
+def _attributes(
+    function: Any, types: dict[str, str], constants: dict[str, Any], signature: dict[str, Any], backend: str
+) -> Any:
+    """What is known of arguments: multiples of 16, and on AMD tensors that 32-bit offsets reach.
+
+    Written as Triton writes it where a kernel is called, empty entries and all: they are part of the key under which it
+    keeps compiled code, and what is compiled here is to be found there.
+    """
+    names = function.arg_names
+    small = set(signature["small"]) if backend == "hip" else set()
     if VERSION >= (3, 3):
-        attributes: dict[tuple[int, ...], list[list[Any]]] = {(i,): [["tt.divisibility", 16]] for i in divisible}
-        for i in small:
-            attributes.setdefault((i,), []).append(["tt.pointer_range", 32])
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for place, name in enumerate(names):
+            parameter = function.params[place]
+            known = [["tt.divisibility", 16]] if name in signature["divisible"] else []
+            known += [["tt.pointer_range", 32]] if name in small else []
+            if types[name] == "constexpr":
+                # Until 3.6 a constant's own text was looked at for the letters that stand for such knowledge.
+                listed = VERSION >= (3, 7) or isinstance(constants.get(name), str)
+            else:
+                listed = bool(known) or _looked_at(parameter, types[name])
+            if listed:
+                attributes[(place,)] = known
         return attributes
+    divisible = [names.index(name) for name in signature["divisible"]]
     from triton.backends.compiler import AttrsDescriptor
 
     properties = {"tt.divisibility": divisible, "tt.equal_to": []}
@@ -116,8 +132,14 @@ def _attributes(names: list[str], signature: dict[str, Any], backend: str) -> An
     if backend == "hip":
         importlib.import_module("triton.backends.amd.compiler")  # registers the class that the name means
         kind = "HIPAttrsDescriptor"
-        properties["tt.pointer_range"] = small
+        properties["tt.pointer_range"] = [names.index(name) for name in signature["small"]]
     return AttrsDescriptor.from_dict({"arg_properties": properties, "cls": kind})
+
+
+def _looked_at(parameter: Any, kind: str) -> bool:
+    """Whether Triton looks at an argument's alignment, and so lists it even where there is nothing to say."""
+    unaligned = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+    return not unaligned and (kind.startswith("*") or kind in ("i32", "i64", "u32", "u64"))
 
 
 def _announce_stages(target: GPUTarget, enter: Callable[[str], None]) -> None:

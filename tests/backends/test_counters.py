@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from portattn.backends.cuda.counters import CAPTURED, TURNS, Counters
+from portattn.backends.cuda.counters import APART, CAPTURED, TURNS, Counters
 
 
 class Memory:
@@ -30,28 +30,29 @@ def test_a_stream_has_counters_of_its_own_in_turns() -> None:
     for stream in range(100, 100 + 3 * TURNS):  # however many launches other streams make meanwhile
         assert counters.take(stream).data_ptr() not in first
     assert [counters.take(7).data_ptr() for _ in range(TURNS)] == first
-    assert memory.sizes == [CAPTURED, TURNS] + [TURNS] * (3 * TURNS)
+    assert all(address % 16 == 0 for address in first)
+    assert memory.sizes == [CAPTURED * APART] + [TURNS * APART] * (1 + 3 * TURNS)
 
 
 def test_the_default_stream_is_a_stream() -> None:
     memory = Memory()
     counters = Counters(memory)
     assert counters.take(0).data_ptr() != counters.take(None).data_ptr()
-    assert memory.sizes == [CAPTURED, TURNS]
+    assert memory.sizes == [CAPTURED * APART, TURNS * APART]
 
 
 def test_captured_launches_share_with_nobody_and_their_memory_stays() -> None:
     memory = Memory()
     counters = Counters(memory)
-    lowest = counters.take(None).data_ptr() - 4 * (CAPTURED - 1)
-    taken = {counters.take(None).data_ptr() for _ in range(CAPTURED - 1)} | {lowest + 4 * (CAPTURED - 1)}
-    assert taken == {lowest + 4 * i for i in range(CAPTURED)}
+    lowest = counters.take(None).data_ptr() - 16 * (CAPTURED - 1)
+    taken = {counters.take(None).data_ptr() for _ in range(CAPTURED - 1)} | {lowest + 16 * (CAPTURED - 1)}
+    assert taken == {lowest + 16 * i for i in range(CAPTURED)}
     # Nobody holds what was taken, and all are taken: graphs still have their addresses.
-    others = [torch.ones(CAPTURED, dtype=torch.int32) for _ in range(50)]
+    others = [torch.ones(CAPTURED * APART, dtype=torch.int32) for _ in range(50)]
     assert all(t.data_ptr() != lowest for t in others)
-    assert memory.sizes == [CAPTURED]
+    assert memory.sizes == [CAPTURED * APART]
     counters.take(None)
-    assert memory.sizes == [CAPTURED, 1]  # of the graph's own memory
+    assert memory.sizes == [CAPTURED * APART, 1]  # of the graph's own memory
 
 
 @pytest.mark.parametrize("stream", [3, None])

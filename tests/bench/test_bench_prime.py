@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,10 +60,20 @@ def test_what_a_child_raises_is_raised_here():
         in_children([3], raises, 1, lambda item, found: None)
 
 
-def waits(item: int) -> int:
+def waits(item: Path) -> None:
+    item.write_text(str(os.getpid()))
     threading.Event().wait(60)
-    return item
 
 
-def test_children_that_hang_are_killed():
-    assert not in_children([1, 2], waits, 2, lambda item, found: None, lambda: True)
+def test_children_that_hang_are_killed(tmp_path):
+    marks = [tmp_path / "1", tmp_path / "2"]
+    assert not in_children(marks, waits, 2, lambda item, found: None, lambda: all(m.exists() for m in marks))
+    for mark in marks:
+        with pytest.raises(ProcessLookupError):  # no such process any more
+            os.kill(int(mark.read_text() or 0), 0)
+
+
+def test_time_ends_it():
+    found: dict[Case, str] = {}
+    assert not prime.prime_all([DECODE], "auto", False, torch.device("cpu"), 1, found.__setitem__, tell, seconds=0.0)
+    assert found == {}

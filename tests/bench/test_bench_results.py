@@ -94,7 +94,7 @@ def test_what_cannot_be_captured_has_a_reason():
 def test_enqueue_times_alone():
     clock = FakeClock()
     row = run_case("host", CASES["host decode"], 0, CPU, clock, None, Options(wanted=("sdpa",), only_host=True))
-    assert clock.turns == []
+    assert [calls for _, _, calls in clock.turns] == [1] * len(clock.turns)  # one each, to know how many will do
     ours = row.figures("portattn")
     assert ours.host_us.median == row.figures("sdpa").host_us.median == 5.0
     assert ours.rounds_ms == ours.graph_ms == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from portattn.config import Settings
 from portattn.dispatch import run_variant
 from portattn.planner import plan
 from portattn.reference.check import judge, nan_filled_memory
+from portattn.verdict import Verdict
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -205,6 +207,9 @@ def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
         call = random_call(p, 4, device=chip.name)
         call.softcap = softcap
         assert_right(call)
+        if softcap < 1e3:  # scores past the series, and past where the cap is reached
+            call.scale = softcap / head_dim**0.5
+            assert_right(call)
 
 
 @pytest.mark.parametrize("queries", [1, 2])
@@ -224,6 +229,7 @@ def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, 
         facts = judge(call, out, lse)
         assert not facts["wrong"]
         assert facts["error"] <= facts["budget"]
+        assert facts["lse_error"] <= facts["lse_budget"]
 
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -402,6 +408,7 @@ LEFT = {
     "few tiles": {"head_dim": 64, "head_dim_v": 64, "seq_q": 512, "seq_k": 512},
     "padded": {
         "head_dim": 64, "head_dim_v": 64, "batch": 8, "heads_q": 64, "seq_q": 1024, "seq_k": 1024, "seqlens_q": True,
+        "causal": "bottom_right",
     },
 }  # fmt: skip
 
@@ -410,11 +417,26 @@ LEFT = {
 def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any]) -> None:
     made = plan(problem(**fields), SM_90)
     assert made.path == "triton"
-    assert any("not gluon_forward: it leaves such problems to the core: fp16" in note for note in made.notes)
+    assert any("not gluon_forward: it leaves such problems to the core: H200" in note for note in made.notes)
     assert plan(problem(**fields), SM_90, settings=Settings(backend="gluon_forward")).path == "gluon_forward"
     for larger in ({"seq_k": 2048}, {"heads_q": 512}, {"head_dim": 128, "head_dim_v": 128}):
-        more = {"seqlens_q": False} | larger
-        assert plan(problem(**fields | more), SM_90).path == "gluon_forward"
+        for more in ({}, {"seqlens_q": False}):
+            made = plan(problem(**fields | larger | more), SM_90)
+            assert made.path == "gluon_forward" or (more == {} and larger == {"heads_q": 512})
+
+
+def test_what_the_core_cannot_do_is_not_left_to_it() -> None:
+    """A verdict against the core's kernels: the variant, which had left the problem to them, runs it after all."""
+    p = problem(**LEFT["few tiles"])
+    core = plan(p, SM_90)
+    failed = Verdict(
+        key=core.key, kernel="dense_forward", target=core.target, toolchain=core.toolchain, level="compiles",
+        passed=False, date=datetime.date(2026, 1, 2), reason="signal 11",
+    )  # fmt: skip
+    made = plan(p, SM_90, verdicts={core.key: failed})
+    assert made.path == "gluon_forward"
+    assert not made.fell_back
+    assert any("not triton" in note for note in made.notes)
 
 
 def test_it_is_planned_where_it_can_run_and_only_there() -> None:

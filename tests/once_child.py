@@ -1,0 +1,62 @@
+"""Run by test_first_calls.py, with fakedriver's library: first calls on CPU tensors that count as an H100's.
+
+Compiled in a child process first, as on any device. Prints as JSON how often each kernel was compiled.
+"""
+
+# ruff: noqa: E402 - the driver comes before Triton
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fakedriver
+import torch
+
+fake = fakedriver.install()
+import triton
+
+import portattn
+from portattn import Target, dispatch
+from portattn.backends.cuda import counters
+from portattn.launch import devices
+from portattn.request import Request
+
+target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
+dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
+Request.key = lambda self: None  # type: ignore[method-assign, assignment]  # what is kept later compiles nothing
+torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
+runtime = devices.Runtime(current=lambda: None, stream=lambda index: 7, empty=torch.empty_strided)
+devices.runtime = lambda device_type: runtime  # type: ignore[assignment]
+counters._of_device[None] = counters.Counters(lambda count: torch.zeros(count, dtype=torch.int32))  # type: ignore[index]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call() -> None:
+    """Arguments that are aligned and those that are not, numbers that are multiples of 16 and others, strings, None."""
+    portattn.attention(zeros(2, 8, 100, 64), zeros(2, 2, 130, 64), zeros(2, 2, 130, 64), causal=True)
+    shifted = zeros(2, 8, 101, 65)[..., 1:]
+    portattn.attention(shifted, zeros(2, 2, 131, 64), zeros(2, 2, 131, 64), softcap=30.0, return_lse=True)
+    lengths = torch.full((2,), 4000, dtype=torch.int32)
+    portattn.decode_attention(zeros(2, 8, 1, 128), zeros(2, 2, 4096, 128), zeros(2, 2, 4096, 128), lengths)
+    indices, counts = torch.zeros(1, 8, 128, dtype=torch.int32), torch.full((1, 8), 128, dtype=torch.int32)
+    portattn.sparse_attention(zeros(1, 8, 1, 64), zeros(1, 2, 2048, 64), zeros(1, 2, 2048, 64), indices, counts)
+
+
+found: dict[str, Any] = {"paths": []}
+with portattn.settings(isolate="auto", canary="never", fallback="silent", backend="triton"):
+    call()
+if triton.__version__ == "3.6.0":
+    with portattn.settings(isolate="auto", canary="never"):
+        portattn.attention(zeros(2, 8, 512, 128), zeros(2, 2, 512, 128), zeros(2, 2, 512, 128), causal=True)
+        plan = portattn.last_plan()
+        found["paths"].append(plan.path if plan else "")
+binaries = Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")
+found["compiled"] = collections.Counter(path.stem for path in binaries)
+print(json.dumps(found))
