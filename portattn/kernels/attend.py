@@ -100,7 +100,8 @@ def attend(
         # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
         # A branch around such a loop makes ptxas wait for each product (C7515): so the last step is always masked.
         full, total = full_end - full_begin, last_step - first_step
-        start = step_start(0, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
+        nought = full - full  # a 0 that is a tensor: Triton 3.2 compares no constant with one
+        start = step_start(nought, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
         scores, k_tile = key_scores(
             q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
@@ -108,7 +109,7 @@ def attend(
         )  # fmt: skip
         for edge in tl.static_range(2):
             if edge == 0:
-                begin, stop = full - full, tl.minimum(full, total - 1)  # from a 0 that is a tensor everywhere
+                begin, stop = nought, tl.minimum(full, total - 1)
             else:
                 begin, stop = tl.minimum(full, total - 1), total - 1
             for i in range(begin, stop):
@@ -142,7 +143,7 @@ def attend(
         )  # fmt: skip
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or NONE and LOAD == "descriptor"), LOAD,
             DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
         )  # fmt: skip
     else:
