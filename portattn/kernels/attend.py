@@ -143,8 +143,8 @@ def attend(
         )  # fmt: skip
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
-            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or NONE and LOAD == "descriptor"), LOAD,
-            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
+            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
         )  # fmt: skip
     else:
         # Two passes: key tiles that every row attends whole, then those at the edges.
