@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
-LARGEST_CAP = (
-    1e30  # no score comes near it; times log2(e) it is still a float32, and a score over it no subnormal number
-)
+# What larger caps count as: no score comes near it, and it is small enough for log2(e) times it to be a float32.
+LARGEST_CAP = 1e30
 # Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}

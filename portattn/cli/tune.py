@@ -121,7 +121,12 @@ def tune(
 
     chosen = classes(found, [workload(case) for case in cases], _tuning(base, path, backend), where)
     if not chosen:
-        raise ArgumentError("tune", "--kernel", ", ".join(kernels), "must serve an op of the problems")
+        raise ArgumentError(
+            "tune",
+            "--kernel",
+            ", ".join(kernels),
+            "must serve an op of the problems, and not leave all of them to the core",
+        )
     if dry_run:
         dry_run_rows(chosen, tools, where, candidates, fixed, as_json)
         return

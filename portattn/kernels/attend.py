@@ -98,7 +98,8 @@ def attend(
         q_tail = None
     if PIPELINE == "rotated":
         # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
-        # A branch around such a loop makes ptxas wait for each product (C7515): so the last step is always masked.
+        # A branch in here, after which accumulators of both its sides come together, makes ptxas wait for each product
+        # (C7515): so the last step is taken always, and always masked.
         full, total = full_end - full_begin, last_step - first_step
         nought = full - full  # a 0 that is a tensor: Triton 3.2 compares no constant with one
         start = step_start(nought, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
