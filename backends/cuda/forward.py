@@ -60,6 +60,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pairs: bool
     own_out: bool
     queries: int = 1
+    reg_q: bool = False
 
 
 class Choice(NamedTuple):
@@ -267,7 +268,7 @@ class _Launcher(StepLauncher):
             "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
-            "QUERIES": s.queries,
+            "QUERIES": s.queries, "REG_Q": s.reg_q,
         }  # fmt: skip
 
     def _merging(self, tensors: Mapping[str, Any]) -> Step:

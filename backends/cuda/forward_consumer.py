@@ -85,15 +85,19 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
         ring = _passed(all_end - end, ring, shared, group, form)
     place = buffer * form.GROUPS + group
     mbarrier.wait(shared.q_full.index(place), phase)
+    q = shared.q.index(place).reshape([_ROWS, form.DIM])
+    if form.REG_Q:
+        q = q.load(form.QROWS)
+        mbarrier.arrive(shared.q_free.index(place), count=1)
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)
-    s = _scores(shared.q.index(place).reshape([_ROWS, form.DIM]), shared, ring, form)
+    s = _scores(q, shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
     arrive(FREE + ring.slot, form.PARTY)
-    return s, Keys(begin, clean, unclean, end, begin - all_begin), ring
+    return s, q, Keys(begin, clean, unclean, end, begin - all_begin), ring
 
 
 @gluon.jit
@@ -252,9 +256,8 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
     mbarrier.wait(shared.mail_full.index(box), box_phase)
     work = read(box, shared)
     while work.row >= 0:
-        s, keys, ring = _begun(work, buffer, q_phase, ring, sizes, shared, group, form)
+        s, q, keys, ring = _begun(work, buffer, q_phase, ring, sizes, shared, group, form)
         place = buffer * form.GROUPS + group
-        q = shared.q.index(place).reshape([_ROWS, form.DIM])
         rows = work.row + group * _ROWS + gl.arange(0, _ROWS, form.ROW)
         seen, position = last_seen(work, sizes, form), position_of(work, form)
         if form.SPLIT:
@@ -279,8 +282,9 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
             if first > 0:
                 mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
                 clear(shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM]), first, form.KEYS, form)
-        if form.OWN_OUT:  # the queries have been read for the last time
-            mbarrier.arrive(shared.q_free.index(place), count=1)
+        if form.OWN_OUT:
+            if not form.REG_Q:  # the queries have been read for the last time
+                mbarrier.arrive(shared.q_free.index(place), count=1)
         acc = _last_values(state, ring, shared, form)
         # What is this tile's is read again below, not kept in registers over the loops, which need all that there are.
         acc = warpgroup_mma_wait(0, deps=[acc])

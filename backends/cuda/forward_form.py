@@ -26,6 +26,7 @@ class Form:
     PAIRS         probabilities cross the loop's edge as 16-bit pairs in 32-bit registers, not as float32
     OWN_OUT       the output leaves through shared memory of its own, not through that of Q
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
+    REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
     """
 
     GROUPS: gl.constexpr
@@ -46,24 +47,27 @@ class Form:
     PAIRS: gl.constexpr
     OWN_OUT: gl.constexpr
     QUERIES: gl.constexpr
+    REG_Q: gl.constexpr
     PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
     SCORES: gl.constexpr  # layouts: of scores,
     OUTPUT: gl.constexpr  # of the accumulator,
+    QROWS: gl.constexpr  # of Q as an operand in registers,
     PROBS: gl.constexpr  # of P as an operand,
     ROW: gl.constexpr  # of what there is once a row
 
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
-                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES):  # fmt: skip
+                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
         self.SOFTCAP, self.TURNS, self.LATE, self.EARLY = map(gl.constexpr, (SOFTCAP, TURNS, LATE, EARLY))
-        self.PAIRS, self.OWN_OUT, self.QUERIES = map(gl.constexpr, (PAIRS, OWN_OUT, QUERIES))
+        self.PAIRS, self.OWN_OUT, self.QUERIES, self.REG_Q = map(gl.constexpr, (PAIRS, OWN_OUT, QUERIES, REG_Q))
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
         self.PARTY = gl.constexpr(GROUPS * 128 + 32)
         self.SCORES, self.OUTPUT = gl.constexpr(scores), gl.constexpr(output)
+        self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=2))
         self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=output, k_width=2))
         self.ROW = gl.constexpr(gl.SliceLayout(1, scores))
 

@@ -101,7 +101,8 @@ def scheduled_forward(
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
-    PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, CONSUMER: gl.constexpr,
+    PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -119,7 +120,7 @@ def scheduled_forward(
     CONSUMER, PRODUCER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
-                EARLY, PAIRS, OWN_OUT, QUERIES)  # fmt: skip
+                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q)  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     queries: gl.constexpr = QUERIES * GROUPS

@@ -32,13 +32,14 @@ class ForwardTunable:
     ops: tuple[str, ...] = forward.ForwardVariant.ops
 
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
-        """Every tile of the width with every combination of flags, nearest to the base first."""
+        """Every tile of the width with every combination of flags that goes together, nearest to the base first."""
         found = []
         for groups, keys, stages, queries in TILES.get(forward.width(problem.head_dim), ()):
             tile = {"groups": groups, "keys": keys, "stages": stages, "queries": queries}
             for values in itertools.product((True, False), repeat=len(FLAGS)):
                 flags = dict(zip(FLAGS, values, strict=True))
-                found.append(Choice(flags={**base.flags, **tile, **flags}))
+                if not flags["reg_q"] or flags["own_out"]:
+                    found.append(Choice(flags={**base.flags, **tile, **flags}))
         yield from sorted(found, key=lambda choice: choice.differs(base))
 
     def today(self, problem: Problem, target: Target) -> Choice | None:
@@ -50,6 +51,8 @@ class ForwardTunable:
         if no is not None:
             raise NotBuilt(f"it {no.reason}")
         schedule = msgspec.convert(choice.flags, forward.Schedule)
+        if schedule.reg_q and not schedule.own_out:
+            raise NotBuilt("with reg_q the next queries are loaded to where the output would be staged: own_out")
 
         def start(call: Call) -> Started:
             return started(forward.launcher(call, schedule), call)

@@ -15,7 +15,7 @@ from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem, Target
-from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, choice, launcher, width
+from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, Schedule, choice, launcher, width
 from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.dispatch import run_variant
@@ -212,6 +212,17 @@ def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
             assert_right(call)
 
 
+def assert_schedule_right(schedule: Schedule, call: Call) -> None:
+    """As assert_right, of a schedule that may not be the tuning data's."""
+    with nan_filled_memory():
+        out, lse = call.new_out(), call.new_lse()
+    launcher(call, schedule)({name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse})
+    facts = judge(call, out, lse)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+    assert facts["lse_error"] <= facts["lse_budget"]
+
+
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("own_out", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -221,15 +232,23 @@ def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, 
         p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right")
         chosen = choice(p)
         assert chosen is not None
-        schedule = msgspec.structs.replace(chosen.schedule, stages=2, own_out=own_out, queries=queries)
-        call = random_call(p, 3, device=chip.name)
-        with nan_filled_memory():
-            out, lse = call.new_out(), call.new_lse()
-        launcher(call, schedule)({name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse})
-        facts = judge(call, out, lse)
-        assert not facts["wrong"]
-        assert facts["error"] <= facts["budget"]
-        assert facts["lse_error"] <= facts["lse_budget"]
+        schedule = msgspec.structs.replace(chosen.schedule, stages=2, own_out=own_out, queries=queries, reg_q=False)
+        assert_schedule_right(schedule, random_call(p, 3, device=chip.name))
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_in_registers(chip: Device, head_dim: int, causal: str, queries: int) -> None:
+    """Their shared memory is the next tile's as soon as they have been read from it."""
+    for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
+        p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+        chosen = choice(p)
+        assert chosen is not None
+        assert_schedule_right(
+            msgspec.structs.replace(chosen.schedule, groups=2, own_out=True, queries=queries, reg_q=True),
+            random_call(p, 3, device=chip.name),
+        )
 
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1

@@ -7,6 +7,7 @@ import pytest
 from portattn.backends.cuda import forward
 from portattn.backends.cuda.forward_tuning import ForwardTunable
 from portattn.target import Target
+from portattn.tune.choice import Choice
 from portattn.tune.tunable import NotBuilt, tunables
 from portattn.tune.workloads import parse, workload
 
@@ -38,3 +39,13 @@ def test_a_variant_says_how_it_is_tuned(target, monkeypatch):
     registry = type("Registry", (), {"backends": {"cuda": backend}})()
     assert [one.name for one in tunables(target, registry)] == ["gluon_forward"]
     assert tunables(Target.parse("cuda:sm_80", "triton==3.6.0"), registry) == []
+
+
+def test_queries_in_registers_need_a_place_of_the_outputs_own(target):
+    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=128, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    both = [choice.flags for choice in tunable.space(problem, target, today) if choice.flags["reg_q"]]
+    assert both
+    assert all(flags["own_out"] for flags in both)
+    with pytest.raises(NotBuilt, match="own_out"):
+        tunable.build(problem, Choice(flags={**today.flags, "reg_q": True, "own_out": False}), target)
