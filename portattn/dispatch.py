@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import msgspec
 import torch
@@ -119,6 +120,23 @@ def plan_call(call: Call, settings: Settings) -> Plan:
     return made
 
 
+def prepared(call: Call, settings: Settings, given: tuple[str, ...]) -> tuple[Plan, Kept | None]:
+    """A call's plan, its kernels compiled and found right here, and its launches for calls that bring the tensors named
+    in `given`; None where no kernel of portattn's runs, as after a compile that failed. Nothing is launched.
+    """
+    call.dry = False
+    made, launches = _compilable(call, settings)
+    _refuse(made, settings)
+    variant = variantready.variant_of(made)
+    with device_guard(call.q):
+        if launches is not None:
+            return made, of_calls(made, settings, given, *launches, call.q.device)
+        if variant is not None:
+            launch, inputs = variant.launcher(call), _tensors(call)
+            return made, of_variant(made, settings, given, variant, launch, inputs, call.q.device)
+    return made, None
+
+
 def run(
     call: Call, settings: Settings, key: Hashable | None = None, given: tuple[str, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -176,7 +194,8 @@ def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Setti
         failure = compiling.known_failure(made, launches, settings)
         return failure or canary.known_failure(made, target, settings)
     target, _ = detect_target(call.q.device.type, call.q.device.index)
-    return unusable(made, launches, call.q, target, settings)
+    failure = compiling.ensure(made, launches, call.q, target, settings)
+    return _untrusted(made, target, settings, call.q.device) if failure is None else failure
 
 
 def _variant_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
@@ -185,14 +204,6 @@ def _variant_failure(variant: Variant, made: Plan, call: Call, target: Target, s
         return variantready.known_failure(variant, made, call, target, settings)
     failure = variantready.failure(variant, made, call, target, settings)
     return _untrusted(made, target, settings, call.q.device) if failure is None else failure
-
-
-def unusable(
-    made: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, settings: Settings
-) -> Verdict | None:
-    """Why a core plan must not run here, None when it may: it compiles, and its family gives right numbers."""
-    failure = compiling.ensure(made, launches, q, target, settings)
-    return _untrusted(made, target, settings, q.device) if failure is None else failure
 
 
 def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
@@ -230,11 +241,16 @@ def run_variant(
     variant: Variant, call: Call
 ) -> tuple[Callable[[Mapping[str, torch.Tensor | None]], None], torch.Tensor, torch.Tensor | None]:
     """Run a call by a variant: (what runs others like it, out, LSE)."""
-    launch = variant.launcher(call)
-    out, lse = call.new_out(), call.new_lse() if call.problem.return_lse else None
+    launch, tensors = variant.launcher(call), _tensors(call)
     with device_guard(call.q):
-        launch({name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse})
-    return launch, out, lse
+        launch(tensors)
+    return launch, tensors["out"], tensors["lse"]
+
+
+def _tensors(call: Call) -> dict[str, Any]:
+    """What a variant is launched with: a Call's tensors by name, and memory for out and LSE."""
+    lse = call.new_lse() if call.problem.return_lse else None
+    return {name: getattr(call, name) for name in TENSORS} | {"out": call.new_out(), "lse": lse}
 
 
 def _refuse(made: Plan, settings: Settings) -> None:

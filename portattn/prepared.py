@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from portattn import dispatch, fastpath
+from portattn import dispatch, fastpath, variantready
 from portattn.config import current
 from portattn.errors import ArgumentError
-from portattn.kept import Kept, of_calls, results
-from portattn.launch import has_rows, kernel_calls
+from portattn.kept import Kept, results
+from portattn.launch import has_rows
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.launch.run import DescriptorMemory, device_guard
 from portattn.planned import Plan
@@ -27,12 +27,13 @@ class Prepared:
 
     Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
     handle: use one handle on one stream at a time.
-    From its second run on, a run of the core kernels allocates nothing when `out` is given (and `lse`, where one is
-    returned) and pages come as a tensor (a PageTable's lengths are computed anew each time). It never waits for the
-    device unless validate=True asks for it, and can be captured in a CUDA graph, which replays with lengths, tables and
-    data changed in place.
+    From its second run on, a run of portattn's kernels (the core's or a variant's) allocates nothing when `out` is
+    given (and `lse`, where one is returned) and pages come as a tensor (a PageTable's lengths are computed anew each
+    time). It never waits for the device unless validate=True asks for it, and can be captured in a CUDA graph, which
+    replays with lengths, tables and data changed in place.
     Where no kernel of portattn runs, or q, k or v must be copied first (rows too far apart for 32-bit offsets), a run
-    is an ordinary call.
+    is an ordinary call. At each run a variant copies what its descriptors cannot read as it is: q, k or v with a stride
+    of 0, and all of them where the scale is 0.
     """
 
     def __init__(self, op: Callable[..., Any], request: Request) -> None:
@@ -47,17 +48,14 @@ class Prepared:
         self._out_shape, self._lse_shape = results(self.plan.problem)
         q = request.tensors["q"]
         self._dtype, self._device = q.dtype, q.device
-        if not self.plan.kernel or self._key is None or call.copied or not has_rows(self.plan):
+        ours = self.plan.kernel or variantready.variant_of(self.plan) is not None
+        if not ours or self._key is None or call.copied or not has_rows(self.plan):
             return
-        call.dry = False
-        target, _ = dispatch.detect_target(q.device.type, q.device.index)
-        launches, out, lse = kernel_calls(self.plan, call, target.arch.cores)
-        if dispatch.unusable(self.plan, launches, q, target, request.settings) is not None:
-            # It must not run here. Running it through dispatch plans again, warns, and takes the next path.
-            self.plan = dispatch.plan_call(request.build(), request.settings)
+        # What must not run here is planned past. A run of what is left then warns, as a plain call does.
+        self.plan, self._kept = dispatch.prepared(call, request.settings, request.given)
+        if self._kept is None:
             return
         with device_guard(q):
-            self._kept = of_calls(self.plan, request.settings, request.given, launches, out, lse, q.device)
             self._memory = self._kept.memory()
         self._descriptors = DescriptorMemory(q.device, held={})
         if request.settings.validate != "always":

@@ -116,6 +116,11 @@ def normal(launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list
     return seen
 
 
+def _holds(launch: fakedriver.Launch, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's address is among a launch's parameters."""
+    return tensor.data_ptr().to_bytes(8, "little") in launch.parameters
+
+
 def once(op: str, arguments: dict[str, Any]) -> tuple[list[list[Any]], list[list[int]], list[bool]]:
     """One call's launches, the shapes of its results, and whether they are what was allocated."""
     allocated.clear()
@@ -142,12 +147,22 @@ def compare(name: str, path: str) -> None:
         moved, entry.hit = once(op, other), None
         moved_by_python = once(op, other)
         entry.hit = hit
+        handle = portattn.prepare(op, **arguments)
+        places = [torch.full_like(t, float("nan")) for t in opcalls.perform(op, arguments)]
+        fake.library.fake_clear()
+        allocated.clear()
+        ran = handle.run(**arguments, out=places[0], lse=places[1])
+        prepared = {
+            "allocated": len(allocated), "given": all(a is b for a, b in zip(ran, places, strict=True)),
+            "launches": len(into := fake.launches()), "path": handle.plan.path,
+            "out": all(any(_holds(one, t) for one in into) for t in places),
+        }  # fmt: skip
         found[name if name in VARIANTS else f"{name} {path}"] = {
             "path": entry.kept.plan.path, "hit": hit is not None, "launches": len(by_c[0]),
             "way": entry.kept.direct.way, "reason": entry.kept.direct.reason, "same": by_c == by_python,
             "ours": all(by_c[2]),
             "moved": moved == moved_by_python, "named": sorted({n for one in by_c[0] for n in one[6]}),
-            "last": portattn.last_plan() is entry.kept.plan,
+            "last": portattn.last_plan() is entry.kept.plan, "prepared": prepared,
         }  # fmt: skip
 
 

@@ -46,6 +46,17 @@ def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.compiles
+def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) -> None:
+    """The core's kernels and the variants': the same number of launches, and not a byte allocated."""
+    made = {name: found for name, found in seen.items() if isinstance(found, dict) and "prepared" in found}
+    assert len(made) >= len(OPS)
+    for name, found in made.items():
+        assert found["prepared"] == {
+            "allocated": 0, "given": True, "launches": found["launches"], "path": found["path"], "out": True,
+        }, name  # fmt: skip
+
+
+@pytest.mark.compiles
 def test_what_differs_is_another_call(seen: dict[str, Any]) -> None:
     found = seen["differing"]
     here = {"same", "after", "equal settings"}

@@ -73,6 +73,7 @@ def data(name: str, seed: int, batch: int = 4, dtype: torch.dtype = torch.float1
             "q": draw(0, total, HQ, D), "k": draw(1, 2 * total, HK, D), "v": draw(2, 2 * total, HK, D), **ragged,
             "cu_seqlens_k": beginnings(seed + 60, batch, 2 * total), "max_seqlen_q": total, "max_seqlen_k": 2 * total,
         },
+        "varlen by the core": lambda: data("varlen_attention", seed, batch, dtype) | {"backend": "triton"},
         "decode_attention": lambda: {"q": draw(0, batch, HQ, 1, D), **cache, **lengths},
         "paged_attention": lambda: {"q": draw(0, batch, HQ, 2, D), **pages, **paged, "causal": True},
         "ragged": lambda: {"q": draw(0, total, HQ, D), **pages, **paged, **ragged},
@@ -91,11 +92,14 @@ def data(name: str, seed: int, batch: int = 4, dtype: torch.dtype = torch.float1
 
 
 NAMES = (
-    "attention", "varlen_attention", "decode_attention", "paged_attention", "ragged", "sparse_attention",
-    "sparse over pages", "mla_attention", "ragged mla",
+    "attention", "varlen_attention", "varlen by the core", "decode_attention", "paged_attention", "ragged",
+    "sparse_attention", "sparse over pages", "mla_attention", "ragged mla",
 )  # fmt: skip
-SPLIT = NAMES[2:]
-OPS = {"ragged": "paged_attention", "sparse over pages": "sparse_attention", "ragged mla": "mla_attention"}
+SPLIT = NAMES[3:]
+OPS = {
+    "varlen by the core": "varlen_attention", "ragged": "paged_attention", "sparse over pages": "sparse_attention",
+    "ragged mla": "mla_attention",
+}  # fmt: skip
 
 
 def operation(name: str) -> str:
@@ -112,6 +116,13 @@ def prepared(name: str, arguments: dict[str, Any], **changes: Any) -> Callable[[
     handle = portattn.prepare(operation(name), **arguments)
     out, lse = (torch.full_like(t, float("nan")) for t in perform(name, arguments))
     return lambda: handle.run(**arguments, out=out, lse=lse)
+
+
+def a_kernel_ran(arguments: dict[str, Any]) -> None:
+    """One of portattn's own: the core's where that is asked for, else what the plan for this chip takes."""
+    made = portattn.last_plan()
+    assert made.key, f"{made.path} has no kernel of portattn's"
+    assert made.path == arguments.get("backend", made.path)
 
 
 def same(found: Pieces, expected: Pieces) -> None:
@@ -152,7 +163,7 @@ def test_a_graph_replays_with_data_changed_in_place(name: str, how: str, splits:
     arguments = data(name, seed=0)
     run = prepared(name, arguments, **changes) if how == "prepared" else lambda: perform(name, arguments, **changes)
     replay, found = captured(run)
-    assert portattn.last_plan().path == "triton"
+    a_kernel_ran(arguments)
     for seed in (1, 2, 0):
         for n, tensor in data(name, seed).items():
             if isinstance(tensor, torch.Tensor):
@@ -193,6 +204,7 @@ def test_a_prepared_run_allocates_nothing(name: str) -> None:
     arguments = data(name, seed=0)
     run = prepared(name, arguments, **({"num_splits": 3} if name in SPLIT else {}))
     expected = [t.clone() for t in run()]
+    a_kernel_ran(arguments)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     found = run()
@@ -217,19 +229,21 @@ def test_a_prepared_run_with_descriptors_allocates_nothing() -> None:
 def test_partial_results_are_reused() -> None:
     arguments = data("decode_attention", seed=0) | {"num_splits": 3}
     handle = portattn.prepare("decode_attention", **arguments)
-    places = [t.data_ptr() for t in handle._buffers.values()]
-    assert len(places) == 2
+    buffers = handle._kept.buffers(handle._memory)
+    assert len(buffers) == 2
     for seed in (0, 1):
+        for buffer in buffers.values():
+            buffer.fill_(float("nan"))
         same(handle.run(**(data("decode_attention", seed) | {"num_splits": 3})),
              perform("decode_attention", data("decode_attention", seed), num_splits=3))  # fmt: skip
-    assert [t.data_ptr() for t in handle._buffers.values()] == places
+        assert not any(buffer.isnan().all() for buffer in buffers.values()), "partial results did not go there"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_core_path_and_the_reference_path_agree(name: str) -> None:
+def test_kernels_and_the_reference_path_agree(name: str) -> None:
     arguments = data(name, seed=3)
     out, lse = perform(name, arguments)
-    assert portattn.last_plan().path == "triton"
+    a_kernel_ran(arguments)
     expected, expected_lse = perform(name, arguments, backend="reference")
     torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
     torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)

@@ -87,19 +87,31 @@ def test_a_device_that_takes_no_more(device, monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_device():
-    """Figures that any card has, hot and cold, eager and from a graph."""
+    """Figures that any card has, hot and cold, eager and from a graph, of as many calls as were asked for.
+
+    How large they are is not looked at: others may use the card meanwhile.
+    """
     real = clock.DeviceClock()
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
-    hot, cold = (real.turn_ms(lambda: x @ x, timing, 5, 1.0) for timing in ("hot", "cold"))
-    assert 0 < hot < 1000
-    assert 0 < cold < 1000
-    replay = real.graphed(Contender(lambda: x @ x))
-    assert real.turn_ms(replay, "hot", 5, 1.0) == pytest.approx(hot, rel=0.5)
-    assert 0 < real.host_us(lambda: x @ x).median < 1e4
+    count = torch.zeros(1 << 20, device="cuda", dtype=torch.int32)
+
+    def work() -> torch.Tensor:
+        return count.add_(1)
+
+    replay = real.graphed(Contender(work))
+    calls = 1  # before the graph is captured
+    for run_ in (work, replay):
+        for timing in ("hot", "cold"):
+            assert 0 < real.turn_ms(run_, timing, 5, 1.0) < float("inf")
+            calls += 5
+        host = real.host_us(run_)
+        assert 0 < host.low <= host.median <= host.high
+        calls += host.count
+    assert host.count == clock.HOST_CALLS
+    assert (count == calls).all()
     assert real.peak_extra_bytes(lambda: torch.empty(1 << 20, device="cuda")) >= 4 << 20
     limits = real.ceilings()
-    assert limits.gemm_tflops > 1
-    assert limits.copy_tbs > 0.05
+    assert 0 < limits.gemm_tflops < float("inf")
+    assert 0 < limits.copy_tbs < float("inf")
     assert real.lost() == ""
     state, _ = provenance.DeviceProbe().read()
     assert state is None or state.sm_mhz is None or state.sm_mhz > 0

@@ -12,7 +12,7 @@ from portattn.bench import gate, run
 from portattn.bench.cases import Case
 from portattn.bench.contenders import Contender
 from portattn.bench.firstcall import FirstCall
-from portattn.bench.results import Figures
+from portattn.bench.results import DeviceState, Figures
 from portattn.bench.run import Options, run_case, run_cells
 
 CPU = torch.device("cpu")
@@ -91,14 +91,23 @@ def test_what_cannot_be_captured_has_a_reason():
     assert "longer than" in slow.figures("portattn").no_graph
 
 
-def test_enqueue_times_alone():
-    clock = FakeClock()
+def test_enqueue_times_alone(monkeypatch):
+    clock, told = FakeClock(), DeviceState(sm_mhz=1980.0)
+
+    class Probe:
+        """Whatever this machine has."""
+
+        def read(self):
+            return told, "580.1"
+
+    monkeypatch.setattr(run, "DeviceProbe", Probe)
     row = run_case("host", CASES["host decode"], 0, CPU, clock, None, Options(wanted=("sdpa",), only_host=True))
     assert [calls for _, _, calls in clock.turns] == [1] * len(clock.turns)  # one each, to know how many will do
     ours = row.figures("portattn")
     assert ours.host_us.median == row.figures("sdpa").host_us.median == 5.0
     assert ours.rounds_ms == ours.graph_ms == ()
-    assert row.floor_ms is row.state is None
+    assert row.floor_ms is None
+    assert row.state == told
 
 
 def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
