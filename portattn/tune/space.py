@@ -87,6 +87,7 @@ _SPLIT = (
     Axis("num_stages", (1, 2), when=(WIDE,)),
     Axis("num_stages", (2, 3, 4, 6), NVIDIA),
     Axis("launch_pdl", (True,), ("cuda:sm_90",)),
+    Axis("merge", ("launch", "last"), NVIDIA),
     Axis("resident", (1, 2), (*NVIDIA, *AMD)),
     *_LOADS,
     *_OPTIONS,
@@ -98,6 +99,7 @@ _SPARSE = (
     Axis("num_stages", (1,), ASCEND),
     Axis("num_stages", (1, 2)),
     Axis("launch_pdl", (True,), ("cuda:sm_90",)),
+    Axis("merge", ("launch", "last"), NVIDIA),
     Axis("resident", (1, 2, 4, 8), (*NVIDIA, *AMD)),
 )
 SPACES: dict[str, tuple[Axis, ...]] = {
