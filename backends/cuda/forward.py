@@ -61,6 +61,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     queries: int = 1
     reg_q: bool = False
+    parts: int = 1
 
 
 class Choice(NamedTuple):
@@ -238,7 +239,7 @@ class _Launcher(StepLauncher):
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
             "q_desc": _described(tensors["q"], GROUP_ROWS, dim), "k_desc": _described(tensors["k"], s.keys, dim),
-            "v_desc": _described(tensors["v"], s.keys, dim), "o_desc": _described(out, GROUP_ROWS, dim),
+            "v_desc": _described(tensors["v"], s.keys, dim), "o_desc": _described(out, GROUP_ROWS, dim // s.parts),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8, **self._numbers(), **self._constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
@@ -268,7 +269,7 @@ class _Launcher(StepLauncher):
             "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
-            "QUERIES": s.queries, "REG_Q": s.reg_q,
+            "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
         }  # fmt: skip
 
     def _merging(self, tensors: Mapping[str, Any]) -> Step:

@@ -199,14 +199,27 @@ def _normalised(acc, row_max, row_sum, sink, valid, form):
 
 @gluon.jit
 def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
-    """Rows of the output by way of shared memory."""
-    flat = place.reshape([_ROWS, form.DIM])
+    """Rows of the output by way of shared memory, one part of the columns after the other."""
+    if form.PARTS == 1:
+        _part_stored(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+    else:
+        gl.static_assert(form.PARTS == 2)
+        halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
+        first, second = gl.split(halves)
+        _part_stored(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+        tma.store_wait(0)
+        _part_stored(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
+
+
+@gluon.jit
+def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, work, row, place, form):
+    flat = place.reshape([_ROWS, form.DIM // form.PARTS])
     flat.store(acc.to(place.dtype))
     at = work.q_first + row
     whole = row + _ROWS <= work.q_length  # else a packed tile would overwrite the next sequence's rows
     if form.VARYING != "packed" or whole:
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [work.slot, work.head, at, 0], place)
+        tma.async_copy_shared_to_global(o_desc, [work.slot, work.head, at, column], place)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
@@ -215,9 +228,9 @@ def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
         columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
         offsets = gl.expand_dims(rows * stride_s * 8, 1) + gl.expand_dims(columns, 0)
         inside = gl.expand_dims(rows < work.q_length - row, 1)
-        for j in gl.static_range(form.DIM // 16):
-            there = inside & gl.expand_dims(columns // 8 < o_desc.shape[3] // 8 - j * 2, 0)
-            gl.store(first + (offsets + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
+        for j in gl.static_range(form.DIM // form.PARTS // 16):
+            there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
+            gl.store(first + (offsets + column + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
         if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
             fence_async_shared()
 

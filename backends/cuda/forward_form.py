@@ -26,6 +26,7 @@ class Form:
     PAIRS         probabilities cross the loop's edge as 16-bit pairs in 32-bit registers, not as float32
     OWN_OUT       the output leaves through shared memory of its own, not through that of Q
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
+    PARTS         into how many columns' parts the output is divided on its way: one part's room is enough; with OWN_OUT
     REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
     """
 
@@ -48,6 +49,7 @@ class Form:
     OWN_OUT: gl.constexpr
     QUERIES: gl.constexpr
     REG_Q: gl.constexpr
+    PARTS: gl.constexpr
     PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
     SCORES: gl.constexpr  # layouts: of scores,
     OUTPUT: gl.constexpr  # of the accumulator,
@@ -57,12 +59,13 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
-                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q):  # fmt: skip
+                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
         self.SOFTCAP, self.TURNS, self.LATE, self.EARLY = map(gl.constexpr, (SOFTCAP, TURNS, LATE, EARLY))
-        self.PAIRS, self.OWN_OUT, self.QUERIES, self.REG_Q = map(gl.constexpr, (PAIRS, OWN_OUT, QUERIES, REG_Q))
+        self.PAIRS, self.OWN_OUT, self.QUERIES = map(gl.constexpr, (PAIRS, OWN_OUT, QUERIES))
+        self.REG_Q, self.PARTS = map(gl.constexpr, (REG_Q, PARTS))
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
         self.PARTY = gl.constexpr(GROUPS * 128 + 32)
@@ -79,7 +82,7 @@ class Shared:
     q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]
     k: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
     v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
-    out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM]
+    out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM/PARTS]
     q_full: gl.shared_memory_descriptor  # [QUERIES·GROUPS] mbarriers
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
     k_full: gl.shared_memory_descriptor  # [STAGES]

@@ -101,13 +101,13 @@ def scheduled_forward(
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
-    PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, CONSUMER: gl.constexpr,
-    PRODUCER: gl.constexpr,
+    PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
+    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
-    q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns; packed tensors
-          are one batch
+    q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns, of o_desc
+          DIM/PARTS; packed tensors are one batch
     out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
           sequences
     splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and
@@ -120,13 +120,13 @@ def scheduled_forward(
     CONSUMER, PRODUCER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
-                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q)  # fmt: skip
+                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS)  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     queries: gl.constexpr = QUERIES * GROUPS
     q_smem = gl.allocate_shared_memory(dtype, [queries, 1, 1, _ROWS, DIM], q_desc.layout)
     if OWN_OUT:
-        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, _ROWS, DIM], o_desc.layout)
+        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, _ROWS, DIM // PARTS], o_desc.layout)
     else:
         o_smem = q_smem
     shared = Shared(

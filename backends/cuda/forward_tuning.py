@@ -18,11 +18,18 @@ if TYPE_CHECKING:
     from portattn.problem import Problem
     from portattn.target import Target
 
-# Of each width the tiles to try: (consumer groups, keys of a tile, stages, buffers for Q).
+# Of each width the tiles to try: (consumer groups, keys of a tile, stages, buffers for Q, parts of the output).
 TILES = {
-    64: ((3, 128, 4, 2), (3, 128, 4, 1), (2, 128, 4, 2), (2, 128, 4, 1), (2, 128, 2, 2)),
-    128: ((2, 128, 2, 2), (2, 128, 2, 1)),
-    256: ((2, 64, 2, 1),),
+    64: (
+        (3, 128, 4, 2, 1),
+        (3, 128, 4, 1, 1),
+        (2, 128, 4, 2, 1),
+        (2, 64, 4, 2, 1),
+        (2, 128, 4, 1, 1),
+        (2, 128, 2, 2, 1),
+    ),
+    128: ((2, 128, 2, 2, 1), (2, 128, 2, 1, 1)),
+    256: ((2, 64, 2, 1, 1), (2, 64, 2, 1, 2)),
 }
 FLAGS = tuple(field.name for field in msgspec.structs.fields(forward.Schedule) if field.type in (bool, "bool"))
 
@@ -34,11 +41,11 @@ class ForwardTunable:
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
         """Every tile of the width with every combination of flags that goes together, nearest to the base first."""
         found = []
-        for groups, keys, stages, queries in TILES.get(forward.width(problem.head_dim), ()):
-            tile = {"groups": groups, "keys": keys, "stages": stages, "queries": queries}
+        for groups, keys, stages, queries, parts in TILES.get(forward.width(problem.head_dim), ()):
+            tile = {"groups": groups, "keys": keys, "stages": stages, "queries": queries, "parts": parts}
             for values in itertools.product((True, False), repeat=len(FLAGS)):
                 flags = dict(zip(FLAGS, values, strict=True))
-                if not flags["reg_q"] or flags["own_out"]:
+                if flags["own_out"] or (not flags["reg_q"] and parts == 1):
                     found.append(Choice(flags={**base.flags, **tile, **flags}))
         yield from sorted(found, key=lambda choice: choice.differs(base))
 
@@ -51,8 +58,8 @@ class ForwardTunable:
         if no is not None:
             raise NotBuilt(f"it {no.reason}")
         schedule = msgspec.convert(choice.flags, forward.Schedule)
-        if schedule.reg_q and not schedule.own_out:
-            raise NotBuilt("with reg_q the next queries are loaded to where the output would be staged: own_out")
+        if not schedule.own_out and (schedule.reg_q or schedule.parts > 1):
+            raise NotBuilt("reg_q loads the next queries to where the output would be staged, and parts: own_out")
 
         def start(call: Call) -> Started:
             return started(forward.launcher(call, schedule), call)

@@ -16,6 +16,7 @@ TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of wh
 MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's queue
 # Calls that take so many ms are steady: so many rounds are enough.
 SLOW = ((100.0, 2), (30.0, 3))
+FAR = 3.0  # times as slow as the fastest: timed in one round, as no second one would change what it says
 HEAT_MS = 400.0  # of work before anything counts, after which a card that rested has come down to its lasting clocks
 
 
@@ -29,7 +30,8 @@ class Turns:
 
 def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timing, rounds: int) -> Turns:
     """Time contenders in rounds; each round begins with another one. The first ones do not count: one says how many
-    calls fill a turn, and where calls are long enough to heat the card, others bring its clocks down.
+    calls fill a turn, and where calls are long enough to heat the card, others bring its clocks down. Who is far behind
+    takes part in one round that counts.
 
     Raises DeviceLost.
     """
@@ -41,9 +43,9 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
         if any(slowest > ms and round_ - settling >= enough for ms, enough in SLOW):
             break
         for name in rotated(names, round_):
-            if name in turns.failed:
-                continue
             contender, guess = contenders[name], expected.get(name, 0.0)
+            if name in turns.failed or (round_ > settling and guess > FAR * min(expected.values())):
+                continue
             try:
                 with contender.around():
                     if not guess:  # compiles, and picks what it picks

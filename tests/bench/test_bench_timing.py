@@ -63,6 +63,18 @@ def test_slow_calls_have_few_rounds():
     assert len(timing.interleaved(contenders("a"), FakeClock(1.0), "hot", 20).ms["a"]) == 20
 
 
+def test_who_is_far_behind_takes_part_in_one_round_that_counts():
+    class Far(Drifting):
+        def turn_ms(self, *arguments):
+            return super().turn_ms(*arguments) * (1.0 if self.turns[-1][0] == "fast" else 2.0)
+
+    turns = timing.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
+    assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 4}  # twice as slow
+    turns = timing.interleaved(contenders("fast", "slow"), Far(), "cold", 4)
+    assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 1}
+    assert timing.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(4.0, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("kind", "ms", "count"),
     [

@@ -223,16 +223,23 @@ def assert_schedule_right(schedule: Schedule, call: Call) -> None:
     assert facts["lse_error"] <= facts["lse_budget"]
 
 
-@pytest.mark.parametrize("queries", [1, 2])
-@pytest.mark.parametrize("own_out", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, queries: int) -> None:
-    """In shared memory of its own, or where the queries of the very tile were, of one or two such places."""
+@pytest.mark.parametrize(
+    ("head_dim", "own_out", "queries", "parts"),
+    [
+        (64, True, 1, 1), (64, True, 2, 2), (64, False, 1, 1), (64, False, 2, 1),
+        (128, True, 1, 2), (128, True, 2, 1), (128, False, 1, 1), (128, False, 2, 1),
+        (256, True, 1, 2), (256, False, 1, 1), (200, True, 1, 2), (120, True, 1, 2),
+    ],
+)  # fmt: skip
+def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, queries: int, parts: int) -> None:
+    """In shared memory of its own, whole or by parts, or where the queries of the very tile were, of one or two such."""
     for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
         p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right")
         chosen = choice(p)
         assert chosen is not None
-        schedule = msgspec.structs.replace(chosen.schedule, stages=2, own_out=own_out, queries=queries, reg_q=False)
+        schedule = msgspec.structs.replace(
+            chosen.schedule, stages=2, own_out=own_out, queries=queries, reg_q=False, parts=parts
+        )
         assert_schedule_right(schedule, random_call(p, 3, device=chip.name))
 
 
@@ -410,7 +417,8 @@ def test_every_problem_that_it_takes_has_a_schedule_that_fits() -> None:
                     s, wide = found.schedule, width(head_dim)
                     assert s.groups in REGISTERS
                     assert 8 + 2 * s.stages <= 16
-                    rows = s.groups * 64 * (s.queries + s.own_out) + 2 * s.stages * s.keys
+                    assert s.own_out or (not s.reg_q and s.parts == 1)
+                    rows = s.groups * 64 * (s.queries + s.own_out / s.parts) + 2 * s.stages * s.keys
                     assert rows * wide * 2 + 1024 <= 227 * 1024
 
 
