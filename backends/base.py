@@ -102,8 +102,6 @@ class Backend:
     variants     kernels of portattn's own that are for some of its chips only, in order of preference
     compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
     core_path    name of the path that runs the core kernels; empty where none is offered by itself
-    no_last      why `merge = "last"` is not for its kernels; empty where the program that an atomic tells that it is
-                 the last one sees what all others have stored
     """
 
     name: str
@@ -113,7 +111,6 @@ class Backend:
     variants: tuple[Variant, ...] = ()
     compilers: tuple[str, ...] = ()
     core_path: str = "triton"
-    no_last: str = "nobody has looked whether the last program sees what all others have stored"
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""

@@ -175,7 +175,7 @@ class DecodeSplit(CoreKernel):
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
-        "reads", "merge",
+        "reads",
     )  # fmt: skip
 
     # A split is worth its second pass only over this many key tiles, and while the cores are not full anyway.
@@ -192,28 +192,7 @@ class DecodeSplit(CoreKernel):
             "LATENT": problem.op == "mla_attention",
             "PAGE_SIZE": problem.page_size,
             "PAGE_LOOP": lowering.page_loop,
-            **self.merging(problem, lowering, launch),
         }
-
-    # Float32 values that a thread holds of the partial results it merges, all of which it has asked for at once.
-    PARTIALS = 32
-
-    def merging(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        """Constexprs of the merge at a kernel's end: rows and splits at a time. Without it all are the same."""
-        if not self.merges_last(lowering, launch):
-            return {"MERGE": "launch", "MERGE_ROWS": 0, "MERGE_CHUNK": 0}
-        splits = next_power_of_two(launch.splits)
-        rows = launch.block_m if problem.packed else next_power_of_two(problem.seq_q * problem.group)
-        rows = min(rows, launch.block_m)
-        held = self.PARTIALS * 32 * launch.num_warps // next_power_of_two(problem.head_dim_v)
-        # All splits of some rows rather than some splits of all rows: the turns are as many, and nothing is rescaled.
-        while rows > 1 and rows * splits > held:
-            rows //= 2
-        return {"MERGE": "last", "MERGE_ROWS": rows, "MERGE_CHUNK": max(min(splits, held // rows), 1)}
-
-    def merges_last(self, lowering: Lowering, launch: Launch) -> bool:
-        """Whether the last program of a row tile merges the partial results of all."""
-        return launch.splits > 1 and lowering.merge == "last"
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
@@ -308,7 +287,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
-    choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads", "merge")
+    choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
@@ -331,11 +310,8 @@ class SparseSplit(DecodeSplit):
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         # No product is computed from these tiles: their width needs no least.
         exact = lowering.reads == "inside"
-        merging = self.merging(problem, lowering, launch)
         return {
-            **{name.upper(): getattr(lowering, name) for name in self.choices if name not in ("reads", "merge")},
-            "MERGE": merging["MERGE"],
-            "MERGE_CHUNK": merging["MERGE_CHUNK"],
+            **{name.upper(): getattr(lowering, name) for name in self.choices if name != "reads"},
             "SPLIT": launch.splits > 1,
             "PAGE_SIZE": problem.page_size,
             "HEAD_DIM": problem.head_dim,

@@ -51,7 +51,7 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
         raise refuse(*cannot)
 
     base = _base(problem, target, registry, kernel)
-    quirked = _Quirked(kernel, problem, target, base, registry.backends[target.backend].no_last)
+    quirked = _Quirked(kernel, problem, target, base)
     try:
         quirked.apply(registry, settings)
     except QuirkConflict as conflict:
@@ -126,8 +126,8 @@ class _Quirked:
     limits          choice -> what a hard limit made of it, for people
     """
 
-    def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base, no_last: str) -> None:
-        self.kernel, self.problem, self.target, self._no_last = kernel, problem, target, no_last
+    def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
+        self.kernel, self.problem, self.target = kernel, problem, target
         self.lowering, self.launch, self.resident = base.lowering, base.launch, base.resident
         self.fitted = base.launch
         self.env: dict[str, str] = {}
@@ -161,8 +161,6 @@ class _Quirked:
         tiles = self.kernel.tiles(self.problem, self.fitted)
         if tiles > arch.max_programs:
             self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
-        if self._no_last:
-            self._limit("merge", "launch", self._no_last)
         for choice, value, why in self.kernel.limits(self.problem, self.lowering, self.fitted):
             self._limit(choice, value, why)
 

@@ -195,24 +195,19 @@ def of_calls(
     The caller's own tensors take the places of the views that validation made of them: a kernel gets their address.
     """
     names, buffers, steps = {id(out): "out", id(lse): "lse"}, {}, []
-    each = {name: give for launch in launches for name, give in launch.each.items()}
     for launch in launches:
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
         arguments, roles = {**launch.arguments, **launch.constexprs}, {}
         for argument, value in launch.arguments.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            role = (
-                argument
-                if argument in TENSORS or argument in each
-                else names.setdefault(id(value), f"buffer {len(names)}")
-            )
+            role = argument if argument in TENSORS else names.setdefault(id(value), f"buffer {len(names)}")
             roles[argument] = role
             if role.startswith("buffer"):
                 buffers[role] = (tuple(value.shape), value.dtype)
         steps.append(Step(kernel, launch.grid, arguments, launch.options(), roles))
     descriptors = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
-    return Kept(plan, settings, given, device, _Templates(steps, each), buffers, descriptors, steps, each)
+    return Kept(plan, settings, given, device, _Templates(steps), buffers, descriptors, steps)
 
 
 def of_variant(
@@ -237,10 +232,10 @@ def of_variant(
 class _Templates:
     """Core launches by Triton's own way: arguments in order, with places for tensors."""
 
-    __slots__ = ("_each", "_launches")
+    __slots__ = ("_launches",)
 
-    def __init__(self, steps: Sequence[Step], each: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        self._launches, self._each = [], each
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._launches = []
         for step in steps:
             names, template = step.kernel.arg_names, step.values
             places = [(index, step.roles[name]) for index, name in enumerate(names) if name in step.roles]
@@ -249,7 +244,6 @@ class _Templates:
             self._launches.append((step.kernel[step.grid], template, places, step.options))
 
     def __call__(self, tensors: Mapping[str, Any]) -> None:
-        tensors = {**tensors, **{name: give() for name, give in self._each.items()}}
         for run, template, places, options in self._launches:
             arguments = template.copy()
             for index, name in places:

@@ -32,7 +32,6 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
                    mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
                    head, which takes tiles that are no power of two
-    merge          who merges the partial results of split keys: a second `launch`, or the `last` program of a row tile
     """
 
     load: Literal["pointer", "block_ptr", "descriptor"] = "pointer"
@@ -47,7 +46,6 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_loop: Literal["per_page", "flat_masked"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"
     reads: Literal["masked", "inside"] = "masked"
-    merge: Literal["launch", "last"] = "launch"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -24,9 +24,8 @@ import opcalls
 import triton
 
 import portattn
-from portattn import Target, corepath, dispatch, fastpath, request
+from portattn import Target, dispatch, fastpath, request
 from portattn.launch import devices, native, triton_runtime
-from portattn.lowering import Lowering
 from portattn.reference.randomcalls import random_call
 from portattn.request import _PLAIN, Request
 
@@ -54,23 +53,18 @@ runtime = devices.Runtime(current=lambda: current_device, stream=lambda index: s
 import portattn.kept as kept_module
 
 devices.runtime = kept_module.runtime = lambda device_type: runtime  # type: ignore
-from portattn.launch import counters
+from portattn.backends.cuda import counters
 
+torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
 made_counters: list[torch.Tensor] = []
 
 
-class Zeros:
-    """In place of torch, for what makes counters: they are remembered."""
-
-    int32 = torch.int32
-
-    @staticmethod
-    def zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        made_counters.append(torch.zeros(count, dtype=dtype, device=device))
-        return made_counters[-1]
+def zeros(count: int) -> torch.Tensor:
+    made_counters.append(torch.zeros(count, dtype=torch.int32))
+    return made_counters[-1]
 
 
-counters.torch = Zeros  # type: ignore[attr-defined]
+counters._of_device[None] = counters.Counters(zeros)  # type: ignore[index]
 found: dict[str, Any] = {"triton": triton.__version__, "why not": native.load(portattn.config.current().cache_dir)[1]}
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -102,7 +96,7 @@ def entry_of(op: str) -> fastpath.Entry:
 
 def normal(launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list[list[Any]]:
     """Launches with names in place of the addresses of what was allocated, since each call allocates anew."""
-    places = {made.data_ptr(): "counter" for made in made_counters}
+    places = {one.data_ptr(): "counter" for made in made_counters for one in made.split(counters.APART)}
     places |= {t.data_ptr(): n for n, t in arguments.items() if isinstance(t, torch.Tensor)}
     # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
     places |= {
@@ -134,17 +128,6 @@ def once(op: str, arguments: dict[str, Any]) -> tuple[list[list[Any]], list[list
     results = result if isinstance(result, tuple) else (result,)
     ours = [any(r is t for t in allocated) for r in results]
     return normal(fake.launches(), arguments), [list(r.shape) for r in results], ours
-
-
-def merged_last(name: str) -> None:
-    """The same for a kernel that merges its partial results itself, which takes counters anew each time."""
-    corepath.Lowering = lambda: Lowering(merge="last")  # type: ignore[assignment]
-    dispatch.forget_plans()
-    plain = found[f"{name} triton"]
-    compare(name, "triton")
-    found[f"{name} last"], found[f"{name} triton"] = found[f"{name} triton"], plain
-    corepath.Lowering = Lowering  # type: ignore[assignment]
-    dispatch.forget_plans()
 
 
 def compare(name: str, path: str) -> None:
@@ -372,8 +355,6 @@ def _with(settings: Any, work: Any) -> Any:
 
 for name in SIZES:
     compare(name, "triton")
-for name in ("decode", "paged"):
-    merged_last(name)
 if triton.__version__ == "3.6.0":
     compare("attention gluon", "auto")
     compare("mla gluon", "auto")

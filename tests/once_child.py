@@ -20,25 +20,18 @@ fake = fakedriver.install()
 import triton
 
 import portattn
-from portattn import Target, corepath, dispatch
-from portattn.launch import combine, counters, devices
-from portattn.lowering import Lowering
+from portattn import Target, dispatch
+from portattn.backends.cuda import counters
+from portattn.launch import devices
 from portattn.request import Request
 
 target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
 dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
 Request.key = lambda self: None  # type: ignore[method-assign, assignment]  # what is kept later compiles nothing
+torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
 runtime = devices.Runtime(current=lambda: None, stream=lambda index: 7, empty=torch.empty_strided)
 devices.runtime = lambda device_type: runtime  # type: ignore[assignment]
-pool = counters.Counters(lambda count: torch.zeros(count, dtype=torch.int32))
-
-
-def take(device: torch.device, count: int) -> torch.Tensor:
-    """As a device's launches do, one after the other from one piece of memory."""
-    return torch.empty(count, dtype=torch.int32, device=device) if device.type == "meta" else pool.take(7, count)
-
-
-combine.counters = counters.counters = take
+counters._of_device[None] = counters.Counters(lambda count: torch.zeros(count, dtype=torch.int32))  # type: ignore[index]
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -56,24 +49,9 @@ def call() -> None:
     portattn.sparse_attention(zeros(1, 8, 1, 64), zeros(1, 2, 2048, 64), zeros(1, 2, 2048, 64), indices, counts)
 
 
-def merged() -> None:
-    """Kernels that merge what they have split: for 2 row tiles and for 16."""
-    corepath.Lowering = lambda: Lowering(merge="last")  # type: ignore[assignment]
-    dispatch.forget_plans()
-    for batch in (1, 8, 1):
-        lengths = torch.full((batch,), 4000, dtype=torch.int32)
-        cache = [zeros(batch, 2, 4096, 64) for _ in "kv"]
-        portattn.decode_attention(zeros(batch, 8, 1, 64), *cache, lengths, num_splits=3)
-        plan = portattn.last_plan()
-        found["merges"].append(plan.specialised[0].merge if plan else "")
-    corepath.Lowering = Lowering  # type: ignore[assignment]
-    dispatch.forget_plans()
-
-
-found: dict[str, Any] = {"paths": [], "merges": []}
+found: dict[str, Any] = {"paths": []}
 with portattn.settings(isolate="auto", canary="never", fallback="silent", backend="triton"):
     call()
-    merged()
 if triton.__version__ == "3.6.0":
     with portattn.settings(isolate="auto", canary="never"):
         portattn.attention(zeros(2, 8, 512, 128), zeros(2, 2, 512, 128), zeros(2, 2, 512, 128), causal=True)

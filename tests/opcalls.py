@@ -215,7 +215,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch_all(launches: Any, plan: Any, q: torch.Tensor) -> None:
         for launch in launches if has_rows(plan) else ():
             kernel = getattr(load_kernels(launch.module, interpreted=True), launch.function)
-            kernel[launch.grid](**launch.given(), **launch.constexprs)
+            kernel[launch.grid](**launch.arguments, **launch.constexprs)
 
     def key(request: Request) -> Any:
         if not all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in request.tensors.values()):

@@ -25,9 +25,7 @@ pytestmark = [
 @pytest.mark.parametrize("version", LOOKED_AT)
 def test_the_child_and_this_process_compile_the_same(version: str, tmp_path: Path) -> None:
     found: dict[str, Any] = fakedriver.run("once_child.py", tmp_path, TRITONS[version])
-    assert found["merges"] == ["last"] * 3
-    # The split kernel merges by a launch, and by its last program: for two sizes of batch, whose row tiles differ.
-    expected = {"dense_forward": 2, "decode_split": 2, "combine": 1, "sparse_split": 1}
+    expected = {"dense_forward": 2, "decode_split": 1, "combine": 1, "sparse_split": 1}
     if version == "3.6.0":
         assert found["paths"] == ["gluon_forward"]
         expected["scheduled_forward"] = 1

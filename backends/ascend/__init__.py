@@ -47,7 +47,6 @@ class AscendBackend(Backend):
     folder = Path(__file__).parent
     compilers = ("triton-ascend", "flagtree")
     vendor = (NpuFusionAttention(), NpuFusedInferAttentionScore())
-    no_last = "run-time branches have come out wrong there, and nobody has run ordered atomics"
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of NPU `index`; None without one, without torch_npu or CANN, and for a chip with no arch here."""

@@ -13,7 +13,6 @@ class CpuBackend(Backend):
     device_type = "cpu"
     folder = Path(__file__).parent
     core_path = "interpreter"
-    no_last = ""
 
     def detect(self, index: int | None = None) -> str:
         return "generic"

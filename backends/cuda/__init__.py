@@ -44,7 +44,6 @@ class CudaBackend(Backend):
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
     variants = (ForwardVariant(), LatentVariant())
-    no_last = ""
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of NVIDIA device `index`; None without one, and for a compute capability that has no arch here."""

@@ -18,9 +18,6 @@ class RocmBackend(Backend):
     folder = Path(__file__).parent
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
-    # Triton 3.6, gfx942: `s_barrier` follows the stores at once, and the one wave whose atomic releases has waited for
-    # its own alone. The others' may still be on their way when the last program reads.
-    no_last = "the barrier before the atomic does not wait for the stores of a program's other waves"
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of AMD device `index`; None without one, and for a processor that arches.toml does not know.

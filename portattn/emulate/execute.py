@@ -43,10 +43,9 @@ def run(launch: KernelCall, text: str, lds: int, waves: int) -> int:
     types = signature(launch).types
     kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
     memory, names = Memory(), [name for name in kernel.arg_names if name in types]
-    given = launch.given()
-    share((given[name] for name in names), memory)
-    values = [value_of(types[name], given[name], memory) for name in names]
-    # portattn's programs exchange nothing through memory within a launch but what an atomic orders.
+    share((launch.arguments[name] for name in names), memory)
+    values = [value_of(types[name], launch.arguments[name], memory) for name in names]
+    # portattn's programs never exchange anything through memory within a launch.
     report = Program.parse(text).launch(
         launch.grid, values, memory, lds_bytes=lds, waves=waves, checks=Checks(groups=True)
     )

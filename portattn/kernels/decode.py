@@ -1,15 +1,13 @@
 """decode_split: a few query rows a sequence over a long cache, contiguous or paged, plain or latent.
 
 The rows of one key/value head's whole group are packed into one tile, so that the cache is read once. Where there
-are fewer such tiles than cores, the keys are split over programs, and combine.py merges the partial results, or the
-last program of a tile (last.py).
+are fewer such tiles than cores, the keys are split over programs, and combine.py merges the partial results.
 """
 
 import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
-from portattn.kernels.last import is_last, merge_rows
 from portattn.kernels.tiles import (
     first_state,
     natural_lse,
@@ -25,7 +23,7 @@ from portattn.kernels.tiles import (
     do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"]
 )
 def decode_split(
-    q, q_rope, k, v, out, lse, merged, merged_lse, counters,
+    q, q_rope, k, v, out, lse,
     seqlens_k, leftpad_k, cu_seqlens_q, page_table,
     alibi_slopes, sinks, bias, mask,
     scale, softcap,
@@ -33,7 +31,7 @@ def decode_split(
     rope_stride_b, rope_stride_h, rope_stride_s, rope_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
-    o_stride_p, o_stride_b, o_stride_h, o_stride_s, merged_stride_b, merged_stride_h, merged_stride_s,
+    o_stride_p, o_stride_b, o_stride_h, o_stride_s,
     table_stride_b, alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
@@ -45,8 +43,7 @@ def decode_split(
     MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
-    Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, MERGE: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_CHUNK: tl.constexpr,
+    Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -56,8 +53,6 @@ def decode_split(
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq) float32, to be merged. Otherwise
     `out` is the result and `lse` may be None. Other optional arguments as in dense_forward.
-    MERGE: with "last" the results are `merged` and `merged_lse` (or None), and `counters` has an int32 for each row
-    tile of each key/value head, 0 before and after. With "launch" all of them are None.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -68,7 +63,6 @@ def decode_split(
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
-        group = tile // splits  # of tiles that share their rows
         split = tile % splits
         row_tile = tile // splits % row_tiles
         kv_head = tile // splits // row_tiles % heads_k
@@ -190,16 +184,3 @@ def decode_split(
                 slots = 1
             lse_rows = ((split * slots + slot).to(tl.int64) * heads_q + head) * seq_q + q_row
             tl.store(lse + lse_rows, natural_lse(row_max, row_sum, EXP), mask=row_valid)
-        if SPLIT and MERGE == "last":  # noqa: SIM102 - a condition on a constexpr alone is not traced where it is false
-            if is_last(counters + group, splits):
-                for part in range(tl.cdiv(tl.minimum(queries * GROUP - row_0, BLOCK_M), MERGE_ROWS)):
-                    some = row_0 + part * MERGE_ROWS + tl.arange(0, MERGE_ROWS)  # [MERGE_ROWS], as `rows`
-                    there = some < tl.minimum(queries * GROUP, row_0 + BLOCK_M)
-                    some_head = (kv_head * GROUP + some % GROUP).to(tl.int64)
-                    some_query = (q_first + some // GROUP).to(tl.int64)
-                    result_rows = slot_0 * merged_stride_b + some_head * merged_stride_h + some_query * merged_stride_s
-                    merge_rows(
-                        out, lse, merged, merged_lse, (slot_0 * heads_q + some_head) * seq_q + some_query,
-                        heads_q.to(tl.int64) * seq_q * slots, result_rows, there, splits,
-                        HEAD_DIM_V, BLOCK_DV, MERGE_ROWS, MERGE_CHUNK,
-                    )  # fmt: skip

@@ -7,7 +7,6 @@ gathered whole, and products are sums along them, in float32.
 import triton
 import triton.language as tl
 
-from portattn.kernels.last import is_last, merge_rows
 from portattn.kernels.tiles import (
     capped,
     exponential,
@@ -72,14 +71,14 @@ def log_sampling_probability(cosine, bits, tables):
 
 @triton.jit(do_not_specialize=["heads_q", "group", "seq_k", "pages", "places", "splits", "tiles", "batches"])
 def sparse_split(
-    q, k, v, out, lse, merged, merged_lse, counters,
+    q, k, v, out, lse,
     indices, counts, log_weights, magicpig_bits, magicpig_tables, seqlens_k, page_table,
     alibi_slopes, sinks,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
-    o_stride_p, o_stride_b, o_stride_h, merged_stride_b, merged_stride_h,
+    o_stride_p, o_stride_b, o_stride_h,
     indices_stride_b, indices_stride_h, counts_stride_b, counts_stride_h, weights_stride_b, weights_stride_h,
     table_stride_b, alibi_stride_b,
     heads_q, group, seq_k, pages, places, splits, tiles, batches,
@@ -87,15 +86,15 @@ def sparse_split(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr,
     PIG_BITS: tl.constexpr, PIG_TABLES: tl.constexpr,
-    EXP: tl.constexpr, MASK_VALUE: tl.constexpr, GRID: tl.constexpr, MERGE: tl.constexpr, MERGE_CHUNK: tl.constexpr,
+    EXP: tl.constexpr, MASK_VALUE: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the tokens chosen for one head.
 
     indices (B, Hq, places) int32 and counts (B, Hq) int32: the first counts places hold token positions, in any order;
-    what is negative, or not before the sequence's end, is passed over. k and v as in decode_split; SPLIT, MERGE (with a
-    counter for each head) and the optional arguments too. log_weights (B, Hq, places) float32 is added to the scores,
-    -inf passes a token over; magicpig_bits and magicpig_tables (Hq,) int32, or PIG_BITS and PIG_TABLES for all heads,
-    ask for the sampling correction.
+    what is negative, or not before the sequence's end, is passed over. k and v as in decode_split; SPLIT and the
+    optional arguments too. log_weights (B, Hq, places) float32 is added to the scores, -inf passes a token over;
+    magicpig_bits and magicpig_tables (Hq,) int32, or PIG_BITS and PIG_TABLES for all heads, ask for the sampling
+    correction.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -203,11 +202,3 @@ def sparse_split(
         tl.store(o_base + columns_v, acc.to(out.dtype.element_ty), mask=columns_v < HEAD_DIM_V)
         if lse is not None:
             tl.store(lse + (split.to(tl.int64) * batches + batch) * heads_q + head, natural_lse(row_max, row_sum, EXP))
-        if SPLIT and MERGE == "last":  # noqa: SIM102 - a condition on a constexpr alone is not traced where it is false
-            if is_last(counters + tile // splits, splits):
-                head_0 = tl.full([1], 0, tl.int64) + head
-                merge_rows(
-                    out, lse, merged, merged_lse, batch * heads_q + head_0, batches.to(tl.int64) * heads_q,
-                    batch * merged_stride_b + head_0 * merged_stride_h, head_0 < heads_q, splits,
-                    HEAD_DIM_V, BLOCK_DV, 1, MERGE_CHUNK,
-                )  # fmt: skip

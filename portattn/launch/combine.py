@@ -1,17 +1,14 @@
-"""Outputs of a kernel that splits keys over programs, and what merges its partial results: itself, or a launch."""
+"""Outputs of a kernel that splits keys over programs, and the launch that merges their partial results."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from portattn.call import Call
-from portattn.core import CORES, MIN_DOT, DecodeSplit, next_power_of_two
-from portattn.launch.counters import counters, enough
+from portattn.core import MIN_DOT, next_power_of_two
 from portattn.launch.kernelcall import KernelCall
 from portattn.lowering import Launch
 from portattn.planned import Plan
@@ -54,40 +51,6 @@ class Outputs:
         return {f"o_stride_{axis}": stride for axis, stride in zip("pbhs", given, strict=False) if axis in axes}
 
 
-@dataclass(slots=True)
-class Merging:
-    """What the splitting kernel takes to merge partial results itself. Where a launch does, all of it is None.
-
-    tensors   the results, and a counter for each group of programs that share their rows
-    strides   of the results: `merged_stride_*`
-    each      what a launch gets anew
-    """
-
-    tensors: dict[str, torch.Tensor | None]
-    strides: dict[str, int | None]
-    each: dict[str, Callable[[], torch.Tensor]]
-
-    @classmethod
-    def of(cls, plan: Plan, outputs: Outputs, tiles: int, axes: str) -> Merging:
-        """tiles: pieces of work, splits included; axes: those of `bhs` that the kernel takes strides of."""
-        names = [f"merged_stride_{axis}" for axis in axes]
-        if not merges_last(plan):
-            return cls(dict.fromkeys(("merged", "merged_lse", "counters")), dict.fromkeys(names), {})
-        out, lse, groups = outputs.out, outputs.lse, tiles // plan.specialised[1].splits
-        count = enough(groups)
-        return cls(
-            {"merged": out, "merged_lse": lse, "counters": torch.empty(count, dtype=torch.int32, device="meta")},
-            dict(zip(names, out.stride(), strict=False)),
-            {"counters": functools.partial(counters, out.device, count)},
-        )
-
-
-def merges_last(plan: Plan) -> bool:
-    """Whether the last program of a row tile merges, and no launch does."""
-    kernel = CORES[plan.problem.op]
-    return isinstance(kernel, DecodeSplit) and kernel.merges_last(*plan.specialised)
-
-
 DEPENDENT = "launch_pdl"  # the launch option that is the merging kernel's: to begin before the other one has ended
 
 
@@ -97,10 +60,10 @@ def splitting(launch: Launch) -> Launch:
 
 
 def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
-    """The merging launch; none where keys are not split, or the kernel merges itself."""
+    """The merging launch; none where keys are not split."""
     problem = plan.problem
     lowering, launch = plan.specialised
-    if launch.splits == 1 or merges_last(plan):
+    if launch.splits == 1:
         return []
     batch, seq = problem.query_rows
     rows = batch * problem.heads_q * seq

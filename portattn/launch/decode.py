@@ -24,17 +24,15 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     lowering, launch = plan.specialised
     outputs = combine.Outputs.of(plan, call)
     tiles = kernel.tiles(problem, launch)
-    merging = combine.Merging.of(plan, outputs, tiles, "bhs")
     table = call.page_table
     arguments = {
         "q": call.q, "q_rope": call.q_rope, "k": call.k, "v": call.v,
-        "out": outputs.partial, "lse": outputs.partial_lse, **merging.tensors,
+        "out": outputs.partial, "lse": outputs.partial_lse,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
         "page_table": table,
         **per_head(call), **per_score(call), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbhs"),
-        **merging.strides,
         "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),
         **strides("bias", call.bias, "bhqk"), **strides("mask", call.mask, "bhqk"),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],
@@ -43,6 +41,5 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    alone = combine.splitting(launch)
-    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, alone, UNSPECIALISED, merging.each)
+    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
     return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +27,6 @@ class KernelCall:
     arguments   run-time arguments in the kernel's order: tensors (or meta tensors), ints, floats, None
     constexprs  tl.constexpr arguments by name
     unspecialised  names of integers that the kernel does not specialise on
-    each        what every launch gets anew, by name: functions that give a tensor for one launch on the current stream.
-                `arguments` has one of its type without data
     """
 
     module: str
@@ -39,11 +36,6 @@ class KernelCall:
     constexprs: dict[str, Any]
     launch: Launch
     unspecialised: frozenset[str] = field(default_factory=frozenset)
-    each: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-
-    def given(self) -> dict[str, Any]:
-        """The run-time arguments of one launch."""
-        return {**self.arguments, **{name: give() for name, give in self.each.items()}} if self.each else self.arguments
 
     def options(self) -> dict[str, Any]:
         return {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages, **dict(self.launch.options)}

@@ -170,7 +170,9 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             scratch = launch.constexprs.get("LOAD") == "descriptor" and not interpreted
             with descriptor_memory(fresh_memory(q.device)) if scratch else contextlib.nullcontext():
-                kernel[launch.grid](**launch.given(), **launch.constexprs, **({} if interpreted else launch.options()))
+                kernel[launch.grid](
+                    **launch.arguments, **launch.constexprs, **({} if interpreted else launch.options())
+                )
 
 
 def has_rows(plan: Plan) -> bool:

@@ -21,19 +21,17 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     lowering, launch = plan.specialised
     outputs = combine.Outputs.of(plan, call)
     tiles = kernel.tiles(problem, launch)
-    merging = combine.Merging.of(plan, outputs, tiles, "bh")
     table, weights = call.page_table, call.log_weights
     assert call.indices is not None
     assert call.counts is not None
     arguments = {
-        "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_lse, **merging.tensors,
+        "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_lse,
         "indices": call.indices, "counts": call.counts, "log_weights": weights,
         "magicpig_bits": call.magicpig_bits, "magicpig_tables": call.magicpig_tables,
         "seqlens_k": call.seqlens_k, "page_table": table,
         **per_head(call), **numbers(call),
         **{f"q_stride_{axis}": s for axis, s in zip("bhsd", call.q.stride(), strict=True) if axis != "s"},
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbh"),
-        **merging.strides,
         "indices_stride_b": call.indices.stride(0), "indices_stride_h": call.indices.stride(1),
         "counts_stride_b": call.counts.stride(0), "counts_stride_h": call.counts.stride(1),
         "weights_stride_b": 0 if weights is None else weights.stride(0),
@@ -45,6 +43,5 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     bits, tables = call.magicpig
     constexprs = kernel.constexprs(problem, lowering, launch) | {"PIG_BITS": bits, "PIG_TABLES": tables}
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
-    alone = combine.splitting(launch)
-    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, alone, UNSPECIALISED, merging.each)
+    first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
     return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse

@@ -51,7 +51,7 @@ def run(launch: KernelCall, code: Code, driver: Driver, capability: int, stream:
         raise BadPtx(f"{launch.function}: compiled for {code.signature}, and the call here is {signature(launch)}")
     names = getattr(load_kernels(launch.module, interpreted=False), launch.function).arg_names
     types = {name: code.signature.types[name] for name in names if name in code.signature.types}
-    given = arguments(ptx, types, launch.given())
+    given = arguments(ptx, types, launch.arguments)
     function = driver.load(code.text, ptx.entry)
     grid = (*launch.grid, 1, 1)[:3]
     function.launch((grid[0], grid[1], grid[2]), ptx.threads or WARP * code.num_warps, code.shared, stream, given)

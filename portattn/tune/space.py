@@ -87,7 +87,6 @@ _SPLIT = (
     Axis("num_stages", (1, 2), when=(WIDE,)),
     Axis("num_stages", (2, 3, 4, 6), NVIDIA),
     Axis("launch_pdl", (True,), ("cuda:sm_90",)),
-    Axis("merge", ("launch", "last"), NVIDIA),
     Axis("resident", (1, 2), (*NVIDIA, *AMD)),
     *_LOADS,
     *_OPTIONS,
@@ -99,7 +98,6 @@ _SPARSE = (
     Axis("num_stages", (1,), ASCEND),
     Axis("num_stages", (1, 2)),
     Axis("launch_pdl", (True,), ("cuda:sm_90",)),
-    Axis("merge", ("launch", "last"), NVIDIA),
     Axis("resident", (1, 2, 4, 8), (*NVIDIA, *AMD)),
 )
 SPACES: dict[str, tuple[Axis, ...]] = {

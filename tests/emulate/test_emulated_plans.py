@@ -68,22 +68,6 @@ def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, na
     coverage.check_used(arch, model.mnemonics)
 
 
-@pytest.mark.parametrize("op", ["decode_attention", "paged_attention", "sparse_attention"])
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
-def test_a_merge_by_the_last_program_is_right(workers: tuple[Worker, Worker], arch: str, op: str) -> None:
-    """No plan for AMD chooses it, as no wave waits for another's stores: in the model they are there at once."""
-    where = target(arch)
-    made = plan(canary.CASES[op][1], where)
-    lowering, launch = made.specialised
-    made = msgspec.structs.replace(
-        made,
-        lowering=msgspec.structs.replace(lowering, merge="last"),
-        launch=msgspec.structs.replace(launch, splits=3),
-    )
-    seen = Emulated(SECONDS).check(made, where, *workers)
-    assert seen.outcome == "pass", seen.reason
-
-
 @pytest.mark.parametrize("toolchain", ["triton==3.4.0", "triton==3.6.0", "triton==3.9.0"])
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain: str) -> None:

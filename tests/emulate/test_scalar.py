@@ -107,15 +107,6 @@ def test_64_bits(name: str, function: Callable[[int, int], int]) -> None:
             assert bool(machine.state.scc[0]) == (expected != 0)
 
 
-def test_waves_count_their_own_bits() -> None:
-    own = [0, 1, M32, 0x0F0F_1234]
-    body = ["s_bcnt1_i32_b32 s4, s6", "s_bcnt1_i32_b64 s5, s[6:7]"]
-    machine = asmkit.execute("gfx942", body, scalars={6: own, 7: own[::-1]}, waves=4)
-    few = [n.bit_count() for n in own]
-    assert machine.state.S[:, 4].tolist() == few
-    assert machine.state.S[:, 5].tolist() == [a + b for a, b in zip(few, few[::-1], strict=True)]
-
-
 def test_chains_of_carries() -> None:
     for a in WIDE:
         for b in WIDE:

@@ -125,7 +125,7 @@ TABLE: dict[str, Entry] = {
     "ff1_i32_b32": ("u", "u", KEEP, vector_tables.trailing_zeros), "ff1_i32_b64": ("u", "U", KEEP, _first_set64),
     "flbit_i32_b32": ("u", "u", KEEP, vector_tables.leading_zeros), "flbit_i32_b64": ("u", "U", KEEP, _leading64),
     "flbit_i32": ("u", "u", KEEP, vector_tables.leading_sign_bits),
-    "bcnt1_i32_b32": ("u", "u", NONZERO, vector_tables.count_bits),
+    "bcnt1_i32_b32": ("u", "u", NONZERO, lambda a: vector_tables.count_bits(np.ascontiguousarray(a)[:, None])),
     "bcnt1_i32_b64": ("u", "U", NONZERO, _count64),
     "pack_ll_b32_b16": ("u", "uu", KEEP, lambda a, b: (a & _u32(0xFFFF)) | (b << _u32(16))),
     "pack_lh_b32_b16": ("u", "uu", KEEP, lambda a, b: (a & _u32(0xFFFF)) | (b & _u32(0xFFFF0000))),
