@@ -181,6 +181,8 @@ class DecodeSplit(CoreKernel):
     # A split is worth its second pass only over this many key tiles, and while the cores are not full anyway.
     # Source: measured on an H200, docs/performance.md.
     FULL_CORES = 0.8
+    # Programs that keep a core's memory busy where one does not: of tuning entries whose `resident` is more than 1.
+    ENOUGH = 2
     FEW_KEY_TILES = 4
     WAVE_EFFICIENCY = 0.85
 
@@ -237,7 +239,8 @@ class DecodeSplit(CoreKernel):
 
     def splits(self, programs: int, key_tiles: int, cores: int, resident: int) -> int:
         """Fewest splits whose last wave of programs is nearly as full as the best number of splits makes it."""
-        if programs >= self.FULL_CORES * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
+        full = self.FULL_CORES * cores * min(resident, self.ENOUGH)
+        if programs >= full or key_tiles <= self.FEW_KEY_TILES or programs == 0:
             return 1
         slots = cores * resident
         most = min(MAX_SPLITS, key_tiles, max(slots // programs, 1) * 2)

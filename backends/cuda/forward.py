@@ -15,8 +15,9 @@ from portattn.backends.cuda.canaries import FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import GROUP_ROWS
-from portattn.core import MIN_DOT, ceil_div, next_power_of_two
+from portattn.core import ceil_div
 from portattn.launch.direct import Step
 from portattn.launch.steps import Buffers, StepLauncher
 from portattn.planned import Rejection
@@ -186,10 +187,10 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
     if tiles >= FULL_CORES * cores:
         return 1
-    ends, merging = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
+    ends, merge = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
 
     def cost(splits: int) -> int:
-        return ceil_div(tiles * splits, cores) * (ceil_div(key_tiles, splits) + ends) + (merging if splits > 1 else 0)
+        return ceil_div(tiles * splits, cores) * (ceil_div(key_tiles, splits) + ends) + (merge if splits > 1 else 0)
 
     return min(range(1, min(key_tiles, MOST_SPLITS) + 1), key=cost)
 
@@ -245,7 +246,7 @@ class _Launcher(StepLauncher):
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
         forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
-        return [forward, self._merging(tensors)] if split else [forward]
+        return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
     def _numbers(self) -> dict[str, int]:
         p = self._problem
@@ -271,22 +272,6 @@ class _Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
         }  # fmt: skip
-
-    def _merging(self, tensors: Mapping[str, Any]) -> Step:
-        from portattn.kernels.combine import combine
-
-        p, out = self._problem, tensors["out"]
-        rows = p.batch * p.heads_q * p.seq_q
-        most, columns = next_power_of_two(self._splits), next_power_of_two(p.head_dim_v)
-        arguments = {
-            "partial": tensors["partial"], "partial_lse": tensors["partial_lse"], "out": out, "lse": tensors["lse"],
-            "o_stride_b": out.stride(0), "o_stride_h": out.stride(1), "o_stride_s": out.stride(2),
-            "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": self._splits, "HEAD_DIM_V": p.head_dim_v,
-            "BLOCK_DV": max(columns, MIN_DOT), "BLOCK_SPLITS": most, "CHUNK": min(most, 16), "GRID": "full",
-            "DEPENDENT": True,
-        }  # fmt: skip
-        roles = {name: name for name in ("partial", "partial_lse", "out", "lse")}
-        return Step(combine, (rows,), arguments, {"num_warps": 4, "launch_pdl": True}, roles)
 
 
 def _described(x: torch.Tensor, rows: int, dim: int) -> Any:

@@ -12,6 +12,7 @@ from portattn.backends.cuda.canaries import LATENT
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
 from portattn.core import ceil_div, next_power_of_two
 from portattn.launch.direct import Step
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 MOST_BLOCKS = 65_535  # of a grid's second and third axis
 # 3 × 128 threads (one warp counts as four) with 168 registers each, which the kernel's three roles then share out anew.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
-FEW_SPLITS = 16  # that the merging kernel reads in one chunk, with four warps
 _FEATURES = ("softcap", "alibi_slopes", "sinks", "bias", "mask", "window", "packed", "negative_scale", "needs_grad")
 
 
@@ -104,12 +104,12 @@ def split_count(row_tiles: int, batch: int, capacity: int, cores: int) -> int:
 
     capacity  the most keys that a sequence can have. The lengths themselves stay on the device
     """
-    ends, merging = 4, 4  # a block's start and end, and the way of a partial result through memory, in tiles
+    ends, merge = 4, 4  # a block's start and end, and the way of a partial result through memory, in tiles
     tiles = max(1, ceil_div(capacity, KEYS))
 
     def cost(splits: int) -> int:
         waves = ceil_div(row_tiles * batch * splits, cores)
-        return waves * (ceil_div(tiles, splits) + ends + (merging if splits > 1 else 0))
+        return waves * (ceil_div(tiles, splits) + ends + (merge if splits > 1 else 0))
 
     return min(range(1, min(tiles, 2 * cores) + 1), key=cost)
 
@@ -152,23 +152,7 @@ class _Launcher(StepLauncher):
         }  # fmt: skip
         grid, options = (self._row_tiles, self._splits, p.batch), {"num_warps": 4, "maxnreg": REGISTERS}
         decode = Step(latent_decode, grid, arguments, options, roles)
-        return [decode, self._merging(tensors)] if split else [decode]
-
-    def _merging(self, tensors: Mapping[str, Any]) -> Step:
-        from portattn.kernels.combine import combine
-
-        p, out = self._problem, tensors["out"]
-        rows, few = p.batch * p.heads_q * p.seq_q, self._splits <= FEW_SPLITS
-        block = next_power_of_two(self._splits)
-        arguments = {
-            "partial": tensors["partial"], "partial_lse": tensors["partial_lse"], "out": out, "lse": tensors["lse"],
-            "o_stride_b": out.stride(0), "o_stride_h": out.stride(1), "o_stride_s": out.stride(2),
-            "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": self._splits, "HEAD_DIM_V": RANK,
-            "BLOCK_DV": RANK, "BLOCK_SPLITS": block, "CHUNK": block if few else 2 * FEW_SPLITS, "GRID": "full",
-            "DEPENDENT": True,
-        }  # fmt: skip
-        roles = {name: name for name in ("partial", "partial_lse", "out", "lse")}
-        return Step(combine, (rows,), arguments, {"num_warps": 4 if few else 8, "launch_pdl": True}, roles)
+        return [decode, merging(p, self._splits, tensors)] if split else [decode]
 
 
 def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> dict[str, Any]:

@@ -15,7 +15,11 @@ from portattn.planned import Plan
 
 MODULE = "portattn.kernels.combine"
 UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})
-CHUNK = 16  # partial rows that the merging kernel holds at a time: 16 × 256 fp32 is 32 registers a thread
+CHUNK = 16  # partial rows that the merging kernel holds at a time
+COLUMNS = (
+    128  # of a row that a warp reads, 16 bytes a thread: no sum then crosses warps, which would wait for each other
+)
+MOST_WARPS = 4
 
 
 @dataclass(slots=True)
@@ -59,6 +63,13 @@ def splitting(launch: Launch) -> Launch:
     return msgspec.structs.replace(launch, options=tuple(pair for pair in launch.options if pair[0] != DEPENDENT))
 
 
+def merging_shape(splits: int, head_dim_v: int) -> tuple[dict[str, int], int]:
+    """The merging kernel's constants for so many partial results of such rows, and its warps."""
+    columns = max(next_power_of_two(head_dim_v), MIN_DOT)
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": columns, "CHUNK": min(CHUNK, next_power_of_two(splits))}
+    return constants, min(max(columns // COLUMNS, 1), MOST_WARPS)
+
+
 def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
     """The merging launch; none where keys are not split."""
     problem = plan.problem
@@ -73,15 +84,8 @@ def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
         "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
     }  # fmt: skip
     dependent = bool(launch.get(DEPENDENT)) and plan.path != "interpreter"
-    constexprs = {
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_DV": max(next_power_of_two(problem.head_dim_v), MIN_DOT),
-        "BLOCK_SPLITS": next_power_of_two(launch.splits),
-        "CHUNK": min(CHUNK, next_power_of_two(launch.splits)),
-        "GRID": lowering.grid,
-        "DEPENDENT": dependent,
-    }
+    constants, warps = merging_shape(launch.splits, problem.head_dim_v)
+    constexprs = {**constants, "GRID": lowering.grid, "DEPENDENT": dependent}
     grid = (min(rows, cores) if lowering.grid == "persistent" else rows,)
-    # A row of partials is a few KiB: four warps read it, nothing is pipelined.
-    few = Launch(num_warps=4, num_stages=1, options=((DEPENDENT, True),) if dependent else ())
+    few = Launch(num_warps=warps, num_stages=1, options=((DEPENDENT, True),) if dependent else ())
     return [KernelCall(MODULE, "combine", grid, arguments, constexprs, few, UNSPECIALISED)]

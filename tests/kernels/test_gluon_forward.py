@@ -232,7 +232,7 @@ def assert_schedule_right(schedule: Schedule, call: Call) -> None:
     ],
 )  # fmt: skip
 def test_where_the_output_is_staged(chip: Device, head_dim: int, own_out: bool, queries: int, parts: int) -> None:
-    """In shared memory of its own, whole or by parts, or where the queries of the very tile were, of one or two such."""
+    """In shared memory of its own, whole or by parts, or where the very queries were, of one or two buffers."""
     for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
         p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right")
         chosen = choice(p)
