@@ -13,6 +13,10 @@ from portattn.target import Arch
 
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
+# Bytes of keys and values that heads worked on at a time may have: they should stay in the last cache before the
+# memory, of which most chips have more, and FlashAttention-3 counts on as much (hopper/tile_scheduler.hpp).
+CACHE_SHARE = 32 << 20
+LEAST_TOGETHER, MOST_TOGETHER = 4, 64  # heads; more even out the end of a launch no further
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -159,6 +163,14 @@ class VarlenForward(DenseForward):
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)
+
+
+def heads_together(problem: Problem) -> int:
+    """Heads whose row tiles are worked on at a time where tiles differ in length: a power of two."""
+    size = 4 if problem.dtype == "fp32" else 2
+    head_bytes = size * problem.seq_k * (problem.head_dim + problem.head_dim_v)
+    fit = max(CACHE_SHARE // max(head_bytes, 1), 1) * problem.group
+    return min(max(1 << (fit.bit_length() - 1), LEAST_TOGETHER), MOST_TOGETHER)
 
 
 def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:

@@ -17,7 +17,7 @@ from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import GROUP_ROWS
-from portattn.core import ceil_div
+from portattn.core import ceil_div, heads_together
 from portattn.launch.direct import Step
 from portattn.launch.steps import Buffers, StepLauncher
 from portattn.planned import Rejection
@@ -44,7 +44,6 @@ PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for seq
 
 FULL_CORES = 0.8  # tiles that fill so much of the chip are not split
 MOST_SPLITS = 32
-L2_SHARE = 32 << 20  # bytes of keys and values that heads worked on at a time may have: about half of the L2
 _FEATURES = ("alibi_slopes", "bias", "mask", "leftpad_q", "leftpad_k", "negative_scale", "needs_grad", "dropout")
 CHOICES = Path(__file__).with_name("tuning") / "sm_90.toml"
 
@@ -250,13 +249,11 @@ class _Launcher(StepLauncher):
 
     def _numbers(self) -> dict[str, int]:
         p = self._problem
-        head_bytes = 2 * p.seq_k * (p.head_dim + p.head_dim_v)
-        fit = max(1, L2_SHARE // max(head_bytes, 1)) * p.group
         return {
             "batches": p.batch, "heads": p.heads_q, "share": p.group,
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
-            "row_tiles": self._row_tiles, "together": 1 << min(max(fit.bit_length() - 1, 2), 5),
+            "row_tiles": self._row_tiles, "together": heads_together(p),
             "splits": self._splits,
         }  # fmt: skip
 

@@ -115,7 +115,7 @@ class Sizes:
     left: gl.tensor
     right: gl.tensor
     row_tiles: gl.tensor  # of a head of a sequence; of a head of all packed ones
-    together: gl.tensor  # causal: heads that are worked on at a time
+    together: gl.tensor  # causal or packed: heads that are worked on at a time
     splits: gl.tensor  # blocks that share a tile's keys
 
     @gluon.constexpr_function

@@ -15,10 +15,23 @@ def _first_row(first_rows, sequence, batches, total):
 
 
 @gluon.jit
+def _in_turn(tile, row_tiles, all_heads, sizes):
+    """(row tile, head): some heads at a time, whose keys and values share the L2, of each row tile one after the other.
+
+    What ends a launch is then the last rows of many heads, not all rows of the last head, which would keep few blocks
+    busy for long.
+    """
+    per = row_tiles * sizes.together
+    first, rest = tile // per * sizes.together, tile % per
+    heads = gl.minimum(sizes.together, all_heads - first)
+    return rest // heads, first + rest % heads
+
+
+@gluon.jit
 def _packed_work(tile, sizes, form):
     """As kernels/tiles.py packed_tile: sequence b's tiles begin at number cu_seqlens[b] // rows + b."""
     rows: gl.constexpr = form.GROUPS * _ROWS
-    head, number = tile // sizes.row_tiles, tile % sizes.row_tiles
+    number, head = _in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     sequence = sizes.batches - sizes.batches
     for chunk in range(gl.cdiv(sizes.batches + 1, 32)):
@@ -50,11 +63,9 @@ def work_of(tile, sizes, form):
         split = tile - tile
         if form.SPLIT:
             tile, split = tile // sizes.splits, tile % sizes.splits
-        if form.RIGHT:  # some heads at a time, whose keys and values share the L2; longest rows first
-            per = sizes.row_tiles * sizes.together
-            first, rest = tile // per * sizes.together, tile % per
-            heads = gl.minimum(sizes.together, sizes.batches * sizes.heads - first)
-            row, head = (sizes.row_tiles - 1 - rest // heads) * rows, first + rest % heads
+        if form.RIGHT:  # longest rows first
+            number, head = _in_turn(tile, sizes.row_tiles, sizes.batches * sizes.heads, sizes)
+            row = (sizes.row_tiles - 1 - number) * rows
         else:
             row, head = tile % sizes.row_tiles * rows, tile // sizes.row_tiles
         slot = head // sizes.heads

@@ -10,6 +10,7 @@ import triton.language as tl
 from portattn.kernels.attend import attend, key_steps
 from portattn.kernels.tiles import (
     first_state,
+    heads_in_turn,
     natural_lse,
     normalised,
     packed_bounds,
@@ -19,7 +20,11 @@ from portattn.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles", "batches", "left", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right",
+    ]
+)  # fmt: skip
 def dense_forward(
     q, k, v, out, lse,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
@@ -32,7 +37,7 @@ def dense_forward(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    heads_q, group, seq_q, seq_k, row_tiles, tiles, batches, left, right,
+    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
@@ -46,6 +51,7 @@ def dense_forward(
     Optional arguments are None: lse, the (B,) int32 lengths and left paddings, the (B + 1,) int32 beginnings of packed
     sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
+    together: heads whose tiles are worked on at a time, where tiles differ in length.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -54,9 +60,13 @@ def dense_forward(
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         row_tile = tile % row_tiles
+        slot_head = tile // row_tiles  # of all sequences' heads, of packed sequences' common ones
         if CAUSAL != "none":
+            row_tile, slot_head = heads_in_turn(tile, row_tiles, together, tiles)
             row_tile = row_tiles - 1 - row_tile  # longest rows first: they bound the launch's length
-        head = tile // row_tiles % heads_q
+        elif cu_seqlens_q is not None:
+            row_tile, slot_head = heads_in_turn(tile, row_tiles, together, tiles)
+        head = slot_head % heads_q
         if cu_seqlens_q is not None:
             batch, row_tile = packed_tile(cu_seqlens_q, row_tile, batches, seq_q, 1, BLOCK_M, SEARCH)
             slot = batch - batch  # packed tensors are one slot, which all sequences share
@@ -66,7 +76,7 @@ def dense_forward(
             row_0 = q_first + row_tile * BLOCK_M
             stored_end = q_end
         else:
-            batch = tile // row_tiles // heads_q
+            batch = slot_head // heads_q
             slot = batch
             q_first, q_end = sequence_bounds(seqlens_q, leftpad_q, batch, seq_q)
             k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)

@@ -344,6 +344,20 @@ def packed_bounds(cu_seqlens, batch, batches, total):
 
 
 @triton.jit
+def heads_in_turn(tile, row_tiles, together, tiles):
+    """(row tile, head) of a tile: `together` heads at a time, of each row tile one after the other.
+
+    Their keys and values share a cache. What ends a launch is then the last rows of many heads; in order of heads it is
+    all rows of the last one, which keep few cores busy for long.
+    """
+    of_group = row_tiles * together
+    first = tile // of_group * together
+    heads = tl.minimum(tiles // row_tiles - first, together)
+    rest = tile % of_group
+    return rest // heads, first + rest % heads
+
+
+@triton.jit
 def packed_tile(cu_seqlens, tile, batches, total, per_row,
                 BLOCK_M: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
     """Which sequence a tile of packed rows belongs to, and its number among that sequence's tiles.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from portattn.call import Call
-from portattn.core import CORES, ceil_div, packed_tiles
+from portattn.core import CORES, ceil_div, heads_together, packed_tiles
 from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planned import Plan
 
 MODULE = "portattn.kernels.dense"
-UNSPECIALISED = frozenset({"heads_q", "group", "seq_q", "seq_k", "row_tiles", "tiles", "batches", "left", "right"})
+UNSPECIALISED = frozenset(
+    {"heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right"}
+)
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -33,7 +35,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         **alibi_stride(call), **strides("bias", call.bias, "bhqk"), **strides("mask", call.mask, "bhqk"),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
-        "row_tiles": row_tiles, "tiles": tiles, "batches": problem.batch, **window(problem),
+        "row_tiles": row_tiles, "together": heads_together(problem), "tiles": tiles, "batches": problem.batch,
+        **window(problem),
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)

@@ -1,0 +1,50 @@
+"""In which order tiles of rows are worked on."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support import Device
+
+from portattn import Problem
+from portattn.core import heads_together
+from portattn.kernels.tiles import heads_in_turn
+
+PROBLEM = Problem(batch=2, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=128, dtype="bf16", causal="top_left")
+
+
+@triton.jit
+def order(out, row_tiles, together, tiles):
+    tile = tl.program_id(0)
+    row_tile, head = heads_in_turn(tile, row_tiles, together, tiles)
+    tl.store(out + tile * 2, row_tile)
+    tl.store(out + tile * 2 + 1, head)
+
+
+@pytest.mark.parametrize(("row_tiles", "heads", "together"), [(1, 1, 4), (3, 5, 4), (7, 4, 4), (5, 9, 2), (2, 64, 64)])
+def test_every_tile_once_and_some_heads_at_a_time(device: Device, row_tiles: int, heads: int, together: int) -> None:
+    tiles = row_tiles * heads
+    out = torch.full((tiles, 2), -1, dtype=torch.int32, device=device.name)
+    order[(tiles,)](out, row_tiles, together, tiles)
+    found = [tuple(pair) for pair in out.tolist()]
+    assert sorted(found) == [(row, head) for row in range(row_tiles) for head in range(heads)]
+    groups = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
+    assert found == [(row, head) for group in groups for row in range(row_tiles) for head in group]
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({}, 16),  # 2 MiB a head
+        ({"dtype": "fp32"}, 8),
+        ({"heads_k": 2}, 64),  # four heads share their keys
+        ({"seq_k": 1 << 20}, 4),
+        ({"seq_k": 0}, 64),
+        ({"head_dim": 80, "head_dim_v": 80}, 16),  # 25 would fit
+    ],
+)
+def test_how_many_heads(fields: dict[str, int | str], heads: int) -> None:
+    assert heads_together(msgspec.structs.replace(PROBLEM, **fields)) == heads
