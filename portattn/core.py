@@ -14,9 +14,10 @@ from portattn.target import Arch
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
 # Bytes of keys and values that heads worked on at a time may have: they should stay in the last cache before the
-# memory, of which most chips have more, and FlashAttention-3 counts on as much (hopper/tile_scheduler.hpp).
-CACHE_SHARE = 32 << 20
-LEAST_TOGETHER, MOST_TOGETHER = 4, 64  # heads; more even out the end of a launch no further
+# memory. Half of what FlashAttention-3 counts on (hopper/tile_scheduler.hpp): with 32 MiB the portable core lost 6 % on
+# an H200 (D = 128, 16k causal), whose L2 is two halves, each with a copy of what its cores read.
+CACHE_SHARE = 16 << 20
+MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -167,10 +168,11 @@ class VarlenForward(DenseForward):
 
 def heads_together(problem: Problem) -> int:
     """Heads whose row tiles are worked on at a time where tiles differ in length: a power of two."""
+    keys = problem.seq_k if problem.total_k is None else ceil_div(problem.total_k, max(problem.batch, 1))
     size = 4 if problem.dtype == "fp32" else 2
-    head_bytes = size * problem.seq_k * (problem.head_dim + problem.head_dim_v)
+    head_bytes = size * keys * (problem.head_dim + problem.head_dim_v)
     fit = max(CACHE_SHARE // max(head_bytes, 1), 1) * problem.group
-    return min(max(1 << (fit.bit_length() - 1), LEAST_TOGETHER), MOST_TOGETHER)
+    return min(1 << (fit.bit_length() - 1), MOST_TOGETHER)
 
 
 def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:

@@ -49,7 +49,10 @@ CHOICES = Path(__file__).with_name("tuning") / "sm_90.toml"
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the kernel is scheduled; forward_kernel.Form says what each means."""
+    """How the kernel is scheduled; forward_kernel.Form says what each means.
+
+    in_turn  of causal and of packed rows, tiles of many heads in turn (core.heads_together), not of one after the other
+    """
 
     groups: int
     keys: int
@@ -61,6 +64,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     queries: int = 1
     reg_q: bool = False
+    in_turn: bool = True
     parts: int = 1
 
 
@@ -253,7 +257,7 @@ class _Launcher(StepLauncher):
             "batches": p.batch, "heads": p.heads_q, "share": p.group,
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
-            "row_tiles": self._row_tiles, "together": heads_together(p),
+            "row_tiles": self._row_tiles, "together": heads_together(p) if self._schedule.in_turn else 1,
             "splits": self._splits,
         }  # fmt: skip
 

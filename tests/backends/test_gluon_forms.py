@@ -155,7 +155,7 @@ def test_a_signature_says_what_a_compiler_sees() -> None:
     assert {"lse", "out", "counter"} <= set(forward.divisible)
     assert forward.options == {"num_warps": 4, "maxnreg": 168}
     assert merging.function == "combine"
-    assert merging.options == {"num_warps": 4, "launch_pdl": True}
+    assert merging.options == {"num_warps": 1, "launch_pdl": True}
     assert msgspec.json.decode(msgspec.json.encode(forward), type=type(forward)) == forward
 
 

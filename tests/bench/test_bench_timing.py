@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from benchfakes import FakeClock
 
@@ -31,7 +33,23 @@ def test_each_round_begins_with_another(monkeypatch):
     names = [name for name, _, _ in clock.turns]
     # The first round has a single call of each before its turn.
     assert names[:6] == ["a", "a", "b", "b", "c", "c"]
-    assert names[6:] == ["b", "c", "a", "c", "a", "b", "a", "b", "c"]
+    assert names[6:] == ["b", "a", "c", "c", "a", "b", "a", "c", "b"]
+
+
+def test_who_comes_after_whom_changes():
+    names = list("abcde")
+    for first in range(4):
+        one, other = (timing.ordered(names, first + more) for more in range(2))
+        assert sorted(one) == sorted(other) == names
+        assert not set(itertools.pairwise(one)) & set(itertools.pairwise(other))
+
+
+def test_a_call_that_heats_the_card_is_timed_after_one_of_its_own():
+    clock = FakeClock(2 * timing.HEATING_MS)
+    timing.interleaved(contenders("a", "b"), clock, "hot", 2)
+    names = [name for name, _, _ in clock.turns]
+    assert names[:6] == ["a"] * 3 + ["b"] * 3  # once to see how long it takes
+    assert all(one == other for one, other in zip(names[6::2], names[7::2], strict=True))
 
 
 def test_the_first_round_does_not_count_and_a_ratio_is_of_one_round():

@@ -96,7 +96,7 @@ DEFINED |= {
 REGISTERS = {"u": 1, "f": 1, "h": 1, "w": 1, "U": 2}
 # Modelled by a test of their own: what they do is more than a function of their lanes' sources.
 ELSEWHERE = re.compile(
-    r"v_(div_(scale|fmas|fixup)_f32|fma_mix(lo)?_f(32|16)|mad_(co_)?[ui]64_[ui]32|readfirstlane|readlane|writelane|"
+    r"v_(div_(scale|fmas|fixup)_f32|fma_mix(lo|hi)?_f(32|16)|mad_(co_)?[ui]64_[ui]32|readfirstlane|readlane|writelane|"
     r"permlane\w+|mov_b32_dpp|pk_\w+|mfma_\w+|wmma_\w+|addc_co\w+|add_co\w+|sub_co\w+|subb_co\w+|cmpx\w+|bitop3\w+|"
     r"nop|dot\w+|cvt_scale\w+|swap\w+|cmp_class\w+)"
 )

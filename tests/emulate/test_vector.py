@@ -356,8 +356,9 @@ def test_wide_products_and_mixed_sums_everywhere(arch: str) -> None:
     name = "v_mad_co_u64_u32" if arch == "gfx1201" else "v_mad_u64_u32"
     flag = "s[4:5]" if lanes == 64 else "s4"
     body = [f"{name} v[4:5], {flag}, v0, v1, v[2:3]", "v_fma_mix_f32 v6, v7, v7, v7 op_sel_hi:[0,0,0]",
-            "v_fma_mixlo_f16 v8, v7, v7, 0"]  # fmt: skip
-    machine = asmkit.execute(arch, body, {0: a, 1: b, 2: c, 3: d, 7: f, 8: np.full(lanes, 0x11112222, np.uint32)})
+            "v_fma_mixlo_f16 v8, v7, v7, 0", "v_fma_mixhi_f16 v9, -v7, v7, 0"]  # fmt: skip
+    old = np.full(lanes, 0x11112222, np.uint32)
+    machine = asmkit.execute(arch, body, {0: a, 1: b, 2: c, 3: d, 7: f, 8: old, 9: old})
     for lane in range(lanes):
         total = int(a[lane]) * int(b[lane]) + (int(c[lane]) | int(d[lane]) << 32)
         assert int(machine.state.pair(4)[0, lane]) == total % 2**64
@@ -365,6 +366,7 @@ def test_wide_products_and_mixed_sums_everywhere(arch: str) -> None:
         assert machine.state.V[6, 0, lane].view(np.float32) == exact_fma(f[lane], f[lane], f[lane], np.float32)
         square = np.float16(np.float64(f[lane]) ** 2)
         assert int(machine.state.V[8, 0, lane]) == 0x11110000 | int(square.view(np.uint16))
+        assert int(machine.state.V[9, 0, lane]) == 0x2222 | int((-square).view(np.uint16)) << 16
 
 
 def test_mad_64() -> None:

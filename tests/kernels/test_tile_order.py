@@ -38,12 +38,13 @@ def test_every_tile_once_and_some_heads_at_a_time(device: Device, row_tiles: int
 @pytest.mark.parametrize(
     ("fields", "heads"),
     [
-        ({}, 16),  # 2 MiB a head
-        ({"dtype": "fp32"}, 8),
-        ({"heads_k": 2}, 64),  # four heads share their keys
-        ({"seq_k": 1 << 20}, 4),
+        ({}, 8),  # 2 MiB a head
+        ({"dtype": "fp32"}, 4),
+        ({"heads_k": 2}, 32),  # four heads share their keys
+        ({"seq_k": 1 << 20}, 1),
         ({"seq_k": 0}, 64),
-        ({"head_dim": 80, "head_dim_v": 80}, 16),  # 25 would fit
+        ({"head_dim": 80, "head_dim_v": 80}, 8),  # 12 would fit
+        ({"op": "varlen_attention", "total_q": 8192, "total_k": 4096}, 16),  # 1 MiB a head on average
     ],
 )
 def test_how_many_heads(fields: dict[str, int | str], heads: int) -> None:

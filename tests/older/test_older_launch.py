@@ -249,7 +249,7 @@ def test_a_compiled_kernel_is_launched_with_its_arguments(
     launch = merge()
     made = compiled(compiler, capability, launch)
     ptx = read(made.text)
-    assert (ptx.capability, ptx.portable, ptx.entry, ptx.threads) == (capability, True, "combine", 128)
+    assert (ptx.capability, ptx.portable, ptx.entry, ptx.threads) == (capability, True, "combine", 32)
     names = names_of(launch.module)
     monkeypatch.setattr(launching, "load_kernels", names_of)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
