@@ -47,7 +47,7 @@ def test_who_comes_after_whom_changes():
 def test_a_call_that_heats_the_card_is_timed_after_one_of_its_own():
     clock = FakeClock(2 * timing.HEATING_MS)
     timing.interleaved(contenders("a", "b"), clock, "hot", 2)
-    names = [name for name, _, _ in clock.turns]
+    names = [run() for run, _, _ in clock.turns]
     assert names[:6] == ["a"] * 3 + ["b"] * 3  # once to see how long it takes
     assert all(one == other for one, other in zip(names[6::2], names[7::2], strict=True))
 
