@@ -28,7 +28,7 @@ TILES = {
         (2, 128, 4, 1, 1),
         (2, 128, 2, 2, 1),
     ),
-    128: ((2, 128, 2, 2, 1), (2, 128, 2, 1, 1)),
+    128: ((2, 128, 2, 2, 1), (2, 64, 4, 2, 1), (2, 128, 2, 1, 1)),
     256: ((2, 64, 2, 1, 1), (2, 64, 2, 1, 2)),
 }
 FLAGS = tuple(field.name for field in msgspec.structs.fields(forward.Schedule) if field.type in (bool, "bool"))
