@@ -13,10 +13,7 @@ from portattn.target import Arch
 
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
-# Bytes of keys and values that heads worked on at a time may have: they should stay in the last cache before the
-# memory. Half of what FlashAttention-3 counts on (hopper/tile_scheduler.hpp): with 32 MiB the portable core lost 6 % on
-# an H200 (D = 128, 16k causal), whose L2 is two halves, each with a copy of what its cores read.
-CACHE_SHARE = 16 << 20
+FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200, docs/performance.md
 MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
@@ -88,6 +85,7 @@ class CoreKernel:
         arch: Arch,
         resident: int,
         pinned: Container[str] = frozenset(),
+        full: float = FULL,
     ) -> Launch:
         """The launch with what follows from the problem's sizes filled in (splits, smaller tiles).
 
@@ -166,13 +164,16 @@ class VarlenForward(DenseForward):
         return problem.heads_q * packed_tiles(problem, launch, 1)
 
 
-def heads_together(problem: Problem) -> int:
-    """Heads whose row tiles are worked on at a time where tiles differ in length: a power of two."""
+def heads_together(problem: Problem, arch: Arch) -> int:
+    """Heads whose row tiles are worked on side by side where tiles differ in length (Arch.cache_share): 1 to 64."""
+    if not arch.cache_share:
+        return 1
     keys = problem.seq_k if problem.total_k is None else ceil_div(problem.total_k, max(problem.batch, 1))
     size = 4 if problem.dtype == "fp32" else 2
     head_bytes = size * keys * (problem.head_dim + problem.head_dim_v)
-    fit = max(CACHE_SHARE // max(head_bytes, 1), 1) * problem.group
-    return min(1 << (fit.bit_length() - 1), MOST_TOGETHER)
+    fit = max(arch.cache_share // max(head_bytes, 1), 1) * problem.group
+    heads = problem.heads_q * (1 if problem.packed else problem.batch)
+    return max(min(fit, MOST_TOGETHER, heads), 1)
 
 
 def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:
@@ -192,11 +193,7 @@ class DecodeSplit(CoreKernel):
         "reads",
     )  # fmt: skip
 
-    # A split is worth its second pass only over this many key tiles, and while the cores are not full anyway.
-    # Source: measured on an H200, docs/performance.md.
-    FULL_CORES = 0.8
-    # Programs that keep a core's memory busy where one does not: of tuning entries whose `resident` is more than 1.
-    ENOUGH = 2
+    # A split is worth its second pass only over this many key tiles. Source: measured on an H200, docs/performance.md.
     FEW_KEY_TILES = 4
     WAVE_EFFICIENCY = 0.85
 
@@ -233,15 +230,16 @@ class DecodeSplit(CoreKernel):
         arch: Arch,
         resident: int,
         pinned: Container[str] = frozenset(),
+        full: float = FULL,
     ) -> Launch:
-        launch = super().fit(problem, lowering, launch, arch, resident, pinned)
+        launch = super().fit(problem, lowering, launch, arch, resident, pinned, full)
         if "splits" in pinned:
             return launch
         if problem.num_splits:
             return msgspec.structs.replace(launch, splits=problem.num_splits)
         programs = self.tiles(problem, launch)
         key_tiles = ceil_div(self.keys(problem), launch.block_n)
-        return msgspec.structs.replace(launch, splits=self.splits(programs, key_tiles, arch.cores, resident))
+        return msgspec.structs.replace(launch, splits=self.splits(programs, key_tiles, arch.cores, resident, full))
 
     def keys(self, problem: Problem) -> int:
         """Most keys that one row can attend."""
@@ -251,10 +249,12 @@ class DecodeSplit(CoreKernel):
         seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
         return min(problem.seq_k, seen)
 
-    def splits(self, programs: int, key_tiles: int, cores: int, resident: int) -> int:
-        """Fewest splits whose last wave of programs is nearly as full as the best number of splits makes it."""
-        full = self.FULL_CORES * cores * min(resident, self.ENOUGH)
-        if programs >= full or key_tiles <= self.FEW_KEY_TILES or programs == 0:
+    def splits(self, programs: int, key_tiles: int, cores: int, resident: int, full: float) -> int:
+        """Fewest splits whose last wave of programs is nearly as full as the best number of splits makes it.
+
+        full: programs a core from which on keys are not split, as the cores are full anyway
+        """
+        if programs >= full * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
             return 1
         slots = cores * resident
         most = min(MAX_SPLITS, key_tiles, max(slots // programs, 1) * 2)

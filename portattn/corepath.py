@@ -11,7 +11,7 @@ import msgspec
 
 from portattn import __version__
 from portattn.config import Settings
-from portattn.core import CORES, CoreKernel, next_power_of_two
+from portattn.core import CORES, FULL, CoreKernel, next_power_of_two
 from portattn.errors import QuirkConflict
 from portattn.lowering import Launch, Lowering
 from portattn.planned import Applied, CoreChoice, Rejection
@@ -95,6 +95,7 @@ class _Base(msgspec.Struct):
     lowering: Lowering
     launch: Launch
     resident: int
+    full: float
     notes: list[str]
 
 
@@ -105,18 +106,18 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     entry = tuning.find(kernel.name, problem.features()) if tuning else None
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
-        launch, resident = Launch().changed(dict(entry.launch)), entry.resident
+        launch, resident, full = Launch().changed(dict(entry.launch)), entry.resident, entry.full
         if not tuning.measured(entry):
             notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
     else:
-        lowering, launch, resident = Lowering(), Launch(), 1
+        lowering, launch, resident, full = Lowering(), Launch(), 1, FULL
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
     tried = TRIED.get(target.toolchain.distribution)
     if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
         notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
         lowering = msgspec.structs.replace(lowering, dot_precision=target.arch.dot_precisions[0])
-    return _Base(lowering, launch, resident, notes)
+    return _Base(lowering, launch, resident, full, notes)
 
 
 class _Quirked:
@@ -128,7 +129,7 @@ class _Quirked:
 
     def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
         self.kernel, self.problem, self.target = kernel, problem, target
-        self.lowering, self.launch, self.resident = base.lowering, base.launch, base.resident
+        self.lowering, self.launch, self.resident, self.full = base.lowering, base.launch, base.resident, base.full
         self.fitted = base.launch
         self.env: dict[str, str] = {}
         self.applied: dict[str, Applied] = {}
@@ -157,7 +158,7 @@ class _Quirked:
         """Fit the launch to the problem's sizes (what a quirk set stays), and apply the hard limits."""
         arch = self.target.arch
         pinned = {name for kind, name in self._set_by if kind == "launch"}
-        self.fitted = self.kernel.fit(self.problem, self.lowering, self.launch, arch, self.resident, pinned)
+        self.fitted = self.kernel.fit(self.problem, self.lowering, self.launch, arch, self.resident, pinned, self.full)
         tiles = self.kernel.tiles(self.problem, self.fitted)
         if tiles > arch.max_programs:
             self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")

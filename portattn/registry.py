@@ -52,6 +52,11 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
             retired={name: quirk for name, quirk in known.items() if quirk.retired is not None},
         )
 
+    def arch(self, name: str) -> Arch:
+        """The arch of a target's name, as Plan.target has it."""
+        backend, _, arch = name.partition(":")
+        return self.arches[backend][arch]
+
     def target(self, text: str, toolchain: str | Toolchain | None = None) -> Target:
         """The target that `backend:arch` names; see Target.parse."""
         backend, _, arch = text.partition(":")

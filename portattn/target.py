@@ -22,6 +22,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     matrix         matrix instructions that the compiler uses on it, by the prefix they have in its assembly text
     fp8            fp8 formats that its matrix units take
     dot_precisions how an fp32 product can be computed
+    cache_share    bytes of keys and values that row tiles worked on side by side may read, to stay in a cache; 0 where
+                   nobody has timed it, and tiles are worked on head by head
     tuning         name of the tuning file it shares, its own name when empty
     refused        why no kernel is planned for it; empty when kernels are
     sources        where the numbers come from
@@ -38,6 +40,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     matrix: tuple[str, ...] = ()
     fp8: tuple[str, ...] = ()
     dot_precisions: tuple[str, ...] = ("ieee",)
+    cache_share: int = 0
     tuning: str = ""
     refused: str = ""
     sources: tuple[str, ...]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from portattn import conditions, tomlfile
+from portattn.core import FULL
 from portattn.errors import DataError
 from portattn.lowering import CHOICES, OptionValue, check_launch_values
 
@@ -77,6 +78,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
     timed     False for a choice that was only compiled, in a file whose others were timed
     resident  programs that one core runs at a time, as far as the split over keys is concerned (decode)
+    full      programs a core from which on keys are not split
     provenance  this entry's own, where it is not the file's
     """
 
@@ -87,6 +89,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     flags: dict[str, bool | int | str] = {}
     core: bool = False
     resident: int = 1
+    full: float = FULL
     timed: bool = True
     note: str = ""
     provenance: Source | None = None

@@ -17,7 +17,7 @@ from support import problem
 import portattn
 from portattn import PathUnavailable, Registry, Target, Verdict
 from portattn.config import Settings
-from portattn.core import CORES
+from portattn.core import CORES, FULL
 from portattn.launch import kernel_calls, meta_call
 from portattn.planner import plan
 
@@ -274,3 +274,12 @@ def test_plan_of_a_problem_takes_a_target() -> None:
     for op in ("flash", ["attention"]):
         with pytest.raises(portattn.ArgumentError, match="op is"):
             portattn.plan(op)
+
+
+def test_keys_are_split_below_so_many_programs_a_core() -> None:
+    """16 sequences of 8 key heads are 128 programs of 132: full, but for an entry that says that it takes more."""
+    kernel = CORES["paged_attention"]
+    assert kernel.splits(128, 512, 132, 1, FULL) == 1
+    assert kernel.splits(128, 512, 132, 2, FULL) == 1
+    assert kernel.splits(128, 512, 132, 2, 1.6) == 2
+    assert kernel.splits(212, 512, 132, 2, 1.6) == 1

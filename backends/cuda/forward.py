@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from portattn.call import Call
     from portattn.problem import Problem
-    from portattn.target import Target
+    from portattn.target import Arch, Target
     from portattn.tune.tunable import Tunable
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
@@ -52,6 +52,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How the kernel is scheduled; forward_kernel.Form says what each means.
 
     in_turn  of causal and of packed rows, tiles of many heads in turn (core.heads_together), not of one after the other
+
+    Raises ValueError for reg_q or parts without own_out.
     """
 
     groups: int
@@ -64,8 +66,12 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     queries: int = 1
     reg_q: bool = False
-    in_turn: bool = True
     parts: int = 1
+    in_turn: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.own_out and (self.reg_q or self.parts > 1):
+            raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
 
 
 class Choice(NamedTuple):
@@ -151,6 +157,12 @@ class ForwardVariant(Variant):
             elif swapped:
                 seen[name] = tensors[name].transpose(1, 2)
         return seen
+
+
+def _arch() -> Arch:
+    from portattn.registry import Registry  # which imports the backends
+
+    return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
 
 
 def width(head_dim: int) -> int:
@@ -257,7 +269,7 @@ class _Launcher(StepLauncher):
             "batches": p.batch, "heads": p.heads_q, "share": p.group,
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
-            "row_tiles": self._row_tiles, "together": heads_together(p) if self._schedule.in_turn else 1,
+            "row_tiles": self._row_tiles, "together": heads_together(p, _arch()) if self._schedule.in_turn else 1,
             "splits": self._splits,
         }  # fmt: skip
 

@@ -121,6 +121,7 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS)  # fmt: skip
+    gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     queries: gl.constexpr = QUERIES * GROUPS

@@ -58,9 +58,10 @@ class ForwardTunable:
         no = forward.ForwardVariant().rejects(problem, target)
         if no is not None:
             raise NotBuilt(f"it {no.reason}")
-        schedule = msgspec.convert(choice.flags, forward.Schedule)
-        if not schedule.own_out and (schedule.reg_q or schedule.parts > 1):
-            raise NotBuilt("reg_q loads the next queries to where the output would be staged, and parts: own_out")
+        try:
+            schedule = msgspec.convert(choice.flags, forward.Schedule)
+        except msgspec.ValidationError as error:
+            raise NotBuilt(str(error)) from None
 
         def start(call: Call) -> Started:
             return started(forward.launcher(call, schedule), call)

@@ -17,7 +17,7 @@ MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's 
 # Calls that take so many ms are steady: so many rounds are enough.
 SLOW = ((100.0, 2), (30.0, 3))
 FAR = 3.0  # times as slow as the fastest: timed in one round, as no second one would change what it says
-HEATING_MS = 10.0  # a call that takes longer heats the card by itself
+HEATING_MS = 10.0  # where a call takes longer, each heats the card for itself first
 HEAT_MS = 400.0  # of work before anything counts, after which a card that rested has come down to its lasting clocks
 
 
@@ -37,21 +37,23 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
     Raises DeviceLost.
     """
     names, turns = list(contenders), Turns()
-    expected: dict[str, float] = {}
+    expected: dict[str, float] = {}  # of those that still take part
+    out: set[str] = set()
     settling, round_ = 1, 0
     while round_ < settling + rounds:
         slowest = max(expected.values(), default=0.0)
         if any(slowest > ms and round_ - settling >= enough for ms, enough in SLOW):
             break
+        heating = timing == "hot" and slowest > HEATING_MS
         for name in ordered(names, round_):
-            contender, guess = contenders[name], expected.get(name, 0.0)
-            if name in turns.failed or (round_ > settling and guess > FAR * min(expected.values())):
+            if name in out:
                 continue
+            contender, guess = contenders[name], expected.get(name, 0.0)
             try:
                 with contender.around():
                     if not guess:  # compiles, and picks what it picks
                         guess = clock.turn_ms(contender.run, timing, 1, guess)
-                    if guess > HEATING_MS:  # the clocks of such a call are those that it finds: its own, not another's
+                    if heating:  # the clocks of such a call are those that it finds: its own, not another's
                         clock.turn_ms(contender.run, timing, 1, guess)
                     ms = clock.turn_ms(contender.run, timing, calls(timing, guess), guess)
             except FAILURES as failure:
@@ -60,12 +62,18 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
                     raise DeviceLost(name, failure, lost) from None
                 turns.failed[name] = reason(failure)
                 turns.ms.pop(name, None)
+                expected.pop(name, None)
+                out.add(name)
                 continue
             expected[name] = ms
             if round_ >= settling:
                 turns.ms.setdefault(name, []).append(ms)
         if round_ == 0 and timing == "hot" and expected and max(expected.values()) > HEAD_START_MS:
             settling += int(HEAT_MS / sum(ms * calls(timing, ms) for ms in expected.values()))
+        if round_ == settling:  # who is out stays out: a ratio pairs the rounds from the first one on
+            far = {name for name, ms in expected.items() if ms > FAR * min(expected.values())}
+            out |= far
+            expected = {name: ms for name, ms in expected.items() if name not in far}
         round_ += 1
     return turns
 

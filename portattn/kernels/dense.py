@@ -51,7 +51,7 @@ def dense_forward(
     Optional arguments are None: lse, the (B,) int32 lengths and left paddings, the (B + 1,) int32 beginnings of packed
     sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
-    together: heads whose tiles are worked on at a time, where tiles differ in length.
+    together: heads whose row tiles are worked on side by side, where tiles differ in length.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -64,8 +64,6 @@ def dense_forward(
         if CAUSAL != "none":
             row_tile, slot_head = heads_in_turn(tile, row_tiles, together, tiles)
             row_tile = row_tiles - 1 - row_tile  # longest rows first: they bound the launch's length
-        elif cu_seqlens_q is not None:
-            row_tile, slot_head = heads_in_turn(tile, row_tiles, together, tiles)
         head = slot_head % heads_q
         if cu_seqlens_q is not None:
             batch, row_tile = packed_tile(cu_seqlens_q, row_tile, batches, seq_q, 1, BLOCK_M, SEARCH)

@@ -9,6 +9,7 @@ from portattn.core import CORES, ceil_div, heads_together, packed_tiles
 from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planned import Plan
+from portattn.registry import Registry
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(
@@ -35,8 +36,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         **alibi_stride(call), **strides("bias", call.bias, "bhqk"), **strides("mask", call.mask, "bhqk"),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
-        "row_tiles": row_tiles, "together": heads_together(problem), "tiles": tiles, "batches": problem.batch,
-        **window(problem),
+        "row_tiles": row_tiles, "together": heads_together(problem, Registry.load().arch(plan.target)),
+        "tiles": tiles, "batches": problem.batch, **window(problem),
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)

@@ -32,10 +32,14 @@ class StepLauncher:
         """The launches for a call: `tensors` has the Call's by name, out, lse, and what `fresh` gives."""
         raise NotImplementedError
 
-    def fresh(self, q: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a call needs beside its own tensors."""
-        buffers = {name: q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in self.buffers.items()}
+    def fresh(self, q: torch.Tensor, given: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """What a call needs beside its own tensors, and beside the buffers that are given."""
+        buffers = {
+            name: q.new_empty(shape, dtype=dtype)
+            for name, (shape, dtype) in self.buffers.items()
+            if (given or {}).get(name) is None
+        }
         return {**buffers, **{name: give() for name, give in self.each.items()}}
 
     def __call__(self, tensors: Mapping[str, Any]) -> None:
-        launch_steps(self.steps({**tensors, **self.fresh(tensors["q"])}))
+        launch_steps(self.steps({**tensors, **self.fresh(tensors["q"], tensors)}))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from portattn.core import FULL
 from portattn.lowering import LAUNCH_FIELDS, OptionValue
 
 Setting = bool | int | str | None
@@ -23,17 +24,19 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lowering  named choices of a core kernel
     flags     settings of a variant, by names of its own
     resident  programs that one core is expected to run at a time (it decides over how many programs keys are split)
+    full      programs a core from which on keys are not split
     """
 
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
     flags: dict[str, bool | int | str] = {}
     resident: int = 1
+    full: float = FULL
 
     @property
     def settings(self) -> dict[str, Setting]:
         """All of it by name."""
-        return {**self.launch, **self.lowering, "resident": self.resident, **self.flags}
+        return {**self.launch, **self.lowering, "resident": self.resident, "full": f"{self.full:g}", **self.flags}
 
     @property
     def key(self) -> str:
@@ -59,6 +62,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         words += [str(value) for value in self.lowering.values()]
         words += [f"{name}={value}" for name, value in self.flags.items()]
         words += [f"resident={self.resident}"] if self.resident != 1 else []
+        words += [f"full={self.full:g}"] if self.full != FULL else []
         return " ".join(words) or "defaults"
 
 
@@ -76,4 +80,5 @@ def changed(base: Choice, settings: dict[str, Setting], lowering_names: tuple[st
             launch[name] = value
     # One order, so that equal choices are written alike.
     names = sorted(launch, key=lambda n: (LAUNCH_FIELDS.index(n) if n in LAUNCH_FIELDS else len(LAUNCH_FIELDS), n))
-    return Choice(launch={name: launch[name] for name in names}, lowering=lowering, flags=base.flags, resident=resident)
+    made = {name: launch[name] for name in names}
+    return Choice(launch=made, lowering=lowering, flags=base.flags, resident=resident, full=base.full)

@@ -121,5 +121,9 @@ def classes(
 
 def choice_of(entry: Entry) -> Choice:
     return Choice(
-        launch=dict(entry.launch), lowering=dict(entry.lowering), flags=dict(entry.flags), resident=entry.resident
+        launch=dict(entry.launch),
+        lowering=dict(entry.lowering),
+        flags=dict(entry.flags),
+        resident=entry.resident,
+        full=entry.full,
     )

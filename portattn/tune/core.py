@@ -59,7 +59,9 @@ class CoreTunable:
 def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Plan:
     """The core plan that this choice as a tuning entry would give, quirks and limits applied. Raises NotBuilt."""
     registry = Registry.load()
-    entry = Entry(kernel=kernel, launch=choice.launch, lowering=choice.lowering, resident=choice.resident)
+    entry = Entry(
+        kernel=kernel, launch=choice.launch, lowering=choice.lowering, resident=choice.resident, full=choice.full
+    )
     source = Provenance(chip="", toolchain=str(target.toolchain), date=datetime.date.min, measured=False)
     only = Tuning(provenance=source, entry=(entry,))
     name = target.arch.tuning or target.arch.name

@@ -9,7 +9,7 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 from portattn import tomlfile
-from portattn.core import KERNEL_NAMES
+from portattn.core import FULL, KERNEL_NAMES
 from portattn.errors import DataError
 from portattn.journal import write_whole
 from portattn.tune.classes import Class
@@ -124,6 +124,8 @@ def entry(of: Class, outcome: Outcome, origin: Origin) -> Table:
             made.add(name, _inline(settings))
     if choice.resident != 1:
         made.add("resident", choice.resident)
+    if choice.full != FULL:
+        made.add("full", choice.full)
     if not outcome.measured:
         made.add("timed", False)
     made.add("provenance", _provenance(outcome, origin))

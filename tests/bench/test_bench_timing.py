@@ -44,12 +44,47 @@ def test_who_comes_after_whom_changes():
         assert not set(itertools.pairwise(one)) & set(itertools.pairwise(other))
 
 
+class Failing(FakeClock):
+    """`tiny` is ten times as fast as the others, until it fails."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def turn_ms(self, run, timing, calls, expected_ms):
+        self.turns.append((run, timing, calls))
+        if run() == "tiny" and len(self.turns) > self.after:
+            raise RuntimeError("no more")
+        return 0.1 if run() == "tiny" else 1.0
+
+
+def test_who_fails_is_no_measure_for_the_others():
+    """Only who is right there after the first round that counts says who is far behind."""
+    for after, rounds in ((1, 5), (7, 5), (12, 1)):
+        turns = timing.interleaved(contenders("tiny", "a", "b"), Failing(after), "cold", 5)
+        assert turns.failed == {"tiny": "no more"}
+        assert {name: len(ms) for name, ms in turns.ms.items()} == {"a": rounds, "b": rounds}
+
+
+def test_who_is_far_behind_stays_out():
+    """A ratio pairs the rounds from the first one on: nobody comes back later."""
+
+    class Wavering(FakeClock):
+        def turn_ms(self, run, timing, calls, expected_ms):
+            self.turns.append((run, timing, calls))
+            return 1.0 if run() == "fast" else (3.5 if len(self.turns) < 9 else 2.0)
+
+    turns = timing.interleaved(contenders("fast", "slow"), Wavering(), "cold", 4)
+    assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 1}
+
+
 def test_a_call_that_heats_the_card_is_timed_after_one_of_its_own():
     clock = FakeClock(2 * timing.HEATING_MS)
     timing.interleaved(contenders("a", "b"), clock, "hot", 2)
     names = [run() for run, _, _ in clock.turns]
-    assert names[:6] == ["a"] * 3 + ["b"] * 3  # once to see how long it takes
-    assert all(one == other for one, other in zip(names[6::2], names[7::2], strict=True))
+    assert names[:4] == ["a"] * 2 + ["b"] * 2  # once to see how long it takes
+    assert all(one == other for one, other in zip(names[4::2], names[5::2], strict=True))
+    assert len(names[4:]) == 2 * 2 * len(set(names)) + 2 * 2 * int(timing.HEAT_MS // (2 * clock.ms))
 
 
 def test_the_first_round_does_not_count_and_a_ratio_is_of_one_round():

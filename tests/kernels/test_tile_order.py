@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from support import Device
 
-from portattn import Problem
+from portattn import Problem, Target
 from portattn.core import heads_together
 from portattn.kernels.tiles import heads_in_turn
 
-PROBLEM = Problem(batch=2, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=128, dtype="bf16", causal="top_left")
+SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+PROBLEM = Problem(batch=16, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=128, dtype="bf16", causal="top_left")
 
 
 @triton.jit
@@ -43,9 +44,16 @@ def test_every_tile_once_and_some_heads_at_a_time(device: Device, row_tiles: int
         ({"heads_k": 2}, 32),  # four heads share their keys
         ({"seq_k": 1 << 20}, 1),
         ({"seq_k": 0}, 64),
-        ({"head_dim": 80, "head_dim_v": 80}, 8),  # 12 would fit
-        ({"op": "varlen_attention", "total_q": 8192, "total_k": 4096}, 16),  # 1 MiB a head on average
+        ({"head_dim": 80, "head_dim_v": 80}, 12),  # 1.25 MiB
+        ({"batch": 1, "heads_q": 3, "heads_k": 3, "seq_k": 64}, 3),  # no more than there are
+        (
+            {"op": "varlen_attention", "batch": 4, "heads_q": 32, "heads_k": 32, "total_q": 8192, "total_k": 8192},
+            16,
+        ),  # 1 MiB a head on average
     ],
 )
 def test_how_many_heads(fields: dict[str, int | str], heads: int) -> None:
-    assert heads_together(msgspec.structs.replace(PROBLEM, **fields)) == heads
+    arch = msgspec.structs.replace(SM_90.arch, cache_share=16 << 20)
+    problem = msgspec.structs.replace(PROBLEM, **fields)
+    assert heads_together(problem, arch) == heads
+    assert heads_together(problem, msgspec.structs.replace(arch, cache_share=0)) == 1  # nobody has timed it
