@@ -16,9 +16,8 @@ from portattn.planned import Plan
 MODULE = "portattn.kernels.combine"
 UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})
 CHUNK = 16  # partial rows that the merging kernel holds at a time
-COLUMNS = (
-    128  # of a row that a warp reads, 16 bytes a thread: no sum then crosses warps, which would wait for each other
-)
+# Columns of a row that a warp of 32 reads, 16 bytes a thread: no sum crosses warps, which would wait for each other.
+COLUMNS = 128
 MOST_WARPS = 4
 
 
