@@ -66,6 +66,10 @@ class Variant:
         """How a problem that it takes is scheduled: names and values that a plan shows. Pure."""
         return {}
 
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        """What else follows from the problem's sizes: shown in plans, no part of what is compiled. Pure."""
+        return {}
+
     def leaves(self, problem: Problem) -> str:
         """Why a problem that it takes is better left to the core unless somebody asks for it; else empty. Pure."""
         return ""

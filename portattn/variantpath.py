@@ -61,7 +61,7 @@ def choose(
             )
         )
     cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
-    return VariantChoice(schedule=schedule, quirks=cautions, key=key)
+    return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, key=key)
 
 
 def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, settings: Settings) -> list[Quirk]:

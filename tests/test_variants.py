@@ -36,7 +36,7 @@ NAME = "gluon_forward"
 def test_a_plan_says_how_it_is_scheduled_and_what_it_needs() -> None:
     made = plan(P, SM_90)
     assert made.path == NAME
-    assert made.schedule == VARIANTS[NAME].describe(P)
+    assert made.schedule == VARIANTS[NAME].describe(P) | VARIANTS[NAME].sizes(P)
     assert (made.schedule["width"], made.schedule["groups"]) == (128, 2)
     assert made.needs.startswith("sm_90, Triton 3.6.0")
     text = made.explain()
@@ -46,6 +46,18 @@ def test_a_plan_says_how_it_is_scheduled_and_what_it_needs() -> None:
     assert data["schedule"] == made.schedule
     core = plan(P, SM_90, settings=Settings(backend="triton"))
     assert (core.schedule, core.needs) == ({}, "")
+
+
+def test_a_plan_says_what_follows_from_the_sizes_and_compiles_nothing_anew_for_it() -> None:
+    few = msgspec.structs.replace(P, batch=1, seq_q=128, seq_k=16384)
+    made = plan(few, SM_90)
+    assert (made.schedule["splits"], made.schedule["heads_together"]) == (16, 1)
+    more = plan(msgspec.structs.replace(few, heads_q=16, heads_k=16), SM_90)
+    assert more.schedule["splits"] == 8
+    assert more.key == made.key
+    causal = msgspec.structs.replace(P, causal="bottom_right", seq_q=4096, seq_k=4096)
+    assert plan(causal, SM_90).schedule["heads_together"] == 8
+    assert "cuda-0018-register-a-variants" in made.explain()
 
 
 REACH: dict[str, tuple[str, str, bool]] = {

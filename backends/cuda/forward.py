@@ -130,6 +130,13 @@ class ForwardVariant(Variant):
         assert chosen is not None
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
 
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
+        chosen = choice(problem)
+        assert chosen is not None
+        splits = _splits(problem, chosen.schedule, _arch().cores)
+        return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
+
     def timed(self, problem: Problem) -> bool:
         """Whether the schedule was timed."""
         chosen = choice(problem)
@@ -198,6 +205,19 @@ def _tiles(p: Problem, rows: int) -> int:
     return _row_tiles(p, rows) * p.heads_q * (1 if p.packed else p.batch)
 
 
+def _splits(p: Problem, s: Schedule, cores: int) -> int:
+    """Blocks that share a tile's keys."""
+    # A sink counts once; and partial results have the kernel's width.
+    whole = p.packed or p.sinks or p.head_dim_v not in WIDTHS
+    return 1 if whole else split_count(_tiles(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
+
+
+def _together(p: Problem, s: Schedule) -> int:
+    """Heads whose tiles are drawn side by side: 1 where tiles are all as long, or the schedule says so."""
+    uneven = p.packed or p.causal != "none" or p.window_right != UNLIMITED
+    return heads_together(p, _arch()) if s.in_turn and uneven else 1
+
+
 def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
     if tiles >= FULL_CORES * cores:
@@ -224,9 +244,7 @@ class _Launcher(StepLauncher):
         cores = multiprocessors(device)
         self._row_tiles = _row_tiles(p, rows)
         tiles = _tiles(p, rows)
-        # A sink counts once; and partial results have the kernel's width.
-        whole = p.packed or p.sinks or p.head_dim_v not in WIDTHS
-        self._splits = 1 if whole else split_count(tiles, ceil_div(p.seq_k, s.keys), cores)
+        self._splits = _splits(p, s, cores)
         self._grid = min(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
         if p.softcap:
@@ -269,7 +287,7 @@ class _Launcher(StepLauncher):
             "batches": p.batch, "heads": p.heads_q, "share": p.group,
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
-            "row_tiles": self._row_tiles, "together": heads_together(p, _arch()) if self._schedule.in_turn else 1,
+            "row_tiles": self._row_tiles, "together": _together(p, self._schedule),
             "splits": self._splits,
         }  # fmt: skip
 
