@@ -23,7 +23,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fp8            fp8 formats that its matrix units take
     dot_precisions how an fp32 product can be computed
     cache_share    bytes of keys and values that row tiles worked on side by side may read, to stay in a cache; 0 where
-                   nobody has timed it, and tiles are worked on head by head
+                   nobody has looked, and tiles are worked on head by head
     tuning         name of the tuning file it shares, its own name when empty
     refused        why no kernel is planned for it; empty when kernels are
     sources        where the numbers come from

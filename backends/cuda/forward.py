@@ -17,7 +17,7 @@ from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import GROUP_ROWS
-from portattn.core import ceil_div, heads_together
+from portattn.core import FULL, ceil_div, heads_together
 from portattn.launch.direct import Step
 from portattn.launch.steps import Buffers, StepLauncher
 from portattn.planned import Rejection
@@ -42,7 +42,6 @@ LARGEST_CAP = 1e30
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 
-FULL_CORES = 0.8  # tiles that fill so much of the chip are not split
 MOST_SPLITS = 32
 _FEATURES = ("alibi_slopes", "bias", "mask", "leftpad_q", "leftpad_k", "negative_scale", "needs_grad", "dropout")
 CHOICES = Path(__file__).with_name("tuning") / "sm_90.toml"
@@ -214,13 +213,21 @@ def _splits(p: Problem, s: Schedule, cores: int) -> int:
 
 def _together(p: Problem, s: Schedule) -> int:
     """Heads whose tiles are drawn side by side: 1 where tiles are all as long, or the schedule says so."""
-    uneven = p.packed or p.causal != "none" or p.window_right != UNLIMITED
-    return heads_together(p, _arch()) if s.in_turn and uneven else 1
+    return heads_together(p, _arch()) if s.in_turn and uneven(p) else 1
+
+
+def uneven(p: Problem) -> bool:
+    """Whether tiles of rows may see different numbers of keys, so that their order matters."""
+    return p.packed or _limited_right(p)
+
+
+def _limited_right(p: Problem) -> bool:
+    return p.causal != "none" or p.window_right != UNLIMITED
 
 
 def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
-    if tiles >= FULL_CORES * cores:
+    if tiles >= FULL * cores:
         return 1
     ends, merge = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
 
@@ -297,7 +304,7 @@ class _Launcher(StepLauncher):
         lengths = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
         return {
             "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
-            "RIGHT": p.causal != "none" or p.window_right != UNLIMITED, "LEFT": p.window_left != UNLIMITED,
+            "RIGHT": _limited_right(p), "LEFT": p.window_left != UNLIMITED,
             "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,

@@ -40,13 +40,13 @@ class ForwardTunable:
 
     def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
         """Every tile of the width with every combination of flags that goes together, nearest to the base first."""
-        found, uneven = [], problem.packed or problem.causal != "none"  # tiles of one length: in any order
+        found, ordered = [], forward.uneven(problem)
         for groups, keys, stages, queries, parts in TILES.get(forward.width(problem.head_dim), ()):
             tile = {"groups": groups, "keys": keys, "stages": stages, "queries": queries, "parts": parts}
             for values in itertools.product((True, False), repeat=len(FLAGS)):
                 flags = dict(zip(FLAGS, values, strict=True))
                 together = flags["own_out"] or (not flags["reg_q"] and parts == 1)
-                if together and (uneven or flags["in_turn"] == base.flags.get("in_turn", True)):
+                if together and (ordered or flags["in_turn"] == base.flags.get("in_turn", True)):
                     found.append(Choice(flags={**base.flags, **tile, **flags}))
         yield from sorted(found, key=lambda choice: choice.differs(base))
 

@@ -6,7 +6,6 @@ A handful each time, all of them with `--forms` (`make forms`): each takes some 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from portattn.launch.described import signatures
 from portattn.matrix import variants
 from portattn.matrix.cells import KernelFacts
 from portattn.planned import Plan
-from portattn.toolchain import installed
 from portattn.worker.client import Worker
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -72,14 +70,6 @@ ALL = [
     for causal in CAUSAL
     if causal == "none" or "window_right" not in fields
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Worker]:
-    if str(installed()) != "triton==3.6.0":
-        pytest.skip(f"the kernel is for Triton 3.6.0, and this is {installed() or 'none'}")
-    with Worker() as worker:
-        yield worker
 
 
 def problem(form: str, head_dim: int, causal: str) -> Problem:

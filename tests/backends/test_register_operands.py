@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from portattn.compiling import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.planned import Plan
-from portattn.toolchain import installed
 from portattn.worker.client import Worker
 
 VARIANT = ForwardVariant()
@@ -67,14 +65,6 @@ def overwritten(code: list[str]) -> list[str]:
             if set(written(later)) & set(operand):
                 found.append(f"{text} … {later}")
     return found
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Worker]:
-    if str(installed()) != "triton==3.6.0":
-        pytest.skip(f"the kernel is for Triton 3.6.0, and this is {installed() or 'none'}")
-    with Worker() as worker:
-        yield worker
 
 
 @pytest.mark.compiles

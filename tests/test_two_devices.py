@@ -1,0 +1,126 @@
+"""Two accelerators in one process: a call runs where its tensors lie, whichever device is the current one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import gpucalls
+import pytest
+import torch
+from gpucalls import NAMES, Pieces, data, operation, perform, prepared, same
+
+import portattn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators"),
+]
+
+FIRST, SECOND = "cuda:0", "cuda:1"
+
+
+def moved(arguments: dict[str, Any], device: str) -> dict[str, Any]:
+    return {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+
+
+def on_the_first(found: Pieces) -> Pieces:
+    return tuple(t.to(FIRST) for t in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("current", [0, 1])
+def test_results_do_not_depend_on_the_device(name: str, current: int) -> None:
+    """First calls, kept calls and calls of changed data, whichever device is the current one."""
+    arguments, other = data(name, seed=0), data(name, seed=1)
+    expected = perform(name, arguments), perform(name, other)
+    with torch.cuda.device(current):
+        for device in (SECOND, FIRST, SECOND):
+            here, changed = moved(arguments, device), moved(other, device)
+            for _ in range(3):
+                found = perform(name, here), perform(name, changed)
+                assert all(str(t.device) == device for t in (*found[0], *found[1]))
+                same(on_the_first(found[0]), expected[0])
+                same(on_the_first(found[1]), expected[1])
+        assert torch.cuda.current_device() == current
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prepared_run_on_the_device_that_is_not_current(name: str) -> None:
+    arguments = data(name, seed=0)
+    expected = perform(name, arguments)
+    run = prepared(name, moved(arguments, SECOND))
+    for _ in range(3):
+        found = run()
+        same(on_the_first(found), expected)
+
+
+def test_a_prepared_run_refuses_tensors_of_another_device() -> None:
+    arguments = data("decode_attention", seed=0)
+    handle = portattn.prepare(operation("decode_attention"), **arguments)
+    with pytest.raises(portattn.ArgumentError, match="cuda:1"):
+        handle.run(**moved(arguments, SECOND))
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    arguments = data("attention", seed=0)
+    with pytest.raises(portattn.ArgumentError, match="cuda:1"):
+        perform("attention", arguments | {"k": arguments["k"].to(SECOND)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_of_the_second_device(name: str) -> None:
+    arguments = data(name, seed=0)
+    expected = perform(name, arguments)
+    here = moved(arguments, SECOND)
+    with torch.cuda.device(1):
+        perform(name, here)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = perform(name, here)
+        for tensor in found:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+    same(on_the_first(found), expected)
+
+
+def test_a_thread_for_each_device() -> None:
+    """Both at once, with streams of their own: counters and tensor maps belong to one device."""
+    calls = {name: data(name, seed=0) for name in NAMES}
+    expected = {name: perform(name, arguments) for name, arguments in calls.items()}
+    torch.cuda.synchronize()
+    wrong: list[str] = []
+
+    def work(device: str) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                here = {name: moved(arguments, device) for name, arguments in calls.items()}
+                for _ in range(20):
+                    for name, arguments in here.items():
+                        found = perform(name, arguments)
+                        torch.cuda.current_stream().synchronize()
+                        found = on_the_first(found)
+                        torch.cuda.synchronize(0)
+                        same(found, expected[name])
+        except BaseException as error:
+            wrong.append(f"{device}: {error!r}")
+            raise
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in (FIRST, SECOND)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_is_called_first_on_the_second_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the first device is there yet when its sibling is asked."""
+    monkeypatch.setattr(gpucalls, "WHERE", SECOND)
+    arguments = data("attention", seed=7)
+    found = perform("attention", arguments)
+    assert portattn.last_plan().path != "reference"
+    expected = perform("attention", arguments, backend="reference")
+    torch.testing.assert_close(found[0], expected[0], atol=4e-3, rtol=4e-3)
