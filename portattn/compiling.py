@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from portattn.config import Settings
-from portattn.launch import KernelCall, Signature, has_rows, load_kernels, signature
+from portattn.launch import KernelCall, Signature, has_rows, load_kernels, loading, signature
 from portattn.launch.run import compile_environment, device_guard
 from portattn.planner import Plan
 from portattn.quirk import Symptom
@@ -71,7 +71,7 @@ def ensure(
         assert isinstance(launch, KernelCall)
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
         compiled = kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options())
-        compiled._init_handles()
+        loading.load(compiled)
 
     return ensure_all(plan, launches, load, q, target, settings) if has_rows(plan) else None
 
@@ -163,14 +163,15 @@ def _in_child(
     key: str, plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, verdicts: VerdictStore
 ) -> Verdict | None:
     facts: dict[str, int | str] = {}
-    for launch in launches:
-        reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
-        problem = over_limit(reply, target) if reply.outcome == "ok" else ""
-        if problem:
-            reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
-        if reply.outcome != "ok":
-            return _record(key, reply, launch, plan, target, verdicts)
-        facts |= {k: v for k, v in reply.facts.items() if not isinstance(v, float)}
+    with loading.meanwhile(settings.cache_dir):
+        for launch in launches:
+            reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
+            problem = over_limit(reply, target) if reply.outcome == "ok" else ""
+            if problem:
+                reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
+            if reply.outcome != "ok":
+                return _record(key, reply, launch, plan, target, verdicts)
+            facts |= {k: v for k, v in reply.facts.items() if not isinstance(v, float)}
     verdicts.put(_verdict(key, plan, passed=True, facts=facts))
     return None
 

@@ -154,13 +154,26 @@ def run(
         result = _run_elsewhere(made, call, settings, key, given)
     else:
         calls, out, lse = launches
-        launch_all(calls, made, call.q)
         result = out, lse
-        if key is not None and out.numel() and not call.copied:
+        if key is None or call.copied or not out.numel():
+            launch_all(calls, made, call.q)
+        else:
             with device_guard(call.q):
-                fastpath.keep(key, of_calls(made, settings, given, calls, out, lse, call.q.device))
+                first = of_calls(made, settings, given, calls, out, lse, call.q.device)
+            if first.direct is None:
+                launch_all(calls, made, call.q)
+            else:
+                del launches, calls  # and with them their buffers: the kept call has its own
+                _run_kept(first, call, out, lse)
+            fastpath.keep(key, first)
     _last.set(made)
     return result
+
+
+def _run_kept(first: Kept, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run a call by what is kept of it, without Triton's launchers, which would have to be made first."""
+    inputs = [getattr(call, name) for name in first.given]
+    first(inputs, [tensor.data_ptr() for tensor in inputs], out, lse)
 
 
 def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None]:
@@ -227,11 +240,18 @@ def _run_elsewhere(
     backend = Registry.load().backends[made.target.partition(":")[0]]
     variant = variantready.variant_of(made)
     if variant is not None:
-        launch, out, lse = run_variant(variant, call)
-        if key is not None and not call.copied:
-            inputs = {name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse}
-            with device_guard(call.q):
-                fastpath.keep(key, of_variant(made, settings, given, variant, launch, inputs, call.q.device))
+        if key is None or call.copied:
+            _, out, lse = run_variant(variant, call)
+            return out, lse
+        launch, inputs = variant.launcher(call), _tensors(call)
+        out, lse = inputs["out"], inputs["lse"]
+        with device_guard(call.q):
+            first = of_variant(made, settings, given, variant, launch, inputs, call.q.device)
+            if first.direct is None:
+                launch(inputs)
+        if first.direct is not None:
+            _run_kept(first, call, out, lse)
+        fastpath.keep(key, first)
         return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)

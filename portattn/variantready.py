@@ -11,7 +11,7 @@ from portattn import compiling
 from portattn.backends.base import Variant
 from portattn.call import TENSORS, Call
 from portattn.config import Settings
-from portattn.launch import Signature, load_kernels
+from portattn.launch import Signature, load_kernels, loading
 from portattn.launch.described import aligned, signatures
 from portattn.launch.run import device_guard
 from portattn.planned import Plan
@@ -71,7 +71,7 @@ class _Loader:
             self._steps = self._described()
         step = self._steps[next(place for place, one in enumerate(self._seen) if one is launch)]
         compiled = step.kernel.run(*step.values, grid=step.grid, warmup=True, **step.options)
-        compiled._init_handles()
+        loading.load(compiled)
 
     def _described(self) -> list[Any]:
         call = self._call

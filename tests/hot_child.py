@@ -27,7 +27,7 @@ import portattn
 from portattn import Target, dispatch, fastpath, request
 from portattn.launch import devices, native, triton_runtime
 from portattn.reference.randomcalls import random_call
-from portattn.request import _PLAIN, Request
+from portattn.request import Request
 
 CPU = torch.device("cpu")
 stream = 7
@@ -40,15 +40,9 @@ def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtyp
     return allocated[-1]
 
 
-def key(made: Request) -> Any:
-    if not all(t is None or type(t) in _PLAIN for t in made.tensors.values()):
-        return None
-    return fastpath.key_of(made.op, made.tensors, made.values)
-
-
 target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
 dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
-Request.key = key  # type: ignore[method-assign]
+Request.key = fakedriver.key  # type: ignore[method-assign]
 runtime = devices.Runtime(current=lambda: current_device, stream=lambda index: stream, empty=allocate)
 import portattn.kept as kept_module
 

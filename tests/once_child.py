@@ -1,6 +1,8 @@
 """Run by test_first_calls.py, with fakedriver's library: first calls on CPU tensors that count as an H100's.
 
-Compiled in a child process first, as on any device. Prints as JSON how often each kernel was compiled.
+Compiled in a child process first, as on any device. Prints as JSON how often each kernel was compiled, and which of
+Triton's own launchers were made: before 3.7 it has a C compiler make one for each kernel, which takes longer than all
+else that this process does.
 """
 
 # ruff: noqa: E402 - the driver comes before Triton
@@ -20,17 +22,23 @@ fake = fakedriver.install()
 import triton
 
 import portattn
-from portattn import Target, dispatch
+from portattn import Target, dispatch, kept
 from portattn.backends.cuda import counters
 from portattn.launch import devices
 from portattn.request import Request
 
 target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
 dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
-Request.key = lambda self: None  # type: ignore[method-assign, assignment]  # what is kept later compiles nothing
+Request.key = fakedriver.key  # type: ignore[method-assign]
 torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
-runtime = devices.Runtime(current=lambda: None, stream=lambda index: 7, empty=torch.empty_strided)
-devices.runtime = lambda device_type: runtime  # type: ignore[assignment]
+
+
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+runtime = devices.Runtime(current=lambda: None, stream=lambda index: 7, empty=empty)
+devices.runtime = kept.runtime = lambda device_type: runtime  # type: ignore
 counters._of_device[None] = counters.Counters(lambda count: torch.zeros(count, dtype=torch.int32))  # type: ignore[index]
 
 
@@ -57,6 +65,7 @@ if triton.__version__ == "3.6.0":
         portattn.attention(zeros(2, 8, 512, 128), zeros(2, 2, 512, 128), zeros(2, 2, 512, 128), causal=True)
         plan = portattn.last_plan()
         found["paths"].append(plan.path if plan else "")
-binaries = Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")
-found["compiled"] = collections.Counter(path.stem for path in binaries)
+cache = Path(os.environ["TRITON_CACHE_DIR"])
+found["compiled"] = collections.Counter(path.stem for path in cache.rglob("*.cubin"))
+found["launchers"] = [path.name for path in cache.rglob("*launcher*.so")]
 print(json.dumps(found))

@@ -32,3 +32,4 @@ def test_the_child_and_this_process_compile_the_same(version: str, tmp_path: Pat
     if version.startswith("3.2."):  # what it knows of arguments has another form there, which the child does not match
         expected = {name: 2 * count for name, count in expected.items()}
     assert found["compiled"] == expected
+    assert found["launchers"] == []

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from portattn.launch import loading
+
 KNOWN = frozenset({(3, minor) for minor in range(2, 10)})
 LAUNCHERS = ("cuda", "hip")
 _BYTES = {
@@ -89,7 +91,7 @@ def compiled_kernel(kernel: Any, grid: tuple[int, ...], values: Sequence[Any], o
         raise Unsupported("a hook of Triton's kept the kernel from being compiled")
     if compiled.metadata.target.backend not in LAUNCHERS:
         raise Unsupported(f"launchers of {compiled.metadata.target.backend} have not been checked")
-    _ = compiled.run  # loads the binary: a later launch may be inside a CUDA graph's capture
+    loading.load(compiled)
     return compiled
 
 
