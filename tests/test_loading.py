@@ -56,14 +56,18 @@ def test_what_is_made_beside_is_there_at_the_end(monkeypatch: pytest.MonkeyPatch
         seen.append(folder)
         raise OSError("no room")
 
+    def failing() -> None:
+        with loading.meanwhile("here"):
+            assert begun.wait(30)
+            assert seen == []
+            go_on.set()
+            raise KeyError
+
     monkeypatch.setattr(native, "load", load)
     monkeypatch.setattr(loading, "_triton_driver", lambda: seen.append("driver"))
     monkeypatch.setattr(loading, "_triton_key", lambda: seen.append("key"))
-    with pytest.raises(KeyError), loading.meanwhile("here"):
-        assert begun.wait(30)
-        assert seen == []
-        go_on.set()
-        raise KeyError
+    with pytest.raises(KeyError):
+        failing()
     assert seen == ["here", "driver", "key"]
 
 

@@ -3,6 +3,7 @@ contenders that took turns without a pause can be compared: a ratio is that of t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,13 @@ from portattn.bench.gate import FAILURES, DeviceLost, reason
 
 TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of which a call has its share
 MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's queue
-# Calls that take so many ms are steady: so many rounds are enough.
+# Of calls that take so many ms, so many rounds are asked for at most.
 SLOW = ((100.0, 2), (30.0, 3))
-FAR = 3.0  # times as slow as the fastest: timed in one round, as no second one would change what it says
+# What is asked for is the least. There are more rounds, up to MORE times as many and for MORE_MS of device time, until
+# the median of a ratio is known to KNOWN: a card at its power limit moves by 10 % from one round to the next.
+MORE, MORE_MS, KNOWN = 8, 2500.0, 0.005
+NEAR = 1.3  # times as slow as the fastest: whose ratio has to be known so well
+FAR = 2.5  # times as slow as the fastest: timed in one round, as no second one would change what it says
 HEATING_MS = 10.0  # where a call takes longer, each heats the card for itself first
 HEAT_MS = 400.0  # of work before anything counts, after which a card that rested has come down to its lasting clocks
 
@@ -30,20 +35,22 @@ class Turns:
 
 
 def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timing, rounds: int) -> Turns:
-    """Time contenders in rounds; each round begins with another one. The first ones do not count: one says how many
-    calls fill a turn, and where calls are long enough to heat the card, others bring its clocks down. Who is far behind
-    takes part in one round that counts.
+    """Time contenders in rounds, at least so many; each begins with another one. The first ones do not count: one says
+    how many calls fill a turn, and where calls are long enough to heat the card, others bring its clocks down. Who is
+    far behind takes part in one round that counts.
 
     Raises DeviceLost.
     """
     names, turns = list(contenders), Turns()
     expected: dict[str, float] = {}  # of those that still take part
     out: set[str] = set()
-    settling, round_ = 1, 0
-    while round_ < settling + rounds:
+    settling, round_, spent = 1, 0, 0.0
+    while True:
         slowest = max(expected.values(), default=0.0)
-        if any(slowest > ms and round_ - settling >= enough for ms, enough in SLOW):
-            break
+        least = min([rounds, *(few for ms, few in SLOW if slowest > ms)])
+        counted = round_ - settling
+        if counted >= least and (counted >= MORE * least or spent > MORE_MS or known(turns.ms)):
+            return turns
         heating = timing == "hot" and slowest > HEATING_MS
         for name in ordered(names, round_):
             if name in out:
@@ -68,6 +75,7 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
             expected[name] = ms
             if round_ >= settling:
                 turns.ms.setdefault(name, []).append(ms)
+                spent += ms * (calls(timing, guess) + heating)
         if round_ == 0 and timing == "hot" and expected and max(expected.values()) > HEAD_START_MS:
             settling += int(HEAT_MS / sum(ms * calls(timing, ms) for ms in expected.values()))
         if round_ == settling:  # who is out stays out: a ratio pairs the rounds from the first one on
@@ -75,7 +83,23 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
             out |= far
             expected = {name: ms for name, ms in expected.items() if name not in far}
         round_ += 1
-    return turns
+
+
+def known(ms: Mapping[str, Sequence[float]]) -> bool:
+    """Whether more rounds would say little more of who is about as fast as the fastest: the standard error of the
+    median ratio is below KNOWN. The median's is 1.25 times the mean's (normal distribution).
+    """
+    rounds = max(map(len, ms.values()), default=0)
+    there = {name: times for name, times in ms.items() if len(times) == rounds}
+    fastest = min(there, key=lambda name: statistics.median(there[name]), default="")
+    for name, times in there.items():
+        ratios = [a / b for a, b in zip(times, there[fastest], strict=True)]
+        middle = statistics.median(ratios)
+        if name == fastest or middle > NEAR:
+            continue
+        if rounds < 2 or 1.25 * statistics.stdev(ratios) / math.sqrt(rounds) > KNOWN * middle:
+            return False
+    return True
 
 
 def calls(timing: Timing, expected_ms: float) -> int:

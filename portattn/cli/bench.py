@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--backend", default="auto", help="portattn's path: auto, triton, vendor, reference, or a path's name.")
 @click.option("--core-only", "core", is_flag=True, help="The portable core alone as well, beside the plan's choice.")
 @click.option("--host", "only_host", is_flag=True, help="Only the time that enqueuing a call takes the host.")
-@click.option("--rounds", default=5, type=click.IntRange(1, 100), help="Rounds in which all contenders take turns.")
+@click.option("--rounds", default=5, type=click.IntRange(1, 100), help="In which all take turns, at least.")
 @click.option("--peer", "peers", multiple=True, metavar="NAME", help="Peer to time; can be repeated. [default: all]")
 @click.option(
     "--peer-libs",

@@ -33,7 +33,7 @@ def test_each_round_begins_with_another(monkeypatch):
     names = [name for name, _, _ in clock.turns]
     # The first round has a single call of each before its turn.
     assert names[:6] == ["a", "a", "b", "b", "c", "c"]
-    assert names[6:] == ["b", "a", "c", "c", "a", "b", "a", "c", "b"]
+    assert names[6:15] == ["b", "a", "c", "c", "a", "b", "a", "c", "b"]
 
 
 def test_who_comes_after_whom_changes():
@@ -114,6 +114,40 @@ def test_slow_calls_have_few_rounds():
         turns = timing.interleaved(contenders("a"), FakeClock(longer * 1.5), "hot", 20)
         assert len(turns.ms["a"]) == enough
     assert len(timing.interleaved(contenders("a"), FakeClock(1.0), "hot", 20).ms["a"]) == 20
+
+
+class Restless(FakeClock):
+    """`a` is as fast as `b`, and moves by a tenth from round to round."""
+
+    def turn_ms(self, run, timing, calls, expected_ms):
+        self.turns.append((run, timing, calls))
+        return self.ms * (1.0 if run() == "b" else (0.95, 1.05, 1.0)[len(self.turns) % 3])
+
+
+def test_there_are_rounds_until_a_ratio_is_known():
+    turns = timing.interleaved(contenders("a", "b"), Restless(0.1), "cold", 3)
+    assert {len(ms) for ms in turns.ms.values()} == {timing.MORE * 3}
+    steady = timing.interleaved(contenders("a", "b"), FakeClock(0.1), "cold", 3)
+    assert {len(ms) for ms in steady.ms.values()} == {3}
+
+
+def test_long_calls_have_no_more_rounds_than_there_is_time():
+    turns = timing.interleaved(contenders("a", "b"), Restless(60.0), "hot", 3)
+    rounds = len(turns.ms["a"])  # of two calls each, the first of which heats the card
+    assert (rounds - 1) * 4 * 60.0 < 1.05 * timing.MORE_MS < 1.1 * rounds * 4 * 60.0
+
+
+def test_when_a_ratio_is_known():
+    assert timing.known({})
+    assert timing.known({"a": [1.0, 1.0, 1.0]})
+    assert timing.known({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})  # a card that drifts is no matter
+    assert not timing.known({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
+    assert not timing.known({"a": [1.0], "b": [1.0]})
+    assert timing.known({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
+    assert timing.known({"a": [1.0, 1.0, 1.0], "b": [1.1]})  # no longer there
+    ratios = [1.0, 1.02] * 8
+    assert timing.known({"a": [1.0] * 16, "b": ratios})
+    assert not timing.known({"a": [1.0] * 4, "b": ratios[:4]})
 
 
 def test_who_is_far_behind_takes_part_in_one_round_that_counts():
