@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,18 @@ def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
     return target
+
+
+@pytest.fixture(scope="module")
+def gluon_compiler() -> Iterator[Any]:
+    """A Worker of the Triton that the scheduled kernels are for."""
+    from portattn.toolchain import installed
+    from portattn.worker.client import Worker
+
+    if str(installed()) != "triton==3.6.0":
+        pytest.skip(f"the kernel is for Triton 3.6.0, and this is {installed() or 'none'}")
+    with Worker() as worker:
+        yield worker
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ class ForwardVariant(Variant):
         """The launches of calls like this one."""
         chosen = choice(call.problem)
         assert chosen is not None
-        return _Launcher(call, chosen.schedule)
+        return steps_of(call, chosen.schedule)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The caller's tensors, and the results', as a Call has them."""
@@ -193,6 +193,11 @@ def choice(problem: Problem) -> Choice | None:
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
     """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
     return with_copies(_Launcher(call, schedule), call, ("q", "k", "v"), ("q",))
+
+
+def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
+    """The launches of calls like this one with a schedule."""
+    return _Launcher(call, schedule)
 
 
 def _row_tiles(p: Problem, rows: int) -> int:

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from portattn.backends.cuda import forward
+from portattn.launch import meta_call
+from portattn.launch.described import signatures
+from portattn.planned import Plan
 from portattn.tune.choice import Choice
-from portattn.tune.tunable import Built, NotBuilt, Started, started
+from portattn.tune.core import compiled
+from portattn.tune.tunable import Built, Compiled, NotBuilt, Started, started
 
 if TYPE_CHECKING:
     from portattn.call import Call
+    from portattn.launch.steps import StepLauncher
     from portattn.problem import Problem
     from portattn.target import Target
+    from portattn.worker.client import Worker
 
 # Of each width the tiles to try: (consumer groups, keys of a tile, stages, buffers for Q, parts of the output).
 TILES = {
@@ -66,5 +72,30 @@ class ForwardTunable:
         def start(call: Call) -> Started:
             return started(forward.launcher(call, schedule), call)
 
-        told = f"{self.name} {problem} {choice.key}"
-        return Built(hashlib.sha256(told.encode()).hexdigest()[:32], start)
+        identity = _digest(f"{self.name} {problem} {schedule}".encode())
+        try:
+            seen = signatures(_Scheduled(schedule), meta_call(problem))
+        except (ImportError, AttributeError, TypeError):  # another Triton's Gluon: it is compiled where it runs
+            return Built(identity, start)
+        made = Plan(
+            problem=problem, target=target.name, toolchain=str(target.toolchain), requested=self.name, path=self.name
+        )
+
+        def compile_it(worker: Worker, seconds: float) -> Compiled:
+            return compiled(made, seen, target, worker, seconds)
+
+        return Built(identity, start, _digest(msgspec.json.encode(seen, order="deterministic")), compile_it)
+
+
+class _Scheduled:
+    """The variant with this schedule, whatever its tuning data says."""
+
+    def __init__(self, schedule: forward.Schedule) -> None:
+        self._schedule = schedule
+
+    def described(self, call: Call) -> StepLauncher:
+        return forward.steps_of(call, self._schedule)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,11 +18,19 @@ from portattn.launch.direct import Step
 from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, Signature, spans
 
 if TYPE_CHECKING:
-    from portattn.backends.base import Variant
     from portattn.call import Call
+    from portattn.launch.steps import StepLauncher
 
 
-def signatures(variant: Variant, call: Call) -> list[Signature]:
+class Described(Protocol):
+    """What has launches to describe: a variant, and a variant with a schedule of one's own."""
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        ...
+
+
+def signatures(variant: Described, call: Call) -> list[Signature]:
     """What a compiler sees of the launches of a call by a variant. Nothing is allocated, and no device is touched.
 
     Raises ImportError or AttributeError where this Python's Triton lacks what the variant's launches are described by.

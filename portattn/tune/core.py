@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from portattn.compiling import code_key, compile_in, first_line, over_limit
 from portattn.config import Settings
 from portattn.core import CoreKernel
 from portattn.errors import PathUnavailable
-from portattn.launch import KernelCall, kernel_calls, launch_all, meta_call
+from portattn.launch import KernelCall, Signature, kernel_calls, launch_all, meta_call
 from portattn.planner import Plan, plan
 from portattn.problem import Problem
 from portattn.registry import Registry
@@ -73,16 +73,20 @@ def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Pl
         raise NotBuilt(error.rejected[0].reason if error.rejected else first_line(str(error))) from None
 
 
-def compiled(made: Plan, launches: list[KernelCall], target: Target, worker: Worker, seconds: float) -> Compiled:
-    """Compile every launch of a plan in a child. The facts are those of the first, which does the work."""
+def compiled(
+    made: Plan, launches: Sequence[KernelCall | Signature], target: Target, worker: Worker, seconds: float
+) -> Compiled:
+    """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the first, which
+    does the work.
+    """
     found: Facts | None = None
-    ascend = target.backend == "ascend"
     for launch in launches:
+        ascend = isinstance(launch, KernelCall) and target.backend == "ascend"
         reply = compile_in(worker, launch, made, target, seconds, "text" if ascend else "full")
         if reply.outcome != "ok":
             return Compiled(f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found)
         facts: Facts = dict(reply.facts)
-        if ascend:
+        if isinstance(launch, KernelCall) and target.backend == "ascend":
             from portattn.linalg.check import looked_at
 
             facts, lints = looked_at(reply, launch, target)

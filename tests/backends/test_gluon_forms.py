@@ -83,13 +83,13 @@ def plan_of(p: Problem) -> Plan:
 @pytest.mark.compiles
 @pytest.mark.parametrize(("form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
 def test_it_compiles_clean(
-    compiler: Worker, request: pytest.FixtureRequest, form: str, head_dim: int, causal: str
+    gluon_compiler: Worker, request: pytest.FixtureRequest, form: str, head_dim: int, causal: str
 ) -> None:
     if (form, head_dim, causal) not in FEW and not request.config.getoption("--forms"):
         pytest.skip("one of many forms: --forms compiles it")
     p = problem(form, head_dim, causal)
     assert VARIANT.rejects(p, SM_90) is None
-    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p), SM_90, compiler, 120.0)
+    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p), SM_90, gluon_compiler, 120.0)
     assert failed is None, failed
     main = kernels[0]
     assert main.function == "scheduled_forward"
@@ -101,10 +101,10 @@ def test_it_compiles_clean(
 
 
 @pytest.mark.compiles
-def test_the_compiler_takes_no_hardware_barrier_that_the_kernel_takes(compiler: Worker) -> None:
+def test_the_compiler_takes_no_hardware_barrier_that_the_kernel_takes(gluon_compiler: Worker) -> None:
     """Those it names itself are numbers in the PTX; the kernel's, from 5 on, are computed."""
     p = problem("plain", 128, "none")
-    reply = compile_in(compiler, signatures(VARIANT, meta_call(p))[0], plan_of(p), SM_90, 120.0, "text")
+    reply = compile_in(gluon_compiler, signatures(VARIANT, meta_call(p))[0], plan_of(p), SM_90, 120.0, "text")
     assert reply.outcome == "ok", reply.message
     own = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", str(reply.facts["ptx"]))}
     assert own

@@ -69,7 +69,7 @@ def overwritten(code: list[str]) -> list[str]:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_a_left_operand_stays_until_its_product_has_ended(compiler: Worker, tmp_path: Path, form: str) -> None:
+def test_a_left_operand_stays_until_its_product_has_ended(gluon_compiler: Worker, tmp_path: Path, form: str) -> None:
     import triton
 
     p = Problem(**FORMS[form])  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_a_left_operand_stays_until_its_product_has_ended(compiler: Worker, tmp_
     assert chosen is not None
     assert chosen.schedule.reg_q
     plan = Plan(problem=p, target=SM_90.name, toolchain="triton==3.6.0", requested=VARIANT.name, path=VARIANT.name)
-    reply = compile_in(compiler, signatures(VARIANT, meta_call(p))[0], plan, SM_90, 120.0, "text")
+    reply = compile_in(gluon_compiler, signatures(VARIANT, meta_call(p))[0], plan, SM_90, 120.0, "text")
     assert reply.outcome == "ok", reply.message
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     (tmp_path / "k.ptx").write_text(str(reply.facts["ptx"]))

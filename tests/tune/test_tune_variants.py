@@ -41,6 +41,28 @@ def test_a_variant_says_how_it_is_tuned(target, monkeypatch):
     assert tunables(Target.parse("cuda:sm_80", "triton==3.6.0"), registry) == []
 
 
+@pytest.mark.compiles
+def test_a_schedule_is_compiled_without_the_chip(gluon_compiler, target):
+    """What a candidate's code takes is known before it runs; in which order heads are taken is no part of the code."""
+    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=64, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    built = tunable.build(problem, today, target)
+    made = built.compile(gluon_compiler, 120.0)
+    assert made.failure == ""
+    assert made.facts["registers"] > 100
+    assert made.facts["wgmma"] > 0
+    other = tunable.build(problem, Choice(flags={**today.flags, "in_turn": not today.flags["in_turn"]}), target)
+    assert other.code == built.code != tunable.build(problem, Choice(flags={**today.flags, "late": True}), target).code
+    assert other.identity != built.identity
+
+
+def test_an_entry_that_leaves_flags_out_is_the_schedule_with_them(target):
+    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=64, dtype="bf16"))).problem
+    today = tunable.today(problem, target)
+    short = Choice(flags={n: v for n, v in today.flags.items() if n not in ("parts", "reg_q", "in_turn")})
+    assert tunable.build(problem, short, target).identity == tunable.build(problem, today, target).identity
+
+
 def test_queries_in_registers_need_a_place_of_the_outputs_own(target):
     tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=128, dtype="bf16"))).problem
     today = tunable.today(problem, target)
