@@ -79,7 +79,7 @@ def plan(
             schedule=taken.schedule,
             needs=variant.needs,
             quirks=taken.quirks,
-            notes=tuple(map(variantpath.note, variants)),
+            notes=(*map(variantpath.note, variants), *taken.notes),
             key=taken.key,
         )
         why = variant.leaves(problem) if requested == "auto" else ""

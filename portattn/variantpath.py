@@ -29,11 +29,13 @@ class VariantChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     schedule  as the variant describes it
     quirks    cautions about it
+    notes     what else should be known
     key       identifies the kernels' source, the schedule, target and toolchain for verdicts
     """
 
     schedule: dict[str, Any]
     quirks: tuple[Applied, ...]
+    notes: tuple[str, ...]
     key: str
 
 
@@ -61,7 +63,8 @@ def choose(
             )
         )
     cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
-    return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, key=key)
+    notes = () if not schedule or variant.timed(problem) else ("the schedule was never timed",)
+    return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, notes=notes, key=key)
 
 
 def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, settings: Settings) -> list[Quirk]:

@@ -340,6 +340,19 @@ def test_a_variant_of_another_package_needs_no_more_than_its_steps() -> None:
     assert "schedule" not in made.explain()
 
 
+def test_a_schedule_that_nobody_timed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from portattn.backends.cuda.forward import ForwardVariant
+
+    wide = msgspec.structs.replace(P, seq_q=4096, seq_k=4096)
+    timed = plan(wide, SM_90)
+    monkeypatch.setattr(ForwardVariant, "timed", lambda self, problem: False)
+    untimed = plan(wide, SM_90)
+    assert timed.path == untimed.path == ForwardVariant.name
+    assert "timed" not in timed.explain()
+    assert "the schedule was never timed" in untimed.explain()
+    assert untimed.key == timed.key
+
+
 def test_signatures_are_plain_data_for_the_other_variant_too() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from portattn.matrix import variants

@@ -32,6 +32,8 @@ COMMANDS = {
     "tune": ("portattn.cli.tune:tune", "Search launch choices for a set of problems, and write them as tuning data."),
     "bench": ("portattn.cli.bench:bench", "Time the paths of this machine's device against each other."),
 }
+# What is asked for by other names, Python's and other tools'.
+ELSEWHERE = {"explain": "plan", "why": "quirks why", "audit": "quirks audit", "benchmark": "bench", "info": "doctor"}
 
 
 class CommandLine(click.Group):
@@ -41,6 +43,8 @@ class CommandLine(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in ELSEWHERE:
+            ctx.fail(f"No such command {name!r}: it is `portattn {ELSEWHERE[name]}`.")
         if name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")

@@ -19,7 +19,7 @@ from portattn.target import Target
 
 
 class Use(msgspec.Struct, kw_only=True):
-    """A quirk at work: on which kernels and problems, and what it sets there."""
+    """A quirk at work: on which kernels, variants and problems, and what it sets there."""
 
     id: str
     sentence: str
@@ -89,8 +89,8 @@ def because(target: Target) -> Because:
 
 
 def _applied(made: Plan) -> list[tuple[str, Applied]]:
-    """(kernel, quirk) pairs of a plan, those of a core kernel that was passed over included."""
-    found = [(made.kernel, applied) for applied in made.quirks]
+    """(kernel or variant, quirk) pairs of a plan, those of a core kernel that was passed over included."""
+    found = [(made.kernel or made.path, applied) for applied in made.quirks]
     for no in made.rejected:
         if no.choice is not None:
             found += [(no.choice.kernel, applied) for applied in no.choice.quirks]

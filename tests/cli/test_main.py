@@ -57,6 +57,7 @@ def test_help_imports_neither_torch_nor_triton():
     ("arguments", "message"),
     [
         (("plam",), "No such command 'plam'"),
+        (("explain",), "No such command 'explain': it is `portattn plan`"),
         ((*PLAN, *SHAPES, "--bogus"), "No such option '--bogus'"),
         ((*PLAN, "--kv", "1,2,16,64", "--dtype", "fp16"), "Missing option '--q'"),
         ((*PLAN, "--q", "1,2,16", *SHAPES[2:]), "--q is '1,2,16', but must be four whole numbers B,H,S,D"),
