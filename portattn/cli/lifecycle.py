@@ -39,7 +39,7 @@ def add_to(group: click.Group) -> None:
 @click.option("--toolchain", metavar="NAME==VERSION", help="The compiler, where the log does not say.")
 @click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; quirks/drafts of a checkout.")
-@click.option("--force", is_flag=True, help="Draft although an entry has this signature.")
+@click.option("--force", is_flag=True, help="Draft although an entry or a draft has this signature.")
 @click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
 @json_option
 def new(
@@ -57,7 +57,7 @@ def new(
     """Draft an entry from a log or an incident: the TOML, a program that fails the same way, and a report.
 
     What the log does not tell is a line FILL-IN-…, which the loader refuses. Exit status 1: the registry knows this
-    failure, and nothing was written (--force drafts all the same).
+    failure, or the folder has a draft of it, and nothing was written (--force drafts all the same).
     """
     from portattn.lifecycle import facts
     from portattn.lifecycle import new as drafting

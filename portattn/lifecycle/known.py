@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import tomllib
 
 from portattn.lifecycle.facts import Facts
 from portattn.quirk import Quirk
 from portattn.registry import Registry
 from portattn.target import Target
+from portattn.tomlfile import tomllib
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +51,37 @@ def known(facts: Facts, registry: Registry) -> list[Known]:
 
 
 def _cause(facts: Facts) -> str:
-    """What went wrong, as it was recognised and as it stands in the log."""
+    """What went wrong, as it was recognised and as it stands in the log; not the exception's name, which many bugs have
+    in common."""
     lines = facts.log.splitlines()[facts.failure.line - 1 :]
-    return "\n".join([facts.failure.cause, *lines[:1]])
+    said = "\n".join([facts.failure.cause, *lines[:1]])
+    return said.replace(facts.failure.kind, "") if facts.failure.kind else said
+
+
+def drafted(facts: Facts, out: Path) -> list[Known]:
+    """Drafts under a folder that are of this failure: the same signature on the same chips and compiler."""
+    found = []
+    for path in sorted((out / facts.backend).glob("*.toml")):
+        draft = _read(path)
+        when, evidence = draft.get("when", {}), draft.get("evidence", {})
+        same = (
+            facts.failure.signature
+            and evidence.get("signature") == facts.failure.signature
+            and tuple(when.get("arch", ())) == facts.arches
+            and evidence.get("last_seen", "") == facts.compiler
+        )
+        if same:
+            says = f"drafted already, in {path}"
+            found.append(Known(id=path.stem, title=draft.get("title", ""), exact=True, in_range=None, says=says))
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A draft's tables; none of a file that is being written by hand and is no TOML now."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return {}
 
 
 def _range(quirk: Quirk, facts: Facts, target: Target | None) -> tuple[bool | None, str]:

@@ -14,7 +14,7 @@ from portattn import lab
 from portattn.errors import ArgumentError
 from portattn.lifecycle import entry, issue, programs, writing
 from portattn.lifecycle.facts import OP, Facts
-from portattn.lifecycle.known import Known, known
+from portattn.lifecycle.known import Known, drafted, known
 from portattn.lifecycle.planline import plan_line
 from portattn.lifecycle.specialised import Outcome, is_it
 from portattn.registry import Registry
@@ -72,7 +72,7 @@ def make(
     """Draft an entry from facts and write its files, all or none. Nothing is written for a failure that is known.
 
     out     folder of the draft: <backend>/<id>.toml, probes/<id>.py and issues/<id>.md go under it
-    force   draft although the registry has an entry with this signature
+    force   draft although the registry has an entry with this signature, or the folder a draft
     worker  a child under the compiler that failed; by default one is started, where that compiler is here
 
     Raises ArgumentError on bad words or where a file exists, OSError where nothing can be written.
@@ -81,10 +81,12 @@ def make(
         raise ArgumentError(OP, "--words", words, "must be lower-case words with dashes, as in four-stages")
     title = entry.title_of(facts)
     failure = msgspec.to_builtins(facts.failure)
-    seen = tuple(known(facts, registry))
+    out = (out or writing.drafts_folder()).resolve()
+    entries = known(facts, registry)
+    ids = {entry.id for entry in entries}
+    seen = (*entries, *(draft for draft in drafted(facts, out) if draft.id not in ids))
     if any(entry.exact for entry in seen) and not force:
         return Draft(id="", title=title, failure=failure, known=seen)
-    out = (out or writing.drafts_folder()).resolve()
     target = facts.target(registry)
     with writing.numbering(out):
         number = writing.next_number(facts.backend, out, registry)

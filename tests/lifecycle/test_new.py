@@ -13,7 +13,7 @@ import quirk_files
 from lifecycle_logs import FOLDER, NAMES, facts_of, read
 
 from portattn.errors import ArgumentError, DataError
-from portattn.lifecycle import new, programs, writing
+from portattn.lifecycle import known, new, programs, writing
 from portattn.lifecycle.entry import MARK, open_lines
 from portattn.lifecycle.issue import excerpt
 from portattn.quirk import check_file, load_quirk
@@ -105,6 +105,28 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
     assert writing.next_number("rocm", tmp_path / "none", empty) == 1
     buried = msgspec.structs.replace(empty, retired={"rocm-0041-old": next(iter(registry.quirks.values()))})
     assert writing.next_number("rocm", tmp_path / "none", buried) == 42
+
+
+def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
+    log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
+    made = draft(log, registry, tmp_path, **on)
+    found = facts_of(log, registry, **on)
+    assert [entry.id for entry in known.drafted(found, tmp_path)] == [made.id]
+    later = facts_of(log, registry, toolchain="triton==3.7.1")
+    other = facts_of("triton-3.4-kpack", registry, **on)
+    assert known.drafted(later, tmp_path) == known.drafted(other, tmp_path) == []
+    Path(made.files[-1]).write_text("half a line = ")  # being written
+    assert known.drafted(found, tmp_path) == []
+
+
+def test_an_exceptions_name_alone_says_nothing(registry) -> None:
+    """Of a compiler's one exception for everything, the words decide."""
+    log = "seed-ascend-sparse"
+    found = facts_of(log, registry, toolchain="triton-ascend==3.1.0")
+    kind = "MLIRCompilationError"
+    failure = msgspec.structs.replace(found.failure, kind=kind, cause=f"{kind}: something new", line=1)
+    said = msgspec.structs.replace(found, failure=failure, log=f"triton.compiler.errors.{kind}: something new")
+    assert {entry.id: entry.exact for entry in known.known(said, registry)} == {"ascend-0003-page-loop": False}
 
 
 def test_nothing_is_overwritten(tmp_path) -> None:
@@ -201,7 +223,10 @@ def test_the_command_line(portattn, registry, tmp_path) -> None:
     assert len(called.json["files"]) == 3
     assert all(Path(file).is_file() for file in called.json["files"])
     assert called.json["replay"].startswith("Not reproduced here: the log holds no program")
-    words = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--words", "num-ctas")
+    again = portattn("quirks", "new", "--from-log", log, "--out", tmp_path)
+    assert again.status == 1
+    assert f"drafted already, in {called.json['files'][-1]}" in again.out
+    words = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--words", "num-ctas", "--force")
     assert words.status == 0
     assert f"-{int(called.json['id'].split('-')[1]) + 1:04d}-num-ctas" in words.out
     assert f"{MARK}effect" in words.out
