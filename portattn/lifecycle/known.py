@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomllib
 
 from portattn.lifecycle.facts import Facts
 from portattn.quirk import Quirk
