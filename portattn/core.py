@@ -70,12 +70,17 @@ class CoreKernel:
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         """Choices that the problem leaves no freedom in, which no quirk overrules: (choice, value, why)."""
-        if lowering.load != "descriptor":
-            return ()
-        if not problem.aligned:
+        found = []
+        if lowering.load == "descriptor" and not problem.aligned:
             # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
-            return (("load", "pointer", "descriptors need contiguous rows and 16-byte aligned bases and strides"),)
-        return ()
+            found.append(("load", "pointer", "descriptors need contiguous rows and 16-byte aligned bases and strides"))
+        if lowering.pipeline == "single" and not self.in_one_tile(problem, launch):
+            found.append(("pipeline", "plain", f"keys are not known to fit one tile of {launch.block_n}"))
+        return tuple(found)
+
+    def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
+        """Whether a program's keys fit one tile, whatever lengths there are."""
+        return False
 
     def fit(
         self,
@@ -152,6 +157,9 @@ class DenseForward(CoreKernel):
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
+
+    def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
+        return not problem.packed and problem.seq_k <= launch.block_n
 
 
 class VarlenForward(DenseForward):

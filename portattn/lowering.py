@@ -23,7 +23,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask_value     what a masked score becomes: `-inf`, or `finite` (-1e30, then zeroed after the exponential)
     dot_precision  how an fp32 product is computed; 16-bit operands ignore it
     grid           one program a tile, or `persistent`: as many programs as cores, each looping over tiles
-    pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product
+    pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product; `single`
+                   has no loop, for keys that fit one tile
     select         `branch` skips a tile of padding rows by a run-time `if`; `where` lets it take no step of its loops,
                    for compilers that a run-time `if` leads astray
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
@@ -41,7 +42,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask_value: Literal["-inf", "finite"] = "-inf"
     dot_precision: DotPrecision = "ieee"
     grid: Literal["tiles", "persistent"] = "tiles"
-    pipeline: Literal["plain", "rotated"] = "plain"
+    pipeline: Literal["plain", "rotated", "single"] = "plain"
     select: Literal["where", "branch"] = "where"
     page_loop: Literal["per_page", "flat_masked"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"

@@ -19,7 +19,9 @@ from portattn import PathUnavailable, Registry, Target, Verdict
 from portattn.config import Settings
 from portattn.core import CORES, FULL
 from portattn.launch import kernel_calls, meta_call
+from portattn.lowering import Launch, Lowering
 from portattn.planner import plan
+from portattn.problem import Problem
 
 TOOLCHAINS = ("triton==3.2.0", "triton==3.4.0", "triton==3.6.0", "triton==3.9.0", "triton-ascend==3.2.1", "none")
 TARGETS = [f"{backend}:{arch}" for backend, arches in Registry.load().arches.items() for arch in arches]
@@ -283,3 +285,21 @@ def test_keys_are_split_below_so_many_programs_a_core() -> None:
     assert kernel.splits(128, 512, 132, 2, FULL) == 1
     assert kernel.splits(128, 512, 132, 2, 1.6) == 2
     assert kernel.splits(212, 512, 132, 2, 1.6) == 1
+
+
+def test_keys_that_do_not_fit_one_tile_have_a_loop() -> None:
+    """Whatever a tuning entry asks for; packed keys and those of a cache are not known to fit."""
+    kernel, launch = CORES["attention"], Launch(block_m=16, block_n=64)
+    single = Lowering(pipeline="single")
+    few = Problem(batch=2, heads_q=8, heads_k=8, seq_q=64, seq_k=64, head_dim=64, dtype="fp16")
+    assert kernel.limits(few, single, launch) == ()
+    more = msgspec.structs.replace(few, seq_k=65)
+    assert kernel.limits(more, single, launch) == (("pipeline", "plain", "keys are not known to fit one tile of 64"),)
+    assert kernel.limits(more, Lowering(), launch) == ()
+    packed = Problem(
+        op="varlen_attention", batch=2, heads_q=8, heads_k=8, seq_q=9, seq_k=9, total_q=18, total_k=18, head_dim=64,
+        dtype="fp16",
+    )  # fmt: skip
+    assert [name for name, _, _ in CORES["varlen_attention"].limits(packed, single, launch)] == ["pipeline"]
+    decode = msgspec.structs.replace(few, op="decode_attention", seq_q=1)
+    assert [name for name, _, _ in CORES["decode_attention"].limits(decode, single, launch)] == ["pipeline"]

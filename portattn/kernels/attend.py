@@ -37,16 +37,17 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
 
 
 @triton.jit
-def add_values(acc, correction, p, v_rows, k_tile, table, start, end, pages, stride_page, stride_row, stride_col,
+def add_values(acc, correction, p, v_rows, read, table, start, end, pages, stride_page, stride_row, stride_col,
                HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
-               LATENT: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
+               READ: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
                PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
     """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
+    READ: the values have been read already; they are `read`.
     UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN.
     """
-    if LATENT:
-        v_tile = k_tile
+    if READ:
+        v_tile = read
     else:
         v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V, BLOCK_N,
                            BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
@@ -85,8 +86,11 @@ def attend(
 
     Tiles [full_begin, full_end) are attended whole by every row; the others are masked: row i attends the keys
     before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end`, which no row attends, is read
-    (but by descriptors over pages): it may hold NaN. Features that are not
-    asked for are None. NONE: there may be no tile at all. Returns acc, row_max and row_sum.
+    (but by descriptors over pages): it may hold NaN. Features that are not asked for are None.
+
+    NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
+
+    Returns acc, row_max and row_sum.
     """
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
     # In edge tiles: values before a window, and what descriptors read behind a sequence's end in its last page.
@@ -96,7 +100,26 @@ def attend(
         q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED)
     else:
         q_tail = None
-    if PIPELINE == "rotated":
+    if PIPELINE == "single":
+        # Without a loop there is half as much code, which small calls fetch from memory like their data.
+        values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
+                           BLOCK_DV, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        scores, k_tile = key_scores(
+            q_tile, q_tail, k_rows, k_tail_rows, table, origin, end, pages, k_stride_p, k_stride_s, k_stride_d,
+            HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
+            PAGE_SIZE, PAGE_LOOP, READS,
+        )  # fmt: skip
+        p, correction, row_max, row_sum = softmax_step(
+            scores, origin, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
+            bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
+            EXP, MASK_VALUE, CLAMPED,
+        )  # fmt: skip
+        acc = add_values(
+            acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
+            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+        )  # fmt: skip
+    elif PIPELINE == "rotated":
         # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
         # A branch in here, after which accumulators of both its sides come together, makes ptxas wait for each product
         # (C7515): so the last step is taken always, and always masked.

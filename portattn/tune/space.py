@@ -66,6 +66,7 @@ _FORWARD = (
     Axis("num_stages", (1, 2), AMD),
     Axis("num_stages", (1, 2), when=(WIDE,)),
     Axis("num_stages", (2, 3, 4), NVIDIA),
+    Axis("pipeline", ("plain", "rotated", "single"), (*NVIDIA, *AMD), ("seq_k<=128",)),
     Axis("pipeline", ("plain", "rotated"), (*NVIDIA, *AMD)),
     # 128 registers let four programs of four warps share an SM, 168 three: 65,536 / (4 · 128) and / (3 · 128).
     Axis("maxnreg", (None, 128, 168), NVIDIA, (HALF, "widest<=64")),
