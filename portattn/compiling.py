@@ -31,7 +31,7 @@ from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import SERVE, Reply, Worker
 
-_ready: set[str] = set()
+_ready: set[tuple[str, str]] = set()  # keys of code, and devices that it is loaded on
 _worker: Worker | None = None
 _worker_lock = threading.Lock()
 _own_worker: ContextVar[Worker | None] = ContextVar("portattn_own_worker", default=None)
@@ -71,7 +71,7 @@ def ensure(
         assert isinstance(launch, KernelCall)
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
         compiled = kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options())
-        loading.load(compiled)
+        loading.load(compiled, settings.cache_dir)
 
     return ensure_all(plan, launches, load, q, target, settings) if has_rows(plan) else None
 
@@ -93,7 +93,8 @@ def ensure_all(
     device in trouble) pass through.
     """
     key = code_key(plan, launches)
-    if key in _ready:
+    ready = (key, str(q.device))
+    if ready in _ready:
         return None
     verdicts = store(settings)
     always = settings.isolate == "always"
@@ -110,14 +111,15 @@ def ensure_all(
         return seen
     failed = _in_this_process(key, plan, launches, load, q, target, verdicts)
     if failed is None:
-        _ready.add(key)
+        _ready.add(ready)
     return failed
 
 
 def unseen(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> bool:
     """Whether the first call with these launches would compile them in a child process."""
     key = code_key(plan, launches)
-    return settings.isolate != "never" and key not in _ready and store(settings).get(key) is None
+    loaded = any(key == other for other, _ in _ready)
+    return settings.isolate != "never" and not loaded and store(settings).get(key) is None
 
 
 def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, worker: Worker) -> None:
@@ -163,7 +165,7 @@ def _in_child(
     key: str, plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, verdicts: VerdictStore
 ) -> Verdict | None:
     facts: dict[str, int | str] = {}
-    with loading.meanwhile(settings.cache_dir):
+    with loading.meanwhile(target.backend, settings.cache_dir):
         for launch in launches:
             reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
             problem = over_limit(reply, target) if reply.outcome == "ok" else ""

@@ -42,7 +42,7 @@ def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: 
     """Why the launches of this call do not compile here, tried if nobody has; None when they do."""
     load_kernels("portattn.kernels.combine", interpreted=False)  # says so where Triton interprets in this process
     launches = seen(variant, made, call)
-    return compiling.ensure_all(made, launches, _Loader(variant, call, launches), call.q, target, settings)
+    return compiling.ensure_all(made, launches, _Loader(variant, call, launches, settings), call.q, target, settings)
 
 
 def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:
@@ -62,8 +62,8 @@ def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:
 class _Loader:
     """Compiles and loads the launches of a call in this process, each asked for by its Signature."""
 
-    def __init__(self, variant: Variant, call: Call, seen: list[Signature]) -> None:
-        self._variant, self._call, self._seen = variant, call, seen
+    def __init__(self, variant: Variant, call: Call, seen: list[Signature], settings: Settings) -> None:
+        self._variant, self._call, self._seen, self._settings = variant, call, seen, settings
         self._steps: list[Any] | None = None
 
     def __call__(self, launch: compiling.Compiled) -> None:
@@ -71,7 +71,7 @@ class _Loader:
             self._steps = self._described()
         step = self._steps[next(place for place, one in enumerate(self._seen) if one is launch)]
         compiled = step.kernel.run(*step.values, grid=step.grid, warmup=True, **step.options)
-        loading.load(compiled)
+        loading.load(compiled, self._settings.cache_dir)
 
     def _described(self) -> list[Any]:
         call = self._call

@@ -8,11 +8,13 @@ calls by Python, and what warm-up and monitor do.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import fakedriver
@@ -124,6 +126,36 @@ def once(op: str, arguments: dict[str, Any]) -> tuple[list[list[Any]], list[list
     return normal(fake.launches(), arguments), [list(r.shape) for r in results], ours
 
 
+def first_call(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Launches of a call that nothing is kept of: what of each must be as later, and whose addresses they have."""
+    result = opcalls.perform(op, arguments)
+    results = result if isinstance(result, tuple) else (result,)
+    launches = fake.launches()
+    given = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
+    return {
+        "launches": [[*one[:5], one.stream, 2 * len(one.parameters)] for one in launches],
+        "results": all(any(_holds(one, t) for one in launches) for t in results),
+        "given": sum(any(_holds(one, t) for one in launches) for t in given),
+        "kept": [list(t.shape) for t in results],
+    }
+
+
+def held(op: str, arguments: dict[str, Any]) -> list[str]:
+    """Tensors of a call that live on although nobody but what is kept could hold them."""
+    mine = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    fastpath.forget()
+    result = opcalls.perform(op, mine)
+    results = result if isinstance(result, tuple) else (result,)
+    watched = {n: weakref.ref(t) for n, t in mine.items() if isinstance(t, torch.Tensor)}
+    watched |= {f"result {i}": weakref.ref(t) for i, t in enumerate(results)}
+    fake.launches()
+    mine.clear()
+    allocated.clear()
+    del result, results
+    gc.collect()
+    return [n for n, one in watched.items() if one() is not None]
+
+
 def compare(name: str, path: str) -> None:
     op, arguments = calls(name, path)
     with portattn.settings(isolate="never", canary="never"):
@@ -133,6 +165,9 @@ def compare(name: str, path: str) -> None:
         for kernel in entry.kept.direct._kernels:
             fake.describe(kernel.compiled.function, triton_runtime.ptx_sizes(kernel.compiled.asm["ptx"]))
         fake.library.fake_clear()
+        fastpath.forget()
+        first = first_call(op, arguments)
+        entry = entry_of(op)
         by_c = once(op, arguments)
         hit, entry.hit = entry.hit, None
         by_python = once(op, arguments)
@@ -154,6 +189,7 @@ def compare(name: str, path: str) -> None:
         found[name if name in VARIANTS else f"{name} {path}"] = {
             "path": entry.kept.plan.path, "hit": hit is not None, "launches": len(by_c[0]),
             "way": entry.kept.direct.way, "reason": entry.kept.direct.reason, "same": by_c == by_python,
+            "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),
             "ours": all(by_c[2]),
             "moved": moved == moved_by_python, "named": sorted({n for one in by_c[0] for n in one[6]}),
             "last": portattn.last_plan() is entry.kept.plan, "prepared": prepared,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from support import BEHAVIOURS, problem, random_call
@@ -99,6 +102,25 @@ def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> N
     store.__globals__["_store"].cache_clear()
     assert compiling.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
+
+
+def test_each_device_loads_with_the_variables_of_the_plan(compiler, settings, monkeypatch) -> None:
+    """What is compiled for one device is compiled again for the next, and a quirk's variables hold there too."""
+    requests, seen = compiler("ok"), []
+    made, launches, _, target = planned()
+    made = msgspec.structs.replace(made, env={"PORTATTN_TEST_MARK": "1"})
+    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+
+    def load(launch) -> None:
+        seen.append(os.environ.get("PORTATTN_TEST_MARK"))
+
+    for device in ("cuda:0", "cuda:1", "cuda:1"):
+        q = SimpleNamespace(device=torch.device(device))
+        assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+    assert seen == ["1", "1"]
+    assert requests_in(requests) == 1
+    assert "PORTATTN_TEST_MARK" not in os.environ
+    assert not compiling.unseen(made, launches, settings)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,25 @@ def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.compiles
+def test_a_first_call_launches_what_later_ones_do(seen: dict[str, Any]) -> None:
+    """As many bytes of parameters to the same kernels, among them the results' and the given tensors' addresses."""
+    compared = {name: found for name, found in seen.items() if isinstance(found, dict) and "by C" in found}
+    assert len(compared) >= len(OPS)
+    for name, found in compared.items():
+        first = found["first"]
+        assert first["launches"] == found["by C"], name
+        assert first["results"], name
+        assert first["given"] >= 3, name
+
+
+@pytest.mark.compiles
+def test_what_is_kept_holds_no_tensor(seen: dict[str, Any]) -> None:
+    for name, found in seen.items():
+        if isinstance(found, dict) and "held" in found:
+            assert found["held"] == [], name
+
+
+@pytest.mark.compiles
 def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) -> None:
     """The core's kernels and the variants': the same number of launches, and not a byte allocated."""
     made = {name: found for name, found in seen.items() if isinstance(found, dict) and "prepared" in found}

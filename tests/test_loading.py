@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +59,7 @@ def test_what_is_made_beside_is_there_at_the_end(monkeypatch: pytest.MonkeyPatch
         raise OSError("no room")
 
     def failing() -> None:
-        with loading.meanwhile("here"):
+        with loading.meanwhile("cuda", "here"):
             assert begun.wait(30)
             assert seen == []
             go_on.set()
@@ -69,6 +71,95 @@ def test_what_is_made_beside_is_there_at_the_end(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyError):
         failing()
     assert seen == ["here", "driver", "key"]
+
+
+def test_only_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(native, "load", lambda folder: seen.append(folder))
+    monkeypatch.setattr(loading, "_triton_driver", lambda: seen.append("driver"))
+    monkeypatch.setattr(loading, "_triton_key", lambda: seen.append("key"))
+    with loading.meanwhile("rocm", "here"):
+        pass
+    assert seen == ["driver", "key"]
+
+
+def test_without_a_thread_all_is_made_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with loading.meanwhile("cuda", ""):
+        pass
+
+
+class Compiled:
+    """A kernel of Triton's that makes its launcher as it is loaded."""
+
+    def __init__(self, backend: str = "cuda", inside: Compiled | None = None) -> None:
+        self.metadata = SimpleNamespace(target=SimpleNamespace(backend=backend))
+        self.run: Any = None
+        self.inside = inside
+
+    def _init_handles(self) -> None:
+        from triton.runtime import driver
+
+        if self.inside is not None:
+            loading.load(self.inside, "")
+        self.run = driver.active.launcher_cls("source", "metadata")
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Triton's driver, with a launcher that counts."""
+    pytest.importorskip("triton")
+    from triton import runtime
+
+    made.clear()
+    active = SimpleNamespace(launcher_cls=Made)
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(native, "load", lambda folder: (object(), ""))
+    return active
+
+
+def test_a_kernel_is_loaded_without_its_launcher(active: Any) -> None:
+    kernel = Compiled()
+    loading.load(kernel, "")
+    assert made == []
+    assert active.launcher_cls is Made
+    assert kernel.run(1) == ("source", "metadata", (1,))
+    assert len(made) == 1
+
+
+def test_the_drivers_class_is_put_back_whatever_happens(active: Any) -> None:
+    class Broken(Compiled):
+        def _init_handles(self) -> None:
+            raise RuntimeError("out of resource")
+
+    with pytest.raises(RuntimeError, match="out of resource"):
+        loading.load(Broken(), "")
+    assert active.launcher_cls is Made
+    outer = Compiled(inside=Compiled())  # a hook of Triton's may load another kernel
+    loading.load(outer, "")
+    assert active.launcher_cls is Made
+    assert outer.run(2) == ("source", "metadata", (2,))
+
+
+@pytest.mark.parametrize(("backend", "library"), [("hip", object()), ("cuda", None)])
+def test_where_tritons_launcher_is_needed_it_is_made_at_once(
+    active: Any, monkeypatch: pytest.MonkeyPatch, backend: str, library: Any
+) -> None:
+    """What cannot be made is then a failure of the path, not of a call."""
+    monkeypatch.setattr(native, "load", lambda folder: (library, ""))
+    loading.load(Compiled(backend), "")
+    assert len(made) == 1
+
+
+def test_looking_at_a_launcher_makes_none(active: Any) -> None:
+    launcher = loading._Launcher(Made, "source", "metadata")
+    assert not hasattr(launcher, "__wrapped__")
+    assert not hasattr(launcher, "_nothing")
+    copy.copy(launcher)
+    assert made == []
 
 
 def test_triton_keeps_its_key() -> None:

@@ -13,6 +13,7 @@ from portattn.backends.cuda import forward
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.planned import Plan
+from portattn.toolchain import installed
 from portattn.tune.choice import Choice
 from portattn.tune.core import compiled
 from portattn.tune.tunable import Built, Compiled, NotBuilt, Started, started
@@ -73,10 +74,9 @@ class ForwardTunable:
             return started(forward.launcher(call, schedule), call)
 
         identity = _digest(f"{self.name} {problem} {schedule}".encode())
-        try:
-            seen = signatures(_Scheduled(schedule), meta_call(problem))
-        except (ImportError, AttributeError, TypeError):  # another Triton's Gluon: it is compiled where it runs
+        if not str(installed()).startswith(f"triton=={forward.TRITON}"):  # whose Gluon describes the launches
             return Built(identity, start)
+        seen = signatures(_Scheduled(schedule), meta_call(problem))
         made = Plan(
             problem=problem, target=target.name, toolchain=str(target.toolchain), requested=self.name, path=self.name
         )

@@ -1,8 +1,8 @@
-"""What loads compiled kernels with little waiting for C compilers.
+"""Loading compiled kernels with little waiting for C compilers.
 
-Triton, before 3.7, has a C compiler make a launcher for each kernel as it is loaded, and one library for its driver;
-`native` makes another. A compile takes 0.3 to 0.5 s. Kept launches never call Triton's launchers, so they are made when
-something does; the two libraries are made while a child process compiles the kernels.
+Triton, before 3.7, has a C compiler make a launcher for each CUDA kernel as it is loaded, and one library for its
+driver; `native` makes another. Each takes 0.3 to 0.5 s. Kept launches never call Triton's launchers: where native.c is
+there to launch by, they are made when something else does. The libraries are made while a child compiles the kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.RLock()
 
 
 class _Launcher:
-    """Triton's launcher of one kernel, made when it is first asked for anything."""
+    """Triton's launcher of one kernel, made when it is first called or asked for a name of its own."""
 
     __slots__ = ("_lock", "_made", "_make")
 
@@ -38,13 +38,20 @@ class _Launcher:
         return self._launcher()(*arguments)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copying and inspecting ask of anything
+            raise AttributeError(name)
         return getattr(self._launcher(), name)
 
 
-def load(compiled: Any) -> None:
+def load(compiled: Any, cache_dir: str) -> None:
     """Load a compiled kernel on the current device, if it is not loaded: later it can be launched inside the capture of
-    a CUDA graph. Its launcher of Triton's is made when it is first needed.
+    a CUDA graph. Raises what compiler and driver raise.
+
+    cache_dir  portattn's cache folder; empty for the platform's
     """
+    if compiled.metadata.target.backend != "cuda" or native.load(cache_dir)[0] is None:
+        compiled._init_handles()  # Triton's launcher is needed, and what cannot be made shall fail here
+        return
     from triton.runtime import driver
 
     with _lock:
@@ -58,21 +65,27 @@ def load(compiled: Any) -> None:
 
 
 @contextlib.contextmanager
-def meanwhile(cache_dir: str) -> Iterator[None]:
+def meanwhile(backend: str, cache_dir: str) -> Iterator[None]:
     """Beside the block, in a thread, make ready what loading and launching will need; wait for it at the end.
 
+    backend    of the target: only CUDA kernels are launched by native.c
     cache_dir  portattn's cache folder; empty for the platform's
     """
-    thread = threading.Thread(target=_make_ready, args=(cache_dir,), name="portattn-ready", daemon=True)
-    thread.start()
+    ready: list[Callable[[], object]] = [_triton_driver, _triton_key]
+    if backend == "cuda":
+        ready.insert(0, functools.partial(native.load, cache_dir))
+    thread = threading.Thread(target=_make, args=(ready,), name="portattn-ready", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread to be had: all is made where it is needed
+        thread.start()
     try:
         yield
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
-def _make_ready(cache_dir: str) -> None:
-    for make in (functools.partial(native.load, cache_dir), _triton_driver, _triton_key):
+def _make(ready: list[Callable[[], object]]) -> None:
+    for make in ready:
         with contextlib.suppress(Exception):  # who needs it asks again, and is told
             make()
 

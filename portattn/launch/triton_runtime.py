@@ -25,8 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from portattn.launch import loading
-
 KNOWN = frozenset({(3, minor) for minor in range(2, 10)})
 LAUNCHERS = ("cuda", "hip")
 _BYTES = {
@@ -91,7 +89,7 @@ def compiled_kernel(kernel: Any, grid: tuple[int, ...], values: Sequence[Any], o
         raise Unsupported("a hook of Triton's kept the kernel from being compiled")
     if compiled.metadata.target.backend not in LAUNCHERS:
         raise Unsupported(f"launchers of {compiled.metadata.target.backend} have not been checked")
-    loading.load(compiled)
+    _ = compiled.run  # loads the binary: a later launch may be inside a CUDA graph's capture
     return compiled
 
 
@@ -170,16 +168,12 @@ def fill_tensor_map(compiled: Any, place: int, descriptor: Any) -> Callable[[int
     shape = list(descriptor.shape)
     if about["fp4_padded"]:
         shape[-1] *= 2
-    return lambda address: fill(
-        address,
-        about["swizzle"],
-        about["elem_size"],
-        TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]],
-        about["block_size"],
-        shape,
-        list(descriptor.strides),
-        1 if getattr(descriptor, "padding", "zero") == "nan" else 0,
-    )
+    # Numbers alone: a kept call must hold no tensor, and a descriptor has one.
+    numbers = (
+        about["swizzle"], about["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]], about["block_size"], shape,
+        list(descriptor.strides), 1 if getattr(descriptor, "padding", "zero") == "nan" else 0,
+    )  # fmt: skip
+    return lambda address: fill(address, *numbers)
 
 
 def keys(kernel: Any) -> set[str]:

@@ -15,6 +15,8 @@ from portattn.registry import Registry
 from portattn.target import Target
 from portattn.tomlfile import tomllib
 
+_EXCEPTION = re.compile(r"^\s*(?:[A-Za-z_][\w.]*(?:Error|Exception)\b:?\s*)+")
+
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
     """An entry with the failure's signature.
@@ -50,11 +52,10 @@ def known(facts: Facts, registry: Registry) -> list[Known]:
 
 
 def _cause(facts: Facts) -> str:
-    """What went wrong, as it was recognised and as it stands in the log; not the exception's name, which many bugs have
-    in common."""
+    """What went wrong, as it was recognised and as it stands in the log; not the exception's name before it, which many
+    bugs have in common."""
     lines = facts.log.splitlines()[facts.failure.line - 1 :]
-    said = "\n".join([facts.failure.cause, *lines[:1]])
-    return said.replace(facts.failure.kind, "") if facts.failure.kind else said
+    return "\n".join(_EXCEPTION.sub("", text) for text in (facts.failure.cause, *lines[:1]))
 
 
 def drafted(facts: Facts, out: Path) -> list[Known]:
@@ -62,24 +63,24 @@ def drafted(facts: Facts, out: Path) -> list[Known]:
     found = []
     for path in sorted((out / facts.backend).glob("*.toml")):
         draft = _read(path)
-        when, evidence = draft.get("when", {}), draft.get("evidence", {})
+        when, evidence = (draft[name] if isinstance(draft.get(name), dict) else {} for name in ("when", "evidence"))
         same = (
             facts.failure.signature
             and evidence.get("signature") == facts.failure.signature
-            and tuple(when.get("arch", ())) == facts.arches
+            and when.get("arch", []) == list(facts.arches)
             and evidence.get("last_seen", "") == facts.compiler
         )
         if same:
             says = f"drafted already, in {path}"
-            found.append(Known(id=path.stem, title=draft.get("title", ""), exact=True, in_range=None, says=says))
+            found.append(Known(id=path.stem, title=str(draft.get("title")), exact=True, in_range=None, says=says))
     return found
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A draft's tables; none of a file that is being written by hand and is no TOML now."""
+    """A draft's tables; none of a file that cannot be read, or is being written by hand and is no TOML now."""
     try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
 
 

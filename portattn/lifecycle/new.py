@@ -82,13 +82,13 @@ def make(
     title = entry.title_of(facts)
     failure = msgspec.to_builtins(facts.failure)
     out = (out or writing.drafts_folder()).resolve()
-    entries = known(facts, registry)
-    ids = {entry.id for entry in entries}
-    seen = (*entries, *(draft for draft in drafted(facts, out) if draft.id not in ids))
-    if any(entry.exact for entry in seen) and not force:
-        return Draft(id="", title=title, failure=failure, known=seen)
     target = facts.target(registry)
     with writing.numbering(out):
+        entries = known(facts, registry)
+        ids = {entry.id for entry in entries}
+        seen = (*entries, *(draft for draft in drafted(facts, out) if draft.id not in ids))
+        if any(entry.exact for entry in seen) and not force:
+            return Draft(id="", title=title, failure=failure, known=seen)
         number = writing.next_number(facts.backend, out, registry)
         quirk_id = f"{facts.backend}-{number:04d}-{words or entry.words_of(facts)}"
         name = quirk_id.replace("-", "_")
