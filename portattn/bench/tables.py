@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Sequence
 
 from portattn.bench.clock import Spread
@@ -11,6 +12,7 @@ from portattn.bench.contenders import CORE, OURS, PREPARED
 from portattn.bench.goals import Verdict, verdicts
 from portattn.bench.results import Figures, Result, Row
 from portattn.bench.summary import summaries
+from portattn.bench.timing import within
 
 OF_CASE = ("set", "case", "op", "timing", "flops", "read_bytes", "floor_ms", "limit", "budget", "best_peer")
 OF_CONTENDER = (
@@ -106,6 +108,15 @@ def _summaries(result: Result) -> str:
     return table(columns, rows) if rows else ""
 
 
+def _against(row: Row) -> str:
+    """Ours against the best peer, with half the width of the ratio's confidence interval, which one round has not."""
+    ours, peer = row.figures(OURS), row.figures(row.best_peer)
+    if ours is None or ours.ratio is None or peer is None:
+        return ""
+    half = within(peer.rounds_ms, ours.rounds_ms)
+    return f"{ours.ratio:.2f}{f' ± {half:.2f}' if math.isfinite(half) else ''}× {row.best_peer}"
+
+
 def set_table(rows: Sequence[Row]) -> str:
     """A set's cases: time and rate of each of ours and of each peer, ratios and fractions of ours."""
     names = list(dict.fromkeys(f.name for row in rows for f in row.contenders if not f.refused))
@@ -114,13 +125,15 @@ def set_table(rows: Sequence[Row]) -> str:
     columns = ["case", *mine, "of the best peer", "of the floor", "from a graph", "host µs", *theirs]
     lines = []
     for row in rows:
-        ours = row.figures(OURS)
-        best = f"{ours.ratio:.2f}× {row.best_peer}" if ours and ours.ratio is not None else ""
+        ours, peer = row.figures(OURS), row.figures(row.best_peer)
+        best = (
+            f"{ours.ratio:.2f}×{_give_or_take(peer, ours)} {row.best_peer}" if ours and ours.ratio is not None else ""
+        )
         lines.append(
             [
                 row.name,
                 *(_shown(row, name) for name in mine),
-                best,
+                _against(row),
                 f"{ours.of_floor:.0%} {row.limit}" if ours and ours.of_floor is not None else "",
                 _from_graph(ours),
                 host(ours.host_us if ours else None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +18,13 @@ TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of wh
 MOST_CALLS = {"hot": 50, "cold": 20}  # in a turn: more would fill the device's queue
 # Of calls that take so many ms, so many rounds are asked for at most.
 SLOW = ((100.0, 2), (30.0, 3))
-# What is asked for is the least. There are more rounds, up to MORE times as many and for MORE_MS of device time, until
-# the median of a ratio is known to KNOWN: a card at its power limit moves by 10 % from one round to the next.
-MORE, MORE_MS, KNOWN = 8, 2500.0, 0.005
-NEAR = 1.3  # times as slow as the fastest: whose ratio has to be known so well
+# What is asked for is the least. There are more rounds, up to MORE times as many and for MORE_S seconds in all, until
+# the ratios of who is near the fastest seem known to KNOWN: a card at its power limit moves by 10 % between rounds.
+MORE, MORE_S, KNOWN = 8, 1.5, 0.01
+NEAR = 1.3  # times as slow as the fastest
+# Student's t, two-sided 95 %, by degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2); 2.1 above 10, to 5 %.
+STUDENT = (math.inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+MEDIAN = 1.253  # standard error of a median over that of a mean, of normal values: sqrt(pi/2)
 FAR = 2.5  # times as slow as the fastest: timed in one round, as no second one would change what it says
 HEATING_MS = 10.0  # where a call takes longer, each heats the card for itself first
 HEAT_MS = 400.0  # of work before anything counts, after which a card that rested has come down to its lasting clocks
@@ -44,12 +48,14 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
     names, turns = list(contenders), Turns()
     expected: dict[str, float] = {}  # of those that still take part
     out: set[str] = set()
-    settling, round_, spent = 1, 0, 0.0
+    settling, round_, begun = 1, 0, 0.0
     while True:
         slowest = max(expected.values(), default=0.0)
         least = min([rounds, *(few for ms, few in SLOW if slowest > ms)])
         counted = round_ - settling
-        if counted >= least and (counted >= MORE * least or spent > MORE_MS or known(turns.ms)):
+        if counted == 0:
+            begun = time.monotonic()
+        if counted >= least and (counted >= MORE * least or time.monotonic() - begun > MORE_S or known(turns.ms)):
             return turns
         heating = timing == "hot" and slowest > HEATING_MS
         for name in ordered(names, round_):
@@ -75,7 +81,6 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
             expected[name] = ms
             if round_ >= settling:
                 turns.ms.setdefault(name, []).append(ms)
-                spent += ms * (calls(timing, guess) + heating)
         if round_ == 0 and timing == "hot" and expected and max(expected.values()) > HEAD_START_MS:
             settling += int(HEAT_MS / sum(ms * calls(timing, ms) for ms in expected.values()))
         if round_ == settling:  # who is out stays out: a ratio pairs the rounds from the first one on
@@ -86,20 +91,14 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, timing: Timin
 
 
 def known(ms: Mapping[str, Sequence[float]]) -> bool:
-    """Whether more rounds would say little more of who is about as fast as the fastest: the standard error of the
-    median ratio is below KNOWN. The median's is 1.25 times the mean's (normal distribution).
+    """Whether the ratios of who is about as fast as the fastest are known to KNOWN, as far as their own rounds can say
+    (of few rounds that happen to agree, too much).
     """
     rounds = max(map(len, ms.values()), default=0)
     there = {name: times for name, times in ms.items() if len(times) == rounds}
     fastest = min(there, key=lambda name: statistics.median(there[name]), default="")
-    for name, times in there.items():
-        ratios = [a / b for a, b in zip(times, there[fastest], strict=True)]
-        middle = statistics.median(ratios)
-        if name == fastest or middle > NEAR:
-            continue
-        if rounds < 2 or 1.25 * statistics.stdev(ratios) / math.sqrt(rounds) > KNOWN * middle:
-            return False
-    return True
+    near = (name for name in there if name != fastest and ratio(there[name], there[fastest]) <= NEAR)
+    return all(within(there[name], there[fastest]) <= KNOWN for name in near)
 
 
 def calls(timing: Timing, expected_ms: float) -> int:
@@ -126,3 +125,13 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
     """How many times as fast we are: the median over rounds of their time over ours in the same round."""
     pairs = list(zip(theirs, ours, strict=False))
     return statistics.median(a / b for a, b in pairs)
+
+
+def within(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Half the width of the ratio's confidence interval (95 %), if the rounds' ratios are normal; inf of one round."""
+    ratios = [a / b for a, b in zip(theirs, ours, strict=False)]
+    free = len(ratios) - 1
+    if free < 1:
+        return math.inf
+    student = STUDENT[free] if free < len(STUDENT) else 2.1
+    return student * MEDIAN * statistics.stdev(ratios) / math.sqrt(len(ratios))

@@ -156,7 +156,7 @@ def test_tables_hold_every_figure():
     text = tables.as_markdown(a_result(row, first_calls=calls))
     line = next(line for line in text.splitlines() if line.startswith(f"| {case.name} "))
     assert "21.0 µs, 1.60 TB/s" in line
-    assert "0.86× fa3/vllm" in line
+    assert "0.86 ± 0.65× fa3/vllm" in line
     assert "19.0 µs" in line
     assert "GEMM 800 TFLOP/s, copy 4.00 TB/s" in text
     assert "no result after 9 s" in text

@@ -117,30 +117,50 @@ def test_slow_calls_have_few_rounds():
 
 
 class Restless(FakeClock):
-    """`a` is as fast as `b`, and moves by a tenth from round to round."""
+    """`a` is as fast as `b`, and moves by a tenth from round to round; a turn takes `seconds`."""
+
+    def __init__(self, ms: float, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        super().__init__(ms)
+        self.seconds = seconds
+        monkeypatch.setattr(timing.time, "monotonic", lambda: len(self.turns) * self.seconds)
 
     def turn_ms(self, run, timing, calls, expected_ms):
         self.turns.append((run, timing, calls))
         return self.ms * (1.0 if run() == "b" else (0.95, 1.05, 1.0)[len(self.turns) % 3])
 
 
-def test_there_are_rounds_until_a_ratio_is_known():
-    turns = timing.interleaved(contenders("a", "b"), Restless(0.1), "cold", 3)
+def test_there_are_rounds_until_a_ratio_is_known(monkeypatch):
+    turns = timing.interleaved(contenders("a", "b"), Restless(0.1, monkeypatch, 0.0), "cold", 3)
     assert {len(ms) for ms in turns.ms.values()} == {timing.MORE * 3}
     steady = timing.interleaved(contenders("a", "b"), FakeClock(0.1), "cold", 3)
     assert {len(ms) for ms in steady.ms.values()} == {3}
 
 
-def test_long_calls_have_no_more_rounds_than_there_is_time():
-    turns = timing.interleaved(contenders("a", "b"), Restless(60.0), "hot", 3)
-    rounds = len(turns.ms["a"])  # of two calls each, the first of which heats the card
-    assert (rounds - 1) * 4 * 60.0 < 1.05 * timing.MORE_MS < 1.1 * rounds * 4 * 60.0
+@pytest.mark.parametrize("kind", ["hot", "cold", "do_bench"])
+def test_no_more_rounds_than_there_is_time(monkeypatch, kind):
+    """Of whatever kind the turns are: what counts is what a round takes in all."""
+    turns = timing.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 0.2), kind, 3)
+    rounds = len(turns.ms["a"])
+    assert (rounds - 1) * 2 * 0.2 <= timing.MORE_S < rounds * 2 * 0.2 + 1e-9
+
+
+def test_what_is_asked_for_is_timed_however_long_it_takes(monkeypatch):
+    turns = timing.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 9.0), "cold", 3)
+    assert {len(ms) for ms in turns.ms.values()} == {3}
+
+
+def test_a_confidence_interval():
+    """Of 1.0 and 1.02 in turn, eight times each: 2.131 (Student, 15 degrees) times 1.253 times 0.01033 / 4."""
+    assert timing.within([1.0, 1.02] * 8, [1.0] * 16) == pytest.approx(2.131 * 1.253 * 0.010328 / 4, rel=0.02)
+    assert timing.within([1.0, 1.1], [1.0, 1.0]) == pytest.approx(12.71 * 1.253 * 0.0707107 / 2**0.5, rel=1e-3)
+    assert timing.within([1.0], [1.0]) == float("inf")
+    assert timing.within([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == 0.0  # the card drifts, the ratio does not
 
 
 def test_when_a_ratio_is_known():
     assert timing.known({})
     assert timing.known({"a": [1.0, 1.0, 1.0]})
-    assert timing.known({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})  # a card that drifts is no matter
+    assert timing.known({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})
     assert not timing.known({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
     assert not timing.known({"a": [1.0], "b": [1.0]})
     assert timing.known({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
