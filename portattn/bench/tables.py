@@ -125,10 +125,7 @@ def set_table(rows: Sequence[Row]) -> str:
     columns = ["case", *mine, "of the best peer", "of the floor", "from a graph", "host µs", *theirs]
     lines = []
     for row in rows:
-        ours, peer = row.figures(OURS), row.figures(row.best_peer)
-        best = (
-            f"{ours.ratio:.2f}×{_give_or_take(peer, ours)} {row.best_peer}" if ours and ours.ratio is not None else ""
-        )
+        ours = row.figures(OURS)
         lines.append(
             [
                 row.name,
