@@ -114,6 +114,13 @@ def prepared(name: str, arguments: dict[str, Any], **changes: Any) -> Callable[[
     return lambda: handle.run(**arguments, out=out, lse=lse)
 
 
+def a_kernel_ran(arguments: dict[str, Any]) -> None:
+    """One of portattn's own: the core's where that is asked for, else what the plan for this chip takes."""
+    made = portattn.last_plan()
+    assert made.key, f"{made.path} has no kernel of portattn's"
+    assert made.path == arguments.get("backend", made.path)
+
+
 def same(found: Pieces, expected: Pieces) -> None:
     for one, other in zip(found, expected, strict=True):
         assert not one.isnan().any()

@@ -20,6 +20,7 @@ import torch
 
 fake = fakedriver.install()
 import triton
+from triton.runtime import driver
 
 import portattn
 from portattn import Target, dispatch, kept
@@ -27,6 +28,16 @@ from portattn.backends.cuda import counters
 from portattn.launch import devices
 from portattn.request import Request
 
+launchers: list[str] = []
+make = driver.active.launcher_cls
+
+
+def launcher(source: Any, metadata: Any) -> Any:
+    launchers.append(metadata.name)
+    return make(source, metadata)
+
+
+driver.active.launcher_cls = launcher
 target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
 dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
 Request.key = fakedriver.key  # type: ignore[method-assign]
@@ -67,5 +78,5 @@ if triton.__version__ == "3.6.0":
         found["paths"].append(plan.path if plan else "")
 cache = Path(os.environ["TRITON_CACHE_DIR"])
 found["compiled"] = collections.Counter(path.stem for path in cache.rglob("*.cubin"))
-found["launchers"] = [path.name for path in cache.rglob("*launcher*.so")]
+found["launchers"] = launchers
 print(json.dumps(found))

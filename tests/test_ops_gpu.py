@@ -9,18 +9,11 @@ from typing import Any
 import gpucalls
 import pytest
 import torch
-from gpucalls import NAMES, SPLIT, Pieces, data, normal, perform, prepared, same
+from gpucalls import NAMES, SPLIT, Pieces, a_kernel_ran, data, normal, perform, prepared, same
 
 import portattn
 
 pytestmark = pytest.mark.gpu
-
-
-def a_kernel_ran(arguments: dict[str, Any]) -> None:
-    """One of portattn's own: the core's where that is asked for, else what the plan for this chip takes."""
-    made = portattn.last_plan()
-    assert made.key, f"{made.path} has no kernel of portattn's"
-    assert made.path == arguments.get("backend", made.path)
 
 
 def captured(run: Callable[[], Pieces]) -> tuple[Callable[[], None], Pieces]:

@@ -101,7 +101,7 @@ def attend(
     else:
         q_tail = None
     if PIPELINE == "single":
-        # Without a loop there is half as much code, which small calls fetch from memory like their data.
+        # Without a loop there is half as much code, and registers are those of one step.
         values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
                            BLOCK_DV, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores, k_tile = key_scores(
