@@ -192,7 +192,7 @@ def choice(problem: Problem) -> Choice | None:
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
     """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
-    return with_copies(_Launcher(call, schedule), call, ("q", "k", "v"), ("q",))
+    return with_copies(steps_of(call, schedule), call, ("q", "k", "v"), ("q",))
 
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -51,10 +52,12 @@ class ForwardTunable:
         for groups, keys, stages, queries, parts in TILES.get(forward.width(problem.head_dim), ()):
             tile = {"groups": groups, "keys": keys, "stages": stages, "queries": queries, "parts": parts}
             for values in itertools.product((True, False), repeat=len(FLAGS)):
-                flags = dict(zip(FLAGS, values, strict=True))
-                together = flags["own_out"] or (not flags["reg_q"] and parts == 1)
-                if together and (ordered or flags["in_turn"] == base.flags.get("in_turn", True)):
-                    found.append(Choice(flags={**base.flags, **tile, **flags}))
+                flags = {**base.flags, **tile, **dict(zip(FLAGS, values, strict=True))}
+                if not ordered and flags["in_turn"] != base.flags.get("in_turn", True):
+                    continue
+                with contextlib.suppress(msgspec.ValidationError):  # flags that do not go together
+                    msgspec.convert(flags, forward.Schedule)
+                    found.append(Choice(flags=flags))
         yield from sorted(found, key=lambda choice: choice.differs(base))
 
     def today(self, problem: Problem, target: Target) -> Choice | None:
@@ -74,7 +77,7 @@ class ForwardTunable:
             return started(forward.launcher(call, schedule), call)
 
         identity = _digest(f"{self.name} {problem} {schedule}".encode())
-        if not str(installed()).startswith(f"triton=={forward.TRITON}"):  # whose Gluon describes the launches
+        if installed().version != forward.TRITON:  # whose Gluon describes the launches
             return Built(identity, start)
         seen = signatures(_Scheduled(schedule), meta_call(problem))
         made = Plan(

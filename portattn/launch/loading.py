@@ -93,7 +93,8 @@ def _make(ready: list[Callable[[], object]]) -> None:
 def _triton_driver() -> None:
     from triton.runtime import driver
 
-    _ = driver.active.utils
+    with _lock:  # several kernels may be compiled ahead at once: one of them makes it
+        _ = driver.active.utils
 
 
 def _triton_key() -> None:

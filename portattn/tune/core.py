@@ -80,13 +80,13 @@ def compiled(
     does the work.
     """
     found: Facts | None = None
+    ascend = target.backend == "ascend"
     for launch in launches:
-        ascend = isinstance(launch, KernelCall) and target.backend == "ascend"
         reply = compile_in(worker, launch, made, target, seconds, "text" if ascend else "full")
         if reply.outcome != "ok":
             return Compiled(f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found)
         facts: Facts = dict(reply.facts)
-        if isinstance(launch, KernelCall) and target.backend == "ascend":
+        if ascend and isinstance(launch, KernelCall):
             from portattn.linalg.check import looked_at
 
             facts, lints = looked_at(reply, launch, target)
