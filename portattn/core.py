@@ -13,7 +13,7 @@ from portattn.target import Arch
 
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
-FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200, docs/performance.md
+FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
@@ -201,7 +201,7 @@ class DecodeSplit(CoreKernel):
         "reads",
     )  # fmt: skip
 
-    # A split is worth its second pass only over this many key tiles. Source: measured on an H200, docs/performance.md.
+    # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
     FEW_KEY_TILES = 4
     WAVE_EFFICIENCY = 0.85
 

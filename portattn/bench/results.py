@@ -1,8 +1,8 @@
 """What becomes of the figures: a Run is one process, a Row one case of one set, a Figures one contender there.
 
 The schema of rows.jsonl (a Run, then its rows and first calls, a line each, as they are done) and of bench.json, which
-holds the same and what follows from it: summaries of the sets and verdicts on the goals. docs/performance.md describes
-both. What is measured is in Row and Figures; rates, fractions and ratios beside it follow from that.
+holds the same and what follows from it: summaries of the sets and verdicts on the goals. docs/performance/README.md
+describes both. What is measured is in Row and Figures; rates, fractions and ratios beside it follow from that.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import TILE, Device, assert_right, problem, random_call, run_core
+from support import TILE, Device, assert_right, core_plan, problem, random_call, run_core
 
 from portattn.core import CORES
 from portattn.lowering import CHOICES, Launch, Lowering
@@ -255,6 +255,30 @@ def test_one_tile_without_a_loop(device: Device, load: str, select: str, keys: s
         assert not out[:, :, :blind].isnan().any()
 
 
+# As backends/cuda/tuning/sm_90.toml has them.
+SHIPPED = {
+    "fp16": ({"select": "branch", "load": "pointer"}, {"block_m": 64, "block_n": 64}),
+    "fp32": ({"select": "where", "load": "pointer", "dot_precision": "tf32x3"}, {"block_m": 16, "block_n": 64}),
+}
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+@pytest.mark.parametrize("dtype", SHIPPED)
+def test_shipped_tiles_without_a_loop(device: Device, dtype: str, causal: str) -> None:
+    """Wider than the head, many more rows than keys, and lengths down to none."""
+    p = problem(
+        dtype=dtype, batch=3, heads_q=4, seq_q=150, seq_k=63, head_dim=40, head_dim_v=24, causal=causal,
+        seqlens_k=True, sinks=True, return_lse=True,
+    )  # fmt: skip
+    call = random_call(p, device=device.name)
+    call.seqlens_k[0] = 0  # shorter only: keys past a length hold NaN
+    call.seqlens_k[1].clamp_(max=1)
+    lowering, tile = SHIPPED[dtype]
+    made = core_plan(device, p, lowering | {"pipeline": "single"}, tile)
+    assert made.lowering.pipeline == "single"
+    assert_right(call, *run_core(device, call, lowering | {"pipeline": "single"}, tile))
+
+
 def test_a_finite_mask_value_survives_scores_below_it(device: Device) -> None:
     """Rows with nothing to attend stay 0 and -inf, and large negative scores are no masked ones."""
     p = problem(causal="bottom_right", seq_q=24, seq_k=5)
@@ -265,8 +289,6 @@ def test_a_finite_mask_value_survives_scores_below_it(device: Device) -> None:
 
 def test_choices_are_read(device: Device) -> None:
     """A kernel is compiled with every choice that the planner says it reads, and with no other that could differ."""
-    from support import core_plan
-
     from portattn.launch import kernel_calls
 
     for op, kernel in CORES.items():
