@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import io
 import json
+import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -289,6 +293,59 @@ def test_the_toolchain_that_the_child_used_is_kept(tmp_path: Path) -> None:
     script.write_text(text)
     with Worker(python=str(script)) as worker:
         assert worker.request("compile", SECONDS).toolchain == "3.1.0+planted"
+
+
+def test_nothing_is_left_of_a_child_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\nmktemp -d > "$0.made"\nexec sleep 60\n')
+    script.chmod(0o755)
+    worker = Worker(python=str(script))
+    assert worker.request("compile", 3).outcome == "hang"
+    made = Path((tmp_path / "python.made").read_text().strip())
+    assert made.is_dir()
+    assert made.is_relative_to(tmp_path)
+    worker.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "python.made"}
+
+
+def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -> None:
+    script, requests = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        before = worker._process
+        shutil.rmtree(worker._folder)
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        assert worker._process is not before
+        assert before is not None
+        assert before.poll() is not None
+        assert Path(worker._folder).is_dir()
+    assert len(requests.read_text().splitlines()) == 2
+
+
+def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
+    script, _ = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        process = worker._process
+        assert process is not None
+
+        def asks(told: Connection) -> None:
+            worker.close()  # not ours
+            reply = worker.request("compile", SECONDS)
+            told.send((reply.outcome, worker._process.pid if worker._process else 0))
+            worker.close()
+
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        forked = multiprocessing.get_context("fork").Process(target=asks, args=(theirs,))
+        forked.start()
+        outcome, pid = ours.recv() if ours.poll(60) else ("nothing", 0)
+        forked.join(60)
+        assert (outcome, forked.exitcode) == ("ok", 0)
+        assert pid not in (0, process.pid)
+        assert process.poll() is None
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        assert worker._process is process
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +67,8 @@ class Worker:
         self.runs = runs
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
+        self._owner = 0  # the process that started the child: one that was forked from it leaves it alone
+        self._folder = ""  # the child's own, for temporary files: nothing is left of a child that is killed
         self._log: Any = None
         self._lock = threading.Lock()  # held for a whole request
         self._state = threading.Lock()  # held while the process or the log is looked at: close() does not wait
@@ -80,10 +84,8 @@ class Worker:
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         """Send one request and wait for its answer, at most `seconds`. Never raises for what the child does."""
         with self._lock:
-            # Before the start: a child that dies at once has written its reason by the time it is spoken to.
-            begun = self._written()
             try:
-                process, lines = self._start()
+                process, lines, begun = self._start()
             except OSError as error:  # a Python that is gone, or no process to be had
                 text = f"{self.python} cannot be started: {error.strerror}"
                 return Reply(outcome="crash", stage="start", kind=type(error).__name__, message=text)
@@ -140,22 +142,28 @@ class Worker:
     def close(self) -> None:
         """End the child. A request under way in another thread is answered as a crash."""
         with self._state:
-            self._kill()
-            if self._log is not None:
-                self._log.close()
-                self._log = None
+            if self._owner == os.getpid():
+                self._end()
 
-    def _start(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
-        """The running child and the lines that it answers."""
+    def _start(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None], int]:
+        """The running child, the lines that it answers, and where in the log the next request's part begins."""
         with self._state:
-            if self._process is None or self._process.poll() is not None:
+            if self._owner == os.getpid() and not os.path.isdir(self._folder):
+                self._end()  # somebody tidied up: a child whose folder is gone could compile nothing
+            # Before the start: a child that dies at once has written its reason by the time it is spoken to.
+            begun = int(self._log.seek(0, os.SEEK_END)) if self._owner == os.getpid() else 0
+            if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
                 self._process, self._lines = self._begin()
-            return self._process, self._lines
+            return self._process, self._lines, begun
 
     def _begin(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
-        if self._log is None:
-            self._log = tempfile.NamedTemporaryFile(prefix="portattn-worker-")  # noqa: SIM115 - closed by close()
-        environment = {k: v for k, v in {**os.environ, **self.environment}.items() if v is not None}
+        if self._owner != os.getpid():
+            self._folder = tempfile.mkdtemp(prefix="portattn-worker-")
+            self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
+            self._log = open(os.path.join(self._folder, "log"), "w+b")  # noqa: SIM115 - closed by _end()
+            self._owner = os.getpid()
+        given = {**os.environ, "TMPDIR": self._folder, **self.environment}
+        environment = {k: v for k, v in given.items() if v is not None}
         command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else [])]
         # The child appends through a descriptor of its own, so that reading the log does not move where it writes.
         # A process group of its own: a compiler's children (ptxas, linkers) end with it.
@@ -173,6 +181,12 @@ class Worker:
         threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
         return process, lines
 
+    def _end(self) -> None:
+        self._kill()
+        self._log.close()
+        self._remove()
+        self._owner, self._log = 0, None
+
     def _kill(self) -> None:
         process, self._process = self._process, None
         if process is None:
@@ -180,11 +194,6 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-    def _written(self) -> int:
-        """Bytes of log so far."""
-        with self._state:
-            return int(self._log.seek(0, os.SEEK_END)) if self._log is not None else 0
 
     def _tail(self, begun: int) -> str:
         """The beginning and the end of the log from there on; nothing once the worker is closed."""
@@ -198,6 +207,12 @@ class Worker:
             self._log.seek(begun + len(head) + left_out)
             cut = f"\n… {left_out} bytes …\n".encode() if left_out else b""
             return (head + cut + bytes(self._log.read())).decode(errors="replace")
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Remove a worker's folder, in the process that made it: one that was forked from it ends earlier."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Stage(msgspec.Struct):
