@@ -140,16 +140,38 @@ def new_worker() -> Worker:
 
 
 def compile_in(worker: Worker, launch: Compiled, plan: Plan, target: Target, seconds: float, facts: str) -> Reply:
-    """Compile one launch for a target in a worker; `facts` is "basic" or "full" (registers, spills, instructions)."""
+    """Compile one launch for a target in a worker; `facts` is "basic" or "full" (registers, spills, instructions).
+
+    A compiler that dies is asked once more, for `seconds` again: some die now and then (ascend-0109-adapter-dies), and
+    a verdict would keep it. Where the second time is another, the facts say `deaths`.
+    """
     backend = Registry.load().backends[target.backend]
-    return worker.request(
-        "compile",
-        seconds,
-        signature=msgspec.to_builtins(seen_of(launch)),
-        target=list(backend.triton_target(target.arch)),
-        env=plan.env,
-        facts=facts,
-    )
+
+    def ask() -> Reply:
+        return worker.request(
+            "compile",
+            seconds,
+            signature=msgspec.to_builtins(seen_of(launch)),
+            target=list(backend.triton_target(target.arch)),
+            env=plan.env,
+            facts=facts,
+        )
+
+    reply = ask()
+    if not died(reply):
+        return reply
+    again = ask()
+    return msgspec.structs.replace(again, facts={**again.facts, "deaths": 1}) if again.outcome == "ok" else again
+
+
+def died(reply: Reply) -> bool:
+    """Whether a compiler, or a program that it calls, died of a signal that nobody sent."""
+    if reply.kind in PASSING_KINDS:
+        return False
+    if reply.outcome == "crash":
+        return reply.kind.startswith("SIG")
+    # worker/ascend.py's words, and those of subprocess.CalledProcessError.
+    return reply.outcome == "error" and re.search(r"\bdied (of signal \d|with <Signals\.)", reply.message) is not None
 
 
 def over_limit(reply: Reply, target: Target) -> str:

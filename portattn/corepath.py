@@ -141,17 +141,21 @@ class _Quirked:
         """Apply what holds, again and again until nothing new holds: one quirk's effect can make another one apply.
 
         Hard limits are applied before each round, so that quirks are judged by the lowering that would run, and after
-        the last one, so that no quirk undoes them.
+        the last one, so that no quirk undoes them. Cautions change nothing: they are judged by what comes out.
         """
         forced_on, forced_off = parse_overrides(settings.quirks, registry.quirks)
-        waiting = [q for q in registry.quirks.values() if q.id not in forced_off and self._touches(q)]
+        concerned = [q for q in registry.quirks.values() if q.id not in forced_off and self._touches(q)]
+        waiting = [q for q in concerned if q.effect.kind != "note"]
         while True:
             self._settle()
             fresh = [q for q in waiting if self._holds(q, q.id in forced_on)]
             if not fresh:
-                return
+                break
             for quirk in fresh:
                 waiting.remove(quirk)
+                self._take(quirk)
+        for quirk in concerned:
+            if quirk.effect.kind == "note" and self._holds(quirk, quirk.id in forced_on):
                 self._take(quirk)
 
     def _settle(self) -> None:

@@ -171,6 +171,11 @@ BEHAVIOURS = {
     ' "log": "Traceback"})',
     "crash": 'sys.stderr.write("python: TypeConverter.cpp:42: Assertion `!repl` failed.\\n"); sys.stderr.flush(); '
     "os.kill(os.getpid(), signal.SIGABRT)",
+    "crash once": "first() and os.kill(os.getpid(), signal.SIGABRT); "
+    'say({"ok": True, "facts": {"local_memory": 1024, "num_warps": 4, "spills": 0}})',
+    "a program of its dies once": 'say({"ok": False, "stage": "ttadapter", "kind": "RuntimeError", "message": '
+    '"triton-adapter-opt died of signal 6\\nAssertion", "log": "Traceback"} if first() else '
+    '{"ok": True, "facts": {"local_memory": 1024, "num_warps": 4, "spills": 0}})',
     "exit": "os._exit(3)",
     "hang": "time.sleep(60)",
     "too large": 'say({"ok": True, "facts": {"local_memory": 10**9, "num_warps": 4}})',
@@ -188,6 +193,8 @@ def fake_python(folder: Path, behaviour: str) -> tuple[Path, Path]:
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "def say(message):\n"
         "    print(json.dumps(message), flush=True)\n"
+        "def first():\n"
+        f"    return len(open({str(requests)!r}).readlines()) == 1\n"
         "for line in sys.stdin:\n"
         f"    open({str(requests)!r}, 'a').write(line)\n"
         "    say({'stage': 'ttgir'})\n"

@@ -152,9 +152,11 @@ FAILURES = {
     ),
 }  # fmt: skip
 
+NOW_AND_THEN = ("crash once", "a program of its dies once")
+
 
 def test_every_planted_failure_is_tried() -> None:
-    assert set(FAILURES) | {"ok"} == set(BEHAVIOURS)
+    assert set(FAILURES) | {"ok", *NOW_AND_THEN} == set(BEHAVIOURS)
 
 
 @pytest.mark.parametrize("behaviour", FAILURES)
@@ -188,15 +190,60 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
     requests = compiler("crash")
     made, launches, q, target = planned()
     assert compiling.ensure(made, launches, q, target, settings) is not None
-    assert requests_in(requests) == 1
+    asked = requests_in(requests)
     for isolate in ("auto", "never"):
         again = compiling.ensure(
             made, launches, q, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
         )
         assert again is not None
         assert not again.passed
-    assert requests_in(requests) == 1
+    assert requests_in(requests) == asked
     assert in_process == []
+
+
+@pytest.mark.parametrize("behaviour", NOW_AND_THEN)
+def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behaviour: str) -> None:
+    """It is asked once more, and the verdict says so."""
+    requests = compiler(behaviour)
+    made, launches, q, target = planned()
+    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert requests_in(requests) == 2
+    verdicts = VerdictStore(Path(settings.cache_dir))
+    seen = verdicts.get(code_key(made, launches))
+    assert seen.passed
+    assert seen.facts == {"local_memory": 1024, "num_warps": 4, "spills": 0, "deaths": 1}
+    assert not list(verdicts.incidents())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "times"),
+    [("crash", 2), ("error", 1), ("exit", 1), ("too large", 1)],
+)
+def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, times: int) -> None:
+    requests = compiler(behaviour)
+    made, launches, q, target = planned()
+    assert compiling.ensure(made, launches, q, target, settings) is not None
+    assert requests_in(requests) == times
+
+
+@pytest.mark.parametrize(
+    ("reply", "dead"),
+    [
+        (Reply(outcome="crash", kind="SIGSEGV"), True),
+        (Reply(outcome="crash", kind="SIGKILL"), False),
+        (Reply(outcome="crash", kind="exit status 1"), False),
+        (Reply(outcome="hang", kind="timeout"), False),
+        (Reply(outcome="error", kind="RuntimeError", message="triton-adapter-opt died of signal 6\nx"), True),
+        (Reply(outcome="error", kind="RuntimeError", message="triton-adapter-opt exit status 1\nx"), False),
+        (
+            Reply(outcome="error", kind="CalledProcessError", message="Command 'x' died with <Signals.SIGABRT: 6>."),
+            True,
+        ),
+        (Reply(outcome="ok", message="died of signal 6"), False),
+    ],
+)
+def test_who_died(reply: Reply, dead: bool) -> None:
+    assert compiling.died(reply) is dead
 
 
 def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:

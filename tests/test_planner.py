@@ -266,6 +266,20 @@ def test_forcing_a_quirk_off_and_on() -> None:
         assert quirk.id not in shown
 
 
+def test_cautions_are_about_what_comes_out() -> None:
+    """Masked reads make one quirk hold, and a caution too; what the quirk sets ends both."""
+    target = Target.parse("ascend:ascend910b2", "triton-ascend==3.2.0")
+    call = problem(op="decode_attention", seq_q=3, seq_k=512, dtype="bf16", bias=True, mask=True)
+    made = plan(call, target)
+    assert made.lowering is not None
+    assert made.lowering.reads == "inside"
+    assert "ascend-0109-adapter-dies" not in {q.id for q in made.quirks}
+    made = plan(call, target, settings=Settings(quirks="-ascend-0108-reads-before-mask"))
+    assert made.lowering is not None
+    assert made.lowering.reads == "masked"
+    assert "ascend-0109-adapter-dies" in {q.id for q in made.quirks}
+
+
 def test_plan_of_a_problem_takes_a_target() -> None:
     assert portattn.plan(problem(**BIG), sm_80()).path == "triton"
     assert portattn.plan(problem(**BIG), target=sm_80()).path == "triton"

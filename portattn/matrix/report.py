@@ -126,6 +126,8 @@ def brief(cell: Cell) -> str:
         parts.append(f"{int(facts['local_memory']) / 1024:.0f} K")
     if "linalg_lines" in facts:
         parts.append("linalg")
+    if any("deaths" in kernel.facts for kernel in cell.kernels):
+        parts.append("compiler died once")
     return " · ".join(parts)
 
 

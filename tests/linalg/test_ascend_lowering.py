@@ -127,7 +127,7 @@ def test_reads_past_the_end_are_seen_where_nothing_is_clamped(named, executed, a
     made = plan(named.problem, TARGET)
     assert made.lowering.reads == "inside"
     seen = run(changed(made, {"reads": "masked"}), executed, ascend_compiler, runner)
-    assert seen.outcome == "fail"
+    assert seen.outcome == "fail", seen.reason
     assert "outside its memory" in seen.reason
     assert seen.error <= seen.budget  # nothing else gives it away
 
