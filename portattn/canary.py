@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from portattn import __version__, tomlfile
-from portattn.compiling import PASSING_KINDS, incident_of
+from portattn.compiling import incident_of
 from portattn.config import Settings
 from portattn.corepath import kernel_source_digest
 from portattn.errors import PathUnavailable, PortattnError
@@ -33,6 +33,7 @@ from portattn.variantready import variant_of
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import Reply, Worker
+from portattn.worker.ends import PASSING_KINDS
 from portattn.worker.stages import RUNS
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -30,16 +31,12 @@ from portattn.target import Target
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import SERVE, Reply, Worker
+from portattn.worker.ends import PASSING_KINDS, PASSING_STAGES, death, died
 
 _ready: set[tuple[str, str]] = set()  # keys of code, and devices that it is loaded on
 _worker: Worker | None = None
 _worker_lock = threading.Lock()
 _own_worker: ContextVar[Worker | None] = ContextVar("portattn_own_worker", default=None)
-
-# Failures that say nothing about the compiler, only about this moment: not kept for the next process.
-PASSING_STAGES = ("start", "import", "protocol")
-PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
-
 
 # What is compiled: a core launch, or what a compiler sees of any launch.
 Compiled = KernelCall | Signature
@@ -99,7 +96,7 @@ def ensure_all(
     verdicts = store(settings)
     always = settings.isolate == "always"
     if settings.isolate != "never" and (always or verdicts.get(key) is None):
-        with verdicts.lock(key, settings.compile_seconds * (len(launches) + 1)):
+        with verdicts.lock(key, _longest(launches, settings)):
             # Another process may have tried it while this one waited for the lock.
             tried = None if always else verdicts.get(key)
             failed = _in_child(key, plan, launches, target, settings, verdicts) if tried is None else None
@@ -115,6 +112,11 @@ def ensure_all(
     return failed
 
 
+def _longest(launches: Sequence[Compiled], settings: Settings) -> float:
+    """Seconds that another process may take over these launches: each may be asked for twice."""
+    return settings.compile_seconds * (2 * len(launches) + 1)
+
+
 def unseen(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> bool:
     """Whether the first call with these launches would compile them in a child process."""
     key = code_key(plan, launches)
@@ -127,7 +129,7 @@ def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Se
     key, verdicts = code_key(plan, launches), store(settings)
     token = _own_worker.set(worker)
     try:
-        with verdicts.lock(key, settings.compile_seconds * (len(launches) + 1)):
+        with verdicts.lock(key, _longest(launches, settings)):
             if verdicts.get(key) is None:
                 _in_child(key, plan, launches, target, settings, verdicts)
     finally:
@@ -139,11 +141,20 @@ def new_worker() -> Worker:
     return Worker(environment={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
 
 
-def compile_in(worker: Worker, launch: Compiled, plan: Plan, target: Target, seconds: float, facts: str) -> Reply:
+def compile_in(
+    worker: Worker,
+    launch: Compiled,
+    plan: Plan,
+    target: Target,
+    seconds: float,
+    facts: str,
+    again: bool = True,
+) -> Reply:
     """Compile one launch for a target in a worker; `facts` is "basic" or "full" (registers, spills, instructions).
 
-    A compiler that dies is asked once more, for `seconds` again: some die now and then (ascend-0109-adapter-dies), and
-    a verdict would keep it. Where the second time is another, the facts say `deaths`.
+    again  a compiler that dies is asked once more, for `seconds` again: some die now and then
+           (ascend-0109-adapter-dies), and a verdict would keep it. If it compiles then, the facts say `deaths`; if
+           not, the log begins with how it died first
     """
     backend = Registry.load().backends[target.backend]
 
@@ -157,21 +168,14 @@ def compile_in(worker: Worker, launch: Compiled, plan: Plan, target: Target, sec
             facts=facts,
         )
 
-    reply = ask()
-    if not died(reply):
-        return reply
-    again = ask()
-    return msgspec.structs.replace(again, facts={**again.facts, "deaths": 1}) if again.outcome == "ok" else again
-
-
-def died(reply: Reply) -> bool:
-    """Whether a compiler, or a program that it calls, died of a signal that nobody sent."""
-    if reply.kind in PASSING_KINDS:
-        return False
-    if reply.outcome == "crash":
-        return reply.kind.startswith("SIG")
-    # worker/ascend.py's words, and those of subprocess.CalledProcessError.
-    return reply.outcome == "error" and re.search(r"\bdied (of signal \d|with <Signals\.)", reply.message) is not None
+    first = ask()
+    if not again or not died(first):
+        return first
+    second = ask()
+    if second.outcome == "ok":
+        return msgspec.structs.replace(second, facts={**second.facts, "deaths": 1})
+    before = f"the first time: {death(first)} at {first.stage}: {first_line(first.message)}"
+    return msgspec.structs.replace(second, log=f"{before}\n{second.log or second.message}")
 
 
 def over_limit(reply: Reply, target: Target) -> str:
@@ -209,16 +213,33 @@ def _in_this_process(
     target: Target,
     verdicts: VerdictStore,
 ) -> Verdict | None:
-    """Compile and load in this process (a cache hit after the child's compile), so that a launch cannot fail to."""
+    """Compile and load in this process, so that a launch cannot fail to.
+
+    What the child compiled is found in Triton's cache. For Ascend it only lowers: there the compiler runs here.
+    """
     with device_guard(q), compile_environment(plan.env):
         for launch in launches:
-            try:
-                load(launch)
-            except Exception as error:
-                if not is_compilers(error):
-                    raise
-                reply = Reply(outcome="error", stage="load", kind=type(error).__name__, message=str(error))
+            reply = _loaded(load, launch)
+            if reply is not None and died(reply):
+                reply = _loaded(load, launch)
+            if reply is not None:
                 return _record(key, reply, launch, plan, target, verdicts)
+    return None
+
+
+def _loaded(load: Callable[[Compiled], None], launch: Compiled) -> Reply | None:
+    """Why the compiler failed in this process; None where it did not. Errors of memory and the device pass through."""
+    try:
+        load(launch)
+    except Exception as error:
+        if not is_compilers(error):
+            raise
+        # triton-ascend raises another error, with what the adapter printed, from the one that says how it ended.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, subprocess.CalledProcessError):
+            cause = cause.__cause__ or cause.__context__
+        message = str(error) if cause is None or cause is error else f"{cause}\n{error}"
+        return Reply(outcome="error", stage="load", kind=type(error).__name__, message=message)
     return None
 
 
@@ -259,7 +280,7 @@ def _record(key: str, reply: Reply, launch: Compiled, plan: Plan, target: Target
     )
     verdicts.add_incident(incident)
     verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
-    if reply.stage in PASSING_STAGES or reply.kind in PASSING_KINDS:
+    if reply.stage in PASSING_STAGES or reply.kind in PASSING_KINDS or death(reply) in PASSING_KINDS:
         verdicts.remember(verdict)
     else:
         verdicts.put(verdict)
@@ -294,7 +315,7 @@ def symptom_of(reply: Reply) -> Symptom:
     """The symptom of a failed compile, in the words that quirks use."""
     if reply.outcome == "hang":
         return "hang"
-    if reply.outcome == "crash":
+    if reply.outcome == "crash" or death(reply):
         return "compiler-crash"
     over = re.search(
         r"out of resource|OutOfResources|ub overflow|uses too much shared data", f"{reply.kind} {reply.message}"
@@ -318,6 +339,14 @@ def reproducer(launch: Compiled, plan: Plan, target: Target, python: str = sys.e
         "env": plan.env,
     }
     return f"echo {shlex.quote(json.dumps(request))} | {shlex.quote(python)} {shlex.quote(str(SERVE))}"
+
+
+def _forked() -> None:
+    global _worker_lock
+    _worker_lock = threading.Lock()  # a thread that held it is the parent's
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _shared_worker() -> Worker:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from portattn.launch import kernel_calls
 from portattn.planner import plan
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import Reply, Worker
+from portattn.worker.ends import died
 
 
 @pytest.fixture
@@ -215,9 +217,62 @@ def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behav
     assert not list(verdicts.incidents())
 
 
+class AdapterError(Exception):
+    """As triton-ascend's: what the adapter printed, and nothing of how it ended."""
+
+
+def dying_once(error: Exception) -> Callable[[object], None]:
+    """A loader in this process whose compiler ends so the first time."""
+    calls: list[object] = []
+
+    def load(launch: object) -> None:
+        calls.append(launch)
+        if len(calls) > 1:
+            return
+        try:
+            raise error
+        except subprocess.CalledProcessError as ended:
+            raise AdapterError("Assertion `abstractType' failed.") from ended
+
+    return load
+
+
+@pytest.mark.parametrize("isolate", ["auto", "never"])
+def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, isolate: str) -> None:
+    """As triton-ascend's, which compiles here what the child only lowered."""
+    compiler("ok")
+    settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate=isolate)
+    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    made, launches, q, target = planned()
+    load = dying_once(subprocess.CalledProcessError(-6, "triton-adapter-opt"))
+    assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+    made, launches, q, target = planned(causal="bottom_right")
+    load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
+    failed = compiling.ensure_all(made, launches, load, q, target, settings)
+    assert failed is not None
+    assert "exit status 1" in failed.reason
+
+
+@pytest.mark.parametrize(("number", "kept"), [(6, True), (9, False)])
+def test_who_was_killed_is_asked_again_by_the_next_process(
+    compiler, tmp_path, monkeypatch, number: int, kept: bool
+) -> None:
+    """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
+    settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
+    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    made, launches, q, target = planned()
+
+    def load(launch: object) -> None:
+        raise subprocess.CalledProcessError(-number, "triton-adapter-opt")
+
+    assert compiling.ensure_all(made, launches, load, q, target, settings) is not None
+    assert (VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is kept
+    found = next(iter(store(settings).incidents()))
+    assert found.symptom == "compiler-crash"
+
+
 @pytest.mark.parametrize(
-    ("behaviour", "times"),
-    [("crash", 2), ("error", 1), ("exit", 1), ("too large", 1)],
+    ("behaviour", "times"), [("crash", 2), ("error", 1), ("exit", 1), ("too large", 1), ("hang", 1)]
 )
 def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, times: int) -> None:
     requests = compiler(behaviour)
@@ -234,6 +289,14 @@ def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, tim
         (Reply(outcome="crash", kind="exit status 1"), False),
         (Reply(outcome="hang", kind="timeout"), False),
         (Reply(outcome="error", kind="RuntimeError", message="triton-adapter-opt died of signal 6\nx"), True),
+        (Reply(outcome="error", kind="RuntimeError", message="triton-adapter-opt died of signal 9\nx"), False),
+        (Reply(outcome="error", kind="CalledProcessError", message="'x' died with <Signals.SIGKILL: 9>."), False),
+        (
+            Reply(outcome="error", kind="PTXASError", message="PTXAS error: `ptxas` raised SIGSEGV\n`ptxas` stderr"),
+            True,
+        ),
+        (Reply(outcome="error", kind="PTXASError", message="PTXAS error: `ptxas` failed with error code -11"), True),
+        (Reply(outcome="error", kind="PTXASError", message="PTXAS error: `ptxas` failed with error code 1"), False),
         (Reply(outcome="error", kind="RuntimeError", message="triton-adapter-opt exit status 1\nx"), False),
         (
             Reply(outcome="error", kind="CalledProcessError", message="Command 'x' died with <Signals.SIGABRT: 6>."),
@@ -243,7 +306,17 @@ def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, tim
     ],
 )
 def test_who_died(reply: Reply, dead: bool) -> None:
-    assert compiling.died(reply) is dead
+    assert died(reply) is dead
+
+
+def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> None:
+    compiler("crash")
+    made, launches, q, target = planned()
+    failed = compiling.ensure(made, launches, q, target, settings)
+    assert failed is not None
+    incident = store(settings).incident(failed.incident)
+    assert incident is not None
+    assert incident.log.startswith("the first time: SIGABRT at ttgir: python: TypeConverter.cpp:42")
 
 
 def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:

@@ -85,7 +85,8 @@ def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched,
     assert made.rejected[0].incident in message
     assert "ttgir" in message
     assert warning.filename == __file__, "the warning must point at the caller"
-    assert len(requests.read_text().splitlines()) == 1, "what failed once is not compiled again"
+    asked = 2 if behaviour == "crash" else 1  # a compiler that dies is asked once more
+    assert len(requests.read_text().splitlines()) == asked, "what failed is not compiled again"
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert torch.equal(outs[0], expected)
     assert torch.equal(outs[1], expected)
@@ -95,6 +96,7 @@ def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:
     requests = compiler("crash")
     q, k, v = tensors()
     given(lambda: portattn.attention(q, k, v))
+    asked = requests.read_text()
     # What a new process has not: plans, verdicts read, keys known to compile, warnings given.
     dispatch.forget_plans()
     dispatch._warned.clear()
@@ -103,7 +105,7 @@ def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:
     assert made.path == "sdpa"
     assert "SIGABRT" in made.rejected[0].reason
     assert len(given(lambda: portattn.attention(q, k, v))) == 1
-    assert len(requests.read_text().splitlines()) == 1
+    assert requests.read_text() == asked
 
 
 def test_one_warning_for_each_cause(sm_90, launched) -> None:

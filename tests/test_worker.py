@@ -298,15 +298,40 @@ def test_the_toolchain_that_the_child_used_is_kept(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_child_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     script = tmp_path / "python"
-    script.write_text('#!/bin/sh\nmktemp -d > "$0.made"\nexec sleep 60\n')
+    script.write_text('#!/bin/sh\nmktemp -d > "$0.part"\nmv "$0.part" "$0.made"\nexec sleep 60\n')
     script.chmod(0o755)
-    worker = Worker(python=str(script))
-    assert worker.request("compile", 3).outcome == "hang"
-    made = Path((tmp_path / "python.made").read_text().strip())
-    assert made.is_dir()
-    assert made.is_relative_to(tmp_path)
-    worker.close()
+    note = tmp_path / "python.made"
+    with Worker(python=str(script)) as worker:
+        asking = threading.Thread(target=worker.request, args=("compile", SECONDS))
+        asking.start()
+        deadline = time.monotonic() + SECONDS
+        while not note.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        made = Path(note.read_text().strip())
+        assert made.is_dir()
+        assert made.is_relative_to(tmp_path)
+    asking.join(30)
     assert {path.name for path in tmp_path.iterdir()} == {"python", "python.made"}
+
+
+def test_a_child_whose_parent_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """By a real child, which sees that nobody can ask any more."""
+    code = (
+        "import os, signal, sys, tempfile\n"
+        "from portattn.worker.client import Worker\n"
+        "worker = Worker()\n"
+        "print(worker.request('none', 60.0).kind, os.listdir(tempfile.gettempdir()), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert told.stdout.startswith("ProtocolError ['portattn-worker-"), told
+    deadline = time.monotonic() + SECONDS
+    while any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -> None:
@@ -323,6 +348,27 @@ def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -
     assert len(requests.read_text().splitlines()) == 2
 
 
+def test_a_forked_process_that_can_start_none_harms_nobody(tmp_path: Path) -> None:
+    script, _ = fake_python(tmp_path, "ok")
+    with Worker(python=str(script)) as worker:
+        assert worker.request("compile", SECONDS).outcome == "ok"
+        process, folder = worker._process, Path(worker._folder)
+        assert process is not None
+
+        def asks() -> None:
+            worker.python = str(tmp_path / "gone")
+            assert worker.request("compile", SECONDS).stage == "start"
+            worker.close()
+
+        forked = multiprocessing.get_context("fork").Process(target=asks, daemon=True)
+        forked.start()
+        forked.join(60)
+        forked.kill()
+        assert forked.exitcode == 0
+        assert process.poll() is None
+        assert folder.is_dir()
+
+
 def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
     script, _ = fake_python(tmp_path, "ok")
     with Worker(python=str(script)) as worker:
@@ -337,10 +383,13 @@ def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
             worker.close()
 
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        forked = multiprocessing.get_context("fork").Process(target=asks, args=(theirs,))
-        forked.start()
+        # As if another thread were in the middle of a request while this process is forked.
+        forked = multiprocessing.get_context("fork").Process(target=asks, args=(theirs,), daemon=True)
+        with worker._lock, worker._state:
+            forked.start()
         outcome, pid = ours.recv() if ours.poll(60) else ("nothing", 0)
         forked.join(60)
+        forked.kill()
         assert (outcome, forked.exitcode) == ("ok", 0)
         assert pid not in (0, process.pid)
         assert process.poll() is None

@@ -101,6 +101,8 @@ def _range(quirk: Quirk, facts: Facts, target: Target | None) -> tuple[bool | No
     caution = f", though last seen on {quirk.evidence.last_seen}" if unverified else ""
     if facts.kernels and quirk.when.kernels and not any(_has_kernel(quirk, name) for name in facts.kernels):
         return False, f"it names the kernels {', '.join(quirk.when.kernels)}, and this is {', '.join(facts.kernels)}"
+    if quirk.effect.note is not None:
+        return True, f"in range here{caution}, and no plan can avoid it: {quirk.effect.note}"
     return True, f"in range here{caution}: its work-around should have been applied"
 
 

@@ -85,7 +85,7 @@ def compile_all(what: Specialised, target: Target, registry: Registry, worker: W
     made = what.plan(target, registry)
     last = Outcome(reply=Reply(outcome="ok"))
     for launch in what.launches(target, registry):
-        reply = compile_in(worker, launch, made, target, seconds, "basic")
+        reply = compile_in(worker, launch, made, target, seconds, "basic", again=False)
         over = over_limit(reply, target) if reply.outcome == "ok" else ""
         if over:
             reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=over)

@@ -7,7 +7,7 @@ import fnmatch
 import time
 from collections.abc import Callable
 
-from portattn import compiling, lab
+from portattn import lab
 from portattn.errors import ArgumentError, PortattnError
 from portattn.probing import plans, programs, ranges
 from portattn.probing.results import (
@@ -27,6 +27,7 @@ from portattn.registry import Registry
 from portattn.target import Target
 from portattn.toolchain import installed
 from portattn.witness import arches_of
+from portattn.worker import ends
 from portattn.worker.client import Worker
 
 SECONDS = 180.0  # limit of one arm
@@ -99,7 +100,7 @@ def run(
 
 def _says_nothing(arm: Arm) -> bool:
     """Whether an arm failed for what says nothing about a compiler: it was killed, or never came to the compiler."""
-    return arm.kind in compiling.PASSING_KINDS or (arm.kind == "timeout" and arm.stage in compiling.PASSING_STAGES)
+    return arm.kind in ends.PASSING_KINDS or (arm.kind == "timeout" and arm.stage in ends.PASSING_STAGES)
 
 
 def off(

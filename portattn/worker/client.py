@@ -67,11 +67,12 @@ class Worker:
         self.runs = runs
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._owner = 0  # the process that started the child: one that was forked from it leaves it alone
         self._folder = ""  # the child's own, for temporary files: nothing is left of a child that is killed
+        self._remove: weakref.finalize[..., Worker] | None = None
         self._log: Any = None
         self._lock = threading.Lock()  # held for a whole request
         self._state = threading.Lock()  # held while the process or the log is looked at: close() does not wait
+        _workers.add(self)
 
     def __enter__(self) -> Worker:
         return self
@@ -142,29 +143,28 @@ class Worker:
     def close(self) -> None:
         """End the child. A request under way in another thread is answered as a crash."""
         with self._state:
-            if self._owner == os.getpid():
-                self._end()
+            self._end()
 
     def _start(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None], int]:
         """The running child, the lines that it answers, and where in the log the next request's part begins."""
         with self._state:
-            if self._owner == os.getpid() and not os.path.isdir(self._folder):
+            if self._log is not None and not os.path.exists(self._log.name):
                 self._end()  # somebody tidied up: a child whose folder is gone could compile nothing
             # Before the start: a child that dies at once has written its reason by the time it is spoken to.
-            begun = int(self._log.seek(0, os.SEEK_END)) if self._owner == os.getpid() else 0
-            if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
+            begun = int(self._log.seek(0, os.SEEK_END)) if self._log is not None else 0
+            if self._process is None or self._process.poll() is not None:
                 self._process, self._lines = self._begin()
             return self._process, self._lines, begun
 
     def _begin(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
-        if self._owner != os.getpid():
+        if self._log is None:
             self._folder = tempfile.mkdtemp(prefix="portattn-worker-")
-            self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
+            self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             self._log = open(os.path.join(self._folder, "log"), "w+b")  # noqa: SIM115 - closed by _end()
-            self._owner = os.getpid()
         given = {**os.environ, "TMPDIR": self._folder, **self.environment}
         environment = {k: v for k, v in given.items() if v is not None}
-        command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else [])]
+        # A parent that is killed removes nothing: its child does, when nothing more can be asked.
+        command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else []), f"--folder={self._folder}"]
         # The child appends through a descriptor of its own, so that reading the log does not move where it writes.
         # A process group of its own: a compiler's children (ptxas, linkers) end with it.
         with open(self._log.name, "ab") as log:
@@ -183,9 +183,18 @@ class Worker:
 
     def _end(self) -> None:
         self._kill()
-        self._log.close()
-        self._remove()
-        self._owner, self._log = 0, None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        if self._remove is not None:
+            self._remove()
+
+    def _forget(self) -> None:
+        """In a process that was just forked: the child, its folder and whoever held a lock are the parent's."""
+        self._lock, self._state = threading.Lock(), threading.Lock()
+        self._process, self._log = None, None
+        if self._remove is not None:
+            self._remove.detach()
 
     def _kill(self) -> None:
         process, self._process = self._process, None
@@ -209,10 +218,15 @@ class Worker:
             return (head + cut + bytes(self._log.read())).decode(errors="replace")
 
 
-def _remove(folder: str, owner: int) -> None:
-    """Remove a worker's folder, in the process that made it: one that was forked from it ends earlier."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for worker in list(_workers):
+        worker._forget()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Stage(msgspec.Struct):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 import types
@@ -101,7 +102,9 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _failure(stage: str, kind: str, message: str, log: str = "") -> dict[str, Any]:
-    return {"ok": False, "stage": stage, "kind": kind, "message": message[-8000:], "log": log[-16000:]}
+    if len(message) > 8000:  # how it ended stands first, what it printed last says most
+        message = message[:2000] + "\n...\n" + message[-6000:]
+    return {"ok": False, "stage": stage, "kind": kind, "message": message, "log": log[-16000:]}
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
@@ -118,6 +121,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.stdin, answers)
+    for argument in sys.argv[1:]:
+        if argument.startswith("--folder="):
+            shutil.rmtree(argument.partition("=")[2], ignore_errors=True)
 
 
 if __name__ == "__main__":

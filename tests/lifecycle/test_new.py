@@ -260,6 +260,20 @@ def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
     assert "ascend-0014" in forced.out
 
 
+def test_of_what_no_plan_avoids_no_work_around_is_missed(portattn, tmp_path) -> None:
+    log = tmp_path / "adapter.log"
+    log.write_text(
+        "triton-adapter-opt: mlir/IR/TypeSupport.h:173: const AbstractType &mlir::TypeStorage::getAbstractType(): "
+        'Assertion `abstractType && "Malformed type storage object."\' failed.\n'
+    )
+    where = ("--target", "ascend:ascend910b2", "--toolchain", "triton-ascend==3.2.0", "--out", str(tmp_path / "out"))
+    called = portattn("quirks", "new", "--from-log", str(log), *where)
+    assert called.status == 1
+    assert called.out.startswith("this is ascend-0109-adapter-dies: ")
+    assert "no plan can avoid it: a compiler that dies is asked once more" in called.out
+    assert "its work-around should have been applied" not in called.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [

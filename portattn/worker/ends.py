@@ -1,0 +1,34 @@
+"""How a compile ended, where it did not end well: what died, and what says nothing about the compiler."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from portattn.worker.client import Reply
+
+# Failures that say nothing about the compiler, only about this moment: not kept for the next process.
+PASSING_STAGES = ("start", "import", "protocol")
+PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
+
+# worker/ascend.py's words, those of subprocess.CalledProcessError, and Triton's for ptxas.
+_DEATH = re.compile(
+    r"\bdied (?:of signal |with <Signals\.(?P<name>SIG\w+): )(?P<number>\d+)|`\w+` raised (?P<raised>SIG\w+)"
+    r"|`\w+` failed with error code -(?P<code>\d+)"
+)
+
+
+def death(reply: Reply) -> str:
+    """The signal that a compiler, or a program that it calls, died of; empty where none did."""
+    if reply.outcome == "crash":
+        return reply.kind if reply.kind.startswith("SIG") else ""
+    found = _DEATH.search(reply.message) if reply.outcome == "error" else None
+    if found is None:
+        return ""
+    number = int(found["number"] or found["code"] or 0)
+    return found["raised"] or found["name"] or next((s.name for s in signal.Signals if s == number), f"signal {number}")
+
+
+def died(reply: Reply) -> bool:
+    """Whether it died of a signal that nobody sent."""
+    return death(reply) not in ("", *PASSING_KINDS)
