@@ -6,6 +6,7 @@ A compiler error, crash or hang becomes an Incident and a negative Verdict; the 
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from portattn.registry import Registry
 from portattn.target import Target
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
-from portattn.worker.client import SERVE, Reply, Worker
+from portattn.worker.client import PROTOCOL, SERVE, Reply, Worker
 from portattn.worker.ends import PASSING_KINDS, PASSING_STAGES, death, died
 
 _ready: set[tuple[str, str]] = set()  # keys of code, and devices that it is loaded on
@@ -156,20 +157,27 @@ def compile_in(
            (ascend-0109-adapter-dies), and a verdict would keep it. If it compiles then, the facts say `deaths`; if
            not, the log begins with how it died first
     """
-    backend = Registry.load().backends[target.backend]
+    fields = compile_fields(launch, plan, target)
 
     def ask() -> Reply:
-        return worker.request(
-            "compile",
-            seconds,
-            signature=msgspec.to_builtins(seen_of(launch)),
-            target=list(backend.triton_target(target.arch)),
-            env=plan.env,
-            facts=facts,
-        )
+        return worker.request("compile", seconds, **fields, facts=facts)
 
+    return _twice(ask) if again else ask()
+
+
+def compile_fields(launch: Compiled, plan: Plan, target: Target) -> dict[str, Any]:
+    """What a request to compile a launch of a plan for a target says (worker/serve.py has the protocol)."""
+    return {
+        "signature": msgspec.to_builtins(seen_of(launch)),
+        "target": list(Registry.load().backends[target.backend].triton_target(target.arch)),
+        "env": plan.env,
+    }
+
+
+def _twice(ask: Callable[[], Reply]) -> Reply:
+    """The answer, or a second one where a compiler died over the first."""
     first = ask()
-    if not again or not died(first):
+    if not died(first):
         return first
     second = ask()
     if second.outcome == "ok":
@@ -219,16 +227,17 @@ def _in_this_process(
     """
     with device_guard(q), compile_environment(plan.env):
         for launch in launches:
-            reply = _loaded(load, launch)
-            if reply is not None and died(reply):
-                reply = _loaded(load, launch)
-            if reply is not None:
+            reply = _twice(functools.partial(_loaded, load, launch))
+            if reply.outcome != "ok":
                 return _record(key, reply, launch, plan, target, verdicts)
+            seen = verdicts.get(key)
+            if reply.facts and seen is not None:
+                verdicts.put(msgspec.structs.replace(seen, facts={**seen.facts, **reply.facts}))
     return None
 
 
-def _loaded(load: Callable[[Compiled], None], launch: Compiled) -> Reply | None:
-    """Why the compiler failed in this process; None where it did not. Errors of memory and the device pass through."""
+def _loaded(load: Callable[[Compiled], None], launch: Compiled) -> Reply:
+    """How compiling and loading in this process ended. Errors of memory and the device pass through."""
     try:
         load(launch)
     except Exception as error:
@@ -240,7 +249,7 @@ def _loaded(load: Callable[[Compiled], None], launch: Compiled) -> Reply | None:
             cause = cause.__cause__ or cause.__context__
         message = str(error) if cause is None or cause is error else f"{cause}\n{error}"
         return Reply(outcome="error", stage="load", kind=type(error).__name__, message=message)
-    return None
+    return Reply(outcome="ok")
 
 
 def is_compilers(error: Exception) -> bool:
@@ -330,14 +339,7 @@ def first_line(message: str) -> str:
 
 def reproducer(launch: Compiled, plan: Plan, target: Target, python: str = sys.executable) -> str:
     """A shell command that sends the same request to a worker under a Python."""
-    backend = Registry.load().backends[target.backend]
-    request = {
-        "version": 1,
-        "task": "compile",
-        "signature": msgspec.to_builtins(seen_of(launch)),
-        "target": list(backend.triton_target(target.arch)),
-        "env": plan.env,
-    }
+    request = {"version": PROTOCOL, "task": "compile", **compile_fields(launch, plan, target)}
     return f"echo {shlex.quote(json.dumps(request))} | {shlex.quote(python)} {shlex.quote(str(SERVE))}"
 
 

@@ -246,6 +246,8 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     made, launches, q, target = planned()
     load = dying_once(subprocess.CalledProcessError(-6, "triton-adapter-opt"))
     assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+    seen = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
     failed = compiling.ensure_all(made, launches, load, q, target, settings)

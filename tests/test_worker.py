@@ -334,6 +334,31 @@ def test_a_child_whose_parent_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_a_child_that_nobody_waits_for_leaves_nothing(tmp_path: Path) -> None:
+    """Its parent is killed while it compiles: it has nobody to tell, and ends."""
+    left, folder = tmp_path / "left", tmp_path / "modules"
+    left.mkdir()
+    folder.mkdir()
+    begun = tmp_path / "begun"
+    (folder / "naps.py").write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(2)\n")
+    code = (
+        "from portattn.worker.client import Worker\n"
+        f"worker = Worker(environment={{'PYTHONPATH': {str(folder)!r}}})\n"
+        "signature = dict(module='naps', function='f', types={}, constants={}, divisible=[], small=[], options={})\n"
+        "worker.request('compile', 60.0, signature=signature, target=['cuda', 80, 32])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(left)})
+    deadline = time.monotonic() + SECONDS
+    while not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [path.name.startswith("portattn-worker-") for path in left.iterdir()] == [True]
+    parent.kill()
+    parent.wait()
+    while any(left.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(left.iterdir())
+
+
 def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -> None:
     script, requests = fake_python(tmp_path, "ok")
     with Worker(python=str(script)) as worker:

@@ -19,13 +19,13 @@ import msgspec
 from portattn import witness
 from portattn.backends.base import Variant
 from portattn.cli.arguments import CausalCommand, problem_from, problem_options
-from portattn.compiling import over_limit
+from portattn.compiling import compile_fields, over_limit
 from portattn.config import Settings
 from portattn.core import CORES
 from portattn.emulate.amdgpu import Finding
 from portattn.emulate.check import Emulated
 from portattn.errors import ArgumentError, PortattnError
-from portattn.launch import kernel_calls, meta_call, signature
+from portattn.launch import KernelCall, kernel_calls, meta_call
 from portattn.linalg.check import Executed
 from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values
 from portattn.matrix import gates, variants
@@ -37,7 +37,7 @@ from portattn.quirk import Level, Quirk
 from portattn.registry import Registry
 from portattn.target import Target
 from portattn.tuning import Entry, Provenance, Tuning
-from portattn.worker.client import Worker
+from portattn.worker.client import Reply, Worker
 
 PREFIX = "plan:"
 # A kernel without products, which every compiler that works at all compiles: the one that merges a split.
@@ -216,22 +216,12 @@ def _control(quirk: Quirk, target: Target, registry: Registry, worker: Worker, s
     bare = msgspec.structs.replace(registry, quirks={}, tunings={name: {} for name in registry.tunings})
     made = plan(_CONTROL, target, bare, settings=Settings(backend=bare.backends[target.backend].core_path))
     launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
-    return ended(_compile(worker, launches[-1], made, target, registry, seconds, passes), quirk)
+    return ended(_compile(worker, launches[-1], made, target, seconds, passes), quirk)
 
 
-def _compile(
-    worker: Worker, launch: Any, made: Plan, target: Target, registry: Registry, seconds: float, passes: str
-) -> Any:
-    backend = registry.backends[target.backend]
-    return worker.request(
-        "compile",
-        seconds,
-        signature=msgspec.to_builtins(signature(launch)),
-        target=list(backend.triton_target(target.arch)),
-        env=made.env,
-        facts="full",
-        passes=passes,
-    )
+def _compile(worker: Worker, launch: KernelCall, made: Plan, target: Target, seconds: float, passes: str) -> Reply:
+    """Once, whatever comes of it: a compiler that dies is what may be looked for."""
+    return worker.request("compile", seconds, **compile_fields(launch, made, target), facts="full", passes=passes)
 
 
 def executes(quirk: Quirk, target: Target) -> bool:
@@ -265,7 +255,7 @@ def _compiled(
     found: list[KernelFacts] = []
     broken: list[str] = []
     for launch in launches:
-        reply = _compile(worker, launch, made, target, registry, seconds, passes)
+        reply = _compile(worker, launch, made, target, seconds, passes)
         if reply.outcome != "ok":
             return ended(reply, quirk)
         found.append(KernelFacts(function=launch.function, facts=dict(reply.facts)))

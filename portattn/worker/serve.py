@@ -120,10 +120,12 @@ def main() -> None:
     # Compilers print to the standard streams: answers get a descriptor of their own, and the rest goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, answers)
-    for argument in sys.argv[1:]:
-        if argument.startswith("--folder="):
-            shutil.rmtree(argument.partition("=")[2], ignore_errors=True)
+    try:
+        serve(sys.stdin, answers)
+    finally:  # nobody asks any more, or nobody is there to be answered
+        for argument in sys.argv[1:]:
+            if argument.startswith("--folder="):
+                shutil.rmtree(argument.partition("=")[2], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,10 @@ def test_a_run_without_cells_has_a_page(run):
 
 def test_a_tile_says_its_main_figures(cells):
     assert [brief(cell) for cell in cells] == ["168 regs · 40 K", "96 B spilled", "ttgir", ""]
+    [kernel] = cells[0].kernels
+    again = msgspec.structs.replace(kernel, facts={**kernel.facts, "deaths": 1})
+    cell = msgspec.structs.replace(cells[0], kernels=(again,))
+    assert brief(cell) == "168 regs · 40 K · compiler died once"
 
 
 @pytest.mark.parametrize(
