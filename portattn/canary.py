@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from portattn import __version__, tomlfile
+from portattn import __version__, failures, tomlfile
 from portattn.compiling import incident_of
 from portattn.config import Settings
 from portattn.corepath import kernel_source_digest
@@ -33,18 +33,19 @@ from portattn.variantready import variant_of
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import Reply, Worker
-from portattn.worker.ends import PASSING_KINDS
+from portattn.worker.ends import death
 from portattn.worker.stages import RUNS
 
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1  # of the set: a family is looked at again when it changes
-# What says nothing about the kernels, only about this moment: another process has the memory, or the device.
-_PASSING = re.compile(
-    r"out of memory|busy or unavailable|no (CUDA|HIP)-capable|initialization error|cannot be started", re.I
+VERSION = 2  # of the set: a family is looked at again when it changes
+# A device's words for what a kernel did, whose process goes on by an exception.
+_KERNELS = re.compile(
+    r"illegal (memory access|instruction|address)|misaligned|invalid (program counter|address space)"
+    r"|hardware stack error|unspecified launch failure|device-side assert|memory access fault|aicore|vector core",
+    re.IGNORECASE,
 )
-_RUN_TIME = re.compile(r"CUDA error|HIP error|Triton Error \[|illegal memory|misaligned|NPU (error|function)|aicore")
 
 _COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
 _PLAIN: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
@@ -62,7 +63,7 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
     for op, problems in {
         "attention": (_ROWS | _LENGTHS | _PLAIN | {"mask": True}, _ROWS | _LENGTHS | _FEATURED),
         "varlen_attention": (_PACKED | _PLAIN, _PACKED | _FEATURED),
-        "decode_attention": (_CACHE | _PLAIN | {"mask": True, "num_splits": 3}, _CACHE | _FEATURED),
+        "decode_attention": (_CACHE | _PLAIN | {"mask": True, "num_splits": 3}, _CACHE | _FEATURED | {"bias": True}),
         "paged_attention": (_PAGES | _PLAIN | {"num_splits": 2}, _PAGES | _FEATURED),
         "sparse_attention": (
             _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
@@ -119,10 +120,11 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
         return None
     verdicts = store(settings)
     key = key_of(family(made), target)
-    found = verdicts.get(key)
+    seconds = settings.compile_seconds
+    found = verdicts.get(key, seconds)
     if found is None:
-        with verdicts.lock(key, settings.compile_seconds * (len(cases(made)) + 1)):
-            found = verdicts.get(key) or run(made, target, settings, verdicts, device)
+        with verdicts.lock(key, seconds * (len(cases(made)) + 1)):
+            found = verdicts.get(key, seconds) or run(made, target, settings, verdicts, device)
     return None if found.passed else found
 
 
@@ -130,7 +132,7 @@ def known_failure(made: Plan, target: Target, settings: Settings) -> Verdict | N
     """The verdict that quarantines the plan's kernel family here, if there is one. Nothing is run."""
     if not made.key or not wanted(target, settings):
         return None
-    found = store(settings).get(key_of(family(made), target))
+    found = store(settings).get(key_of(family(made), target), settings.compile_seconds)
     return found if found is not None and not found.passed else None
 
 
@@ -168,12 +170,14 @@ def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, 
             symptom, cause = judged(reply, target, problem)
             if symptom:
                 incident = _incident(case, target, symptom, cause, reply)
-                verdicts.add_incident(incident)
-                failed = _verdict(
-                    kernel, target, passed=False, level="declared", reason=incident.message, incident=incident.id
-                )
-                verdicts.put(failed)
-                return failed
+                kept = verdicts.add_incident(incident)
+                return verdicts.put(
+                    _verdict(
+                        kernel, target, passed=False, level="declared", reason=incident.message,
+                        incident=incident.id if kept else "",
+                        **{"standing": "timeout", "limit": settings.compile_seconds} if symptom == "hang" else {},
+                    )
+                )  # fmt: skip
             if cause:
                 warnings.warn(f"canary of {kernel} on {target}: inconclusive: {cause}", stacklevel=2)
                 continue
@@ -203,22 +207,24 @@ def planned(problem: Problem, target: Target, settings: Settings, path: str) -> 
 def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
     """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
 
-    A compile that fails says nothing about the family: that specialisation's own first call finds it. Nor does a child
-    that was killed, that never came to the kernels, or that found no room on the device.
+    Only what a kernel did on the device speaks against it: wrong numbers, an access or an instruction that the device
+    refused, a signal of the process's own while kernels ran, no end of them. A compile that fails is found by that
+    specialisation's own first call, and the machine's failures are not the kernel's.
     """
     seen = numerics(reply, str(target), problem)
     if seen.outcome == "pass":
         return "", ""
     if seen.outcome == "fail":
         return "wrong-result", seen.reason
-    passing = reply.kind in PASSING_KINDS or _PASSING.search(f"{reply.message}\n{reply.log}")
-    if passing or (seen.outcome in ("hang", "crash") and reply.stage != RUNS):
+    if failures.machines(reply):
         return "", seen.reason
-    if seen.outcome == "hang":
+    if seen.outcome == "hang" and reply.stage == RUNS:
         return "hang", seen.reason
-    if seen.outcome == "crash" or _RUN_TIME.search(reply.message):
-        # An illegal access ends the context, by an exception or with the process.
-        return ("compiler-crash" if seen.outcome == "crash" else "wrong-result"), seen.reason
+    if seen.outcome == "crash" and reply.stage == RUNS and death(reply) in failures.LASTING_SIGNALS:
+        return "compiler-crash", seen.reason
+    # An illegal access ends the context, by an exception or with the process.
+    if seen.outcome == "error" and _KERNELS.search(reply.message):
+        return "wrong-result", seen.reason
     return "", seen.reason
 
 

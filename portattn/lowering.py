@@ -20,7 +20,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     k_tile         whether a K tile is read as (D, N), or as (N, D) and transposed by `tl.trans`
     block_order    the `order` of a (D, N) block pointer: `column` is (0, 1), `row` is (1, 0)
     exp            base of the softmax: `exp2` with log2(e) folded into the scale, or `exp`
-    mask_value     what a masked score becomes: `-inf`, or `finite` (-1e30, then zeroed after the exponential)
+    mask_value     what a masked score becomes: `-inf`, or `finite` (the lowest float32; zeroed after the exponential)
     dot_precision  how an fp32 product is computed; 16-bit operands ignore it
     grid           one program a tile, or `persistent`: as many programs as cores, each looping over tiles
     pipeline       `rotated` issues the next Q·K before this tile's P·V, so that softmax overlaps a product; `single`

@@ -120,6 +120,7 @@ def test_each_answer_is_a_verdict_that_is_kept(settings: Settings, name: str) ->
     else:
         assert verdict is not None
         assert not verdict.passed
+        assert verdict.standing == ("timeout" if symptom == "hang" else "lasting")
         (incident,) = store.incidents()
         assert (incident.symptom, incident.stage, incident.id) == (symptom, "run", verdict.incident)
         assert (incident.kernel, incident.target, incident.toolchain) == ("paged_split", MI300.name, "triton==3.6.0")
@@ -141,6 +142,11 @@ INCONCLUSIVE = {
     "the device is another's": Reply(
         outcome="error", stage="run", kind="AcceleratorError", message="CUDA error: all devices are busy or unavailable"
     ),
+    "a device in trouble": Reply(
+        outcome="error", stage="run", kind="AcceleratorError", message="CUDA error: uncorrectable ECC error"
+    ),
+    "a full disk": Reply(outcome="crash", stage="run", kind="SIGABRT", message="x", log="No space left on device"),
+    "a signal that nobody raises": Reply(outcome="crash", stage="run", kind="SIGBUS", message="SIGBUS"),
     "slow to begin": Reply(outcome="hang", stage="start", kind="timeout", message="no answer in 3 s"),
     "dead before the kernels": Reply(outcome="crash", stage="import", kind="SIGSEGV", message="SIGSEGV"),
 }  # fmt: skip

@@ -22,6 +22,8 @@ from portattn.launch.direct import Step
 from portattn.launch.steps import Buffers, StepLauncher
 from portattn.planned import Rejection
 from portattn.problem import UNLIMITED
+from portattn.sizes import least
+from portattn.splits import split_cheapest
 from portattn.tuning import Tuning, load_tuning
 
 if TYPE_CHECKING:
@@ -235,11 +237,7 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     if tiles >= FULL * cores:
         return 1
     ends, merge = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
-
-    def cost(splits: int) -> int:
-        return ceil_div(tiles * splits, cores) * (ceil_div(key_tiles, splits) + ends) + (merge if splits > 1 else 0)
-
-    return min(range(1, min(key_tiles, MOST_SPLITS) + 1), key=cost)
+    return split_cheapest(tiles, key_tiles, cores, least(key_tiles, MOST_SPLITS), ends, merge, 0)
 
 
 class _Launcher(StepLauncher):
@@ -257,7 +255,7 @@ class _Launcher(StepLauncher):
         self._row_tiles = _row_tiles(p, rows)
         tiles = _tiles(p, rows)
         self._splits = _splits(p, s, cores)
-        self._grid = min(cores, tiles * self._splits)
+        self._grid = least(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
         if p.softcap:
             cap = min(call.softcap, LARGEST_CAP)

@@ -178,18 +178,23 @@ def _last_values(state, ring, shared, form):
 
 @gluon.jit
 def _normalised(acc, row_max, row_sum, sink, valid, form):
-    """Output rows and the natural LSE of each. `sink`: one more score, without a value; `valid`: 0 for padding rows."""
+    """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
+    rows."""
     total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
     factor = 1.0
+    largest = row_max * _LN2
     if sink is not None:
-        largest = gl.maximum(row_max, sink)
-        factor = gl.where(row_max == -float("inf"), 0.0, gl.exp2(row_max - largest))
-        total = total * factor + gl.where(sink == -float("inf"), 0.0, gl.exp2(sink - largest))
-        row_max = largest
+        # One that base 2 cannot hold stays as it is: both numbers are beyond every score.
+        score = sink * (1.0 / _LN2)
+        score = gl.where(gl.abs(score) == float("inf"), sink, score)
+        new_max = gl.maximum(row_max, score)
+        factor = gl.where(row_max == -float("inf"), 0.0, gl.exp2(row_max - new_max))
+        total = total * factor + gl.where(score == -float("inf"), 0.0, gl.exp2(score - new_max))
+        largest = gl.where(new_max == score, sink, new_max * _LN2)
     empty = total == 0.0  # a NaN total stays NaN
     if form.VARYING != "none":
         empty = empty | (valid == 0)
-    lse = gl.where(empty, -float("inf"), (row_max + gl.log2(gl.where(empty, 1.0, total))) * _LN2)
+    lse = gl.where(empty, -float("inf"), largest + gl.log2(gl.where(empty, 1.0, total)) * _LN2)
     acc = rescaled(acc, gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total)), form)
     if form.VARYING != "none":  # padding rows may hold anything
         nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
@@ -326,7 +331,7 @@ def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, 
     rows = row + gl.arange(0, _ROWS, form.ROW)
     sink = None
     if sinks is not None:
-        sink = gl.load(sinks + work.head).to(gl.float32) * (1.0 / _LN2)
+        sink = gl.load(sinks + work.head).to(gl.float32)
     valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
     acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, form)
     first = ((work.split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q

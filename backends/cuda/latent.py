@@ -14,10 +14,12 @@ from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
-from portattn.core import ceil_div, next_power_of_two
+from portattn.core import ceil_div
 from portattn.launch.direct import Step
 from portattn.launch.steps import Buffers, StepLauncher
 from portattn.planned import Rejection
+from portattn.sizes import least, most, next_power_of_two, pinned
+from portattn.splits import split_cheapest
 
 if TYPE_CHECKING:
     import torch
@@ -105,13 +107,8 @@ def split_count(row_tiles: int, batch: int, capacity: int, cores: int) -> int:
     capacity  the most keys that a sequence can have. The lengths themselves stay on the device
     """
     ends, merge = 4, 4  # a block's start and end, and the way of a partial result through memory, in tiles
-    tiles = max(1, ceil_div(capacity, KEYS))
-
-    def cost(splits: int) -> int:
-        waves = ceil_div(row_tiles * batch * splits, cores)
-        return waves * (ceil_div(tiles, splits) + ends + (merge if splits > 1 else 0))
-
-    return min(range(1, min(tiles, 2 * cores) + 1), key=cost)
+    tiles = most(1, ceil_div(capacity, KEYS))
+    return split_cheapest(row_tiles * batch, tiles, cores, least(tiles, 2 * cores), ends, 0, merge)
 
 
 class _Launcher(StepLauncher):
@@ -121,10 +118,10 @@ class _Launcher(StepLauncher):
         import torch
 
         p = self._problem = call.problem
-        self._heads, self._queries = row_tile(p.seq_q)
+        self._heads, self._queries = pinned(row_tile(p.seq_q))  # descriptors' blocks: the kernel is compiled for them
         self._row_tiles = ceil_div(p.heads_q, self._heads) * ceil_div(p.seq_q, self._queries)
         splits = p.num_splits or split_count(self._row_tiles, p.batch, p.seq_k, multiprocessors(call.q.device))
-        self._splits = min(splits, ceil_div(p.seq_k, KEYS))
+        self._splits = least(splits, ceil_div(p.seq_k, KEYS))
         self._scale = (call.scale or 1.0) * math.log2(math.e)
         buffers: Buffers = {}
         if self._splits > 1:

@@ -10,7 +10,7 @@ from portattn.launch.direct import Step
 if TYPE_CHECKING:
     from portattn.problem import Problem
 
-_ROLES = ("partial", "partial_lse", "out", "lse")
+_ROLES = {"partial": "partial", "partial_state": "partial_lse", "out": "out", "lse": "lse"}
 
 
 def merging(problem: Problem, splits: int, tensors: Mapping[str, Any]) -> Step:
@@ -22,9 +22,9 @@ def merging(problem: Problem, splits: int, tensors: Mapping[str, Any]) -> Step:
     rows = p.batch * p.heads_q * p.seq_q
     constants, warps = merging_shape(splits, out.shape[-1])
     arguments = {
-        **{name: tensors[name] for name in _ROLES},
+        **{name: tensors[role] for name, role in _ROLES.items()}, "sinks": None,
         "o_stride_b": out.stride(0), "o_stride_h": out.stride(1), "o_stride_s": out.stride(2),
-        "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": splits, **constants, "GRID": "full",
-        "DEPENDENT": True,
+        "heads_q": p.heads_q, "seq_q": p.seq_q, "rows": rows, "splits": splits, **constants,
+        "STATE": "lse", "EXP": "exp", "NATURAL": True, "GRID": "full", "DEPENDENT": True,
     }  # fmt: skip
-    return Step(combine, (rows,), arguments, {"num_warps": warps, "launch_pdl": True}, {name: name for name in _ROLES})
+    return Step(combine, (rows,), arguments, {"num_warps": warps, "launch_pdl": True}, _ROLES)

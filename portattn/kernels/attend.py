@@ -44,7 +44,8 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
     """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
     READ: the values have been read already; they are `read`.
-    UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN.
+    UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN. Rows that
+    are not real have no part in that (see attend).
     """
     if READ:
         v_tile = read
@@ -88,6 +89,10 @@ def attend(
     before row_end[i] and, with WINDOW, from row_start[i] on. No key at or after `end`, which no row attends, is read
     (but by descriptors over pages): it may hold NaN. Features that are not asked for are None.
 
+    row_valid: which rows are real. The others, which fill a tile up, have a query of 0, a bias of -inf and a mask of
+    False. Where it is decided over a tile's rows which values count, none of them attends a key that no real row does;
+    what they hold at the end is anything.
+
     NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
 
     Returns acc, row_max and row_sum.
@@ -95,6 +100,8 @@ def attend(
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
     # In edge tiles: values before a window, and what descriptors read behind a sequence's end in its last page.
     EDGE_UNUSED: tl.constexpr = WINDOW or (LOAD == "descriptor" and PAGE_SIZE != 0)
+    if MASKS or EDGE_UNUSED:
+        row_end = tl.where(row_valid, row_end, origin)
     q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
     if BLOCK_TAIL != 0:
         q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED)

@@ -16,6 +16,7 @@ from portattn.kernels.tiles import (
     packed_tile,
     row_source,
     sequence_bounds,
+    store_state,
 )
 
 
@@ -51,13 +52,15 @@ def decode_split(
     cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
-    SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq) float32, to be merged. Otherwise
-    `out` is the result and `lse` may be None. Other optional arguments as in dense_forward.
+    SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
+    softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
+    optional arguments as in dense_forward.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
     heads_q = heads_k * GROUP
@@ -155,7 +158,7 @@ def decode_split(
             if not MASK_BY_KEY:
                 mask_rows += head.to(tl.int64) * mask_stride_h + read_query.to(tl.int64) * mask_stride_q
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-        row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, MASK_VALUE)
+        row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum,
             q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
@@ -183,4 +186,7 @@ def decode_split(
             if cu_seqlens_q is not None:
                 slots = 1
             lse_rows = ((split * slots + slot).to(tl.int64) * heads_q + head) * seq_q + q_row
-            tl.store(lse + lse_rows, natural_lse(row_max, row_sum, EXP), mask=row_valid)
+            if SPLIT:
+                store_state(lse, lse_rows, row_max, row_sum, row_valid)
+            else:
+                tl.store(lse + lse_rows, natural_lse(row_max, row_sum, sinks, head, EXP, NATURAL), mask=row_valid)

@@ -57,6 +57,7 @@ def dense_forward(
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         row_tile = tile % row_tiles
@@ -102,7 +103,7 @@ def dense_forward(
         first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
 
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-        row_max, row_sum = first_state(sinks, head, True, BLOCK_M, EXP, MASK_VALUE)
+        row_max, row_sum = first_state(sinks, head, True, BLOCK_M, EXP, NATURAL, MASK_VALUE)
         if SELECT == "branch":
             attends = last_step > first_step
         else:
@@ -123,6 +124,8 @@ def dense_forward(
                 + tl.arange(0, BLOCK_M) * q_stride_s
             )  # fmt: skip
             row_valid = rows < stored_end
+            if seqlens_q is not None or leftpad_q is not None:
+                row_valid = (rows >= q_first) & (rows < q_end)
             slopes = None  # one by one: Triton 3.3.1 assigns no tuple of None
             bias_rows = None
             mask_rows = None
@@ -168,4 +171,4 @@ def dense_forward(
         tl.store(o_pointers, acc.to(out.dtype.element_ty), mask=stored[:, None] & (columns < HEAD_DIM_V)[None, :])
         if lse is not None:
             lse_rows = lse + (slot * heads_q + head).to(tl.int64) * seq_q + rows
-            tl.store(lse_rows, natural_lse(row_max, row_sum, EXP), mask=stored)
+            tl.store(lse_rows, natural_lse(row_max, row_sum, sinks, head, EXP, NATURAL), mask=stored)

@@ -13,7 +13,7 @@ from portattn.kernels.tiles import (
     lowest,
     natural_lse,
     sequence_bounds,
-    softmax_scale,
+    store_state,
 )
 
 PI: tl.constexpr = tl.constexpr(3.141592653589793)
@@ -131,7 +131,7 @@ def sparse_split(
         row_sum = (split - split).to(tl.float32)
         row_max = row_sum + lowest(MASK_VALUE)
         if sinks is not None:
-            sink = softmax_scale(tl.load(sinks + head).to(tl.float32), EXP)
+            sink = tl.load(sinks + head).to(tl.float32)
             row_max = tl.where(split == 0, sink, row_max)
             row_sum = tl.where(split == 0, 1.0, row_sum)
         for i in tl.range(0, tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N), num_stages=STAGES):
@@ -182,14 +182,14 @@ def sparse_split(
                     bits = tl.load(magicpig_bits + head).to(tl.float32)
                     tables = tl.load(magicpig_tables + head).to(tl.float32)
                 scores -= log_sampling_probability(cosine, bits, tables)
-            scores = tl.where(keep, softmax_scale(scores, EXP), lowest(MASK_VALUE))
+            scores = tl.where(keep, scores, lowest(MASK_VALUE))
             new_max = tl.maximum(row_max, tl.max(scores, 0))
             if MASK_VALUE == "finite":
                 base = new_max
             else:
                 base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.where(keep, exponential(scores - base, EXP), 0.0)
-            correction = exponential(row_max - base, EXP)
+            p = tl.where(keep, exponential(scores - base, EXP, True), 0.0)
+            correction = exponential(row_max - base, EXP, True)
             row_sum = row_sum * correction + tl.sum(p, 0)
             acc = acc * correction + tl.sum(p[:, None] * values.to(tl.float32), 0)
             row_max = new_max
@@ -201,4 +201,8 @@ def sparse_split(
             o_base += split.to(tl.int64) * o_stride_p
         tl.store(o_base + columns_v, acc.to(out.dtype.element_ty), mask=columns_v < HEAD_DIM_V)
         if lse is not None:
-            tl.store(lse + (split.to(tl.int64) * batches + batch) * heads_q + head, natural_lse(row_max, row_sum, EXP))
+            row = (split.to(tl.int64) * batches + batch) * heads_q + head
+            if SPLIT:
+                store_state(lse, row, row_max, row_sum, None)
+            else:
+                tl.store(lse + row, natural_lse(row_max, row_sum, None, head, EXP, True))

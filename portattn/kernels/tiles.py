@@ -12,14 +12,20 @@ from portattn.kernels.descriptor import describe_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# A masked score where -inf is not wanted: low enough to lose against any real score, and finite under subtraction.
-FINITE_MASK: tl.constexpr = tl.constexpr(-1.0e30)
+# A masked score where -inf is not wanted: the lowest float32, which loses against every finite score but itself.
+FINITE_MASK: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+# Scores are held in base 2 (EXP "exp2", log2(e) folded into their scale) or natural (EXP "exp"). With NATURAL they are
+# natural in either case, and log2(e) multiplies differences of scores: a score near float32's limits, which only what
+# is added to it makes it, must not become infinite.
 
 
 @triton.jit
-def exponential(x, EXP: tl.constexpr):
-    """2**x or e**x: the base in which scores are held (see softmax_scale)."""
+def exponential(x, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """exp of a difference of two scores, in the base in which they are held (see softmax_scale)."""
     if EXP == "exp2":
+        if NATURAL:
+            x = x * LOG2_E
         y = tl.exp2(x)
     else:
         y = tl.exp(x)
@@ -27,9 +33,9 @@ def exponential(x, EXP: tl.constexpr):
 
 
 @triton.jit
-def softmax_scale(scale, EXP: tl.constexpr):
+def softmax_scale(scale, EXP: tl.constexpr, NATURAL: tl.constexpr):
     """The factor on raw scores that puts them in the base of `exponential`."""
-    if EXP == "exp2":
+    if EXP == "exp2" and not NATURAL:
         factor = scale * LOG2_E
     else:
         factor = scale
@@ -37,14 +43,42 @@ def softmax_scale(scale, EXP: tl.constexpr):
 
 
 @triton.jit
-def natural_lse(row_max, row_sum, EXP: tl.constexpr):
-    """Natural log of the row's sum of exponentials; -inf for a row with nothing to attend (row_sum 0)."""
-    if EXP == "exp2":
+def sink_score(sink, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """A sink, float32, in the base of `exponential`.
+
+    One that base 2 cannot hold stays as it is: both numbers are beyond every score.
+    """
+    score = softmax_scale(sink, EXP, NATURAL)
+    if EXP == "exp2" and not NATURAL:
+        score = tl.where(tl.abs(score) == float("inf"), sink, score)
+    return score
+
+
+@triton.jit
+def natural_lse(row_max, row_sum, sinks, heads, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """Natural log of the row's sum of exponentials; -inf for a row with nothing to attend (row_sum 0).
+
+    sinks, heads  as in first_state
+    """
+    largest = row_max
+    if EXP == "exp2" and not NATURAL:
         largest = row_max * LN_2
-    else:
-        largest = row_max
+        if sinks is not None:
+            sink = tl.load(sinks + heads).to(tl.float32)
+            largest = tl.where(row_max == sink_score(sink, EXP, NATURAL), sink, largest)
     empty = row_sum == 0.0  # and not "is no positive number": a NaN that was attended must stay one
     return tl.where(empty, float("-inf"), largest + tl.log(tl.where(empty, 1.0, row_sum)))
+
+
+@triton.jit
+def store_state(states, rows, row_max, row_sum, valid):
+    """The state of rows' softmax over a share of their keys, a pair in `states` (rows, 2): maximum and sum.
+
+    The maximum is in the base of `exponential`, and the sum that of exponentials against it; a sum of 0 says that
+    nothing was attended, with any maximum. They are kept apart since a maximum of 1e38 has no room for a sum's log.
+    """
+    tl.store(states + rows * 2, row_max, mask=valid)
+    tl.store(states + rows * 2 + 1, row_sum, mask=valid)
 
 
 @triton.jit
@@ -187,7 +221,9 @@ def lowest(MASK_VALUE: tl.constexpr):
 
 
 @triton.jit
-def first_state(sinks, heads, counted, BLOCK_M: tl.constexpr, EXP: tl.constexpr, MASK_VALUE: tl.constexpr):
+def first_state(sinks, heads, counted,
+                BLOCK_M: tl.constexpr, EXP: tl.constexpr, NATURAL: tl.constexpr,
+                MASK_VALUE: tl.constexpr):  # fmt: skip
     """Row maxima and sums before any key. A sink is a score without a value: it is there from the start, once.
 
     sinks    (Hq,) or None        heads   head of each row [BLOCK_M], or one for all
@@ -196,7 +232,7 @@ def first_state(sinks, heads, counted, BLOCK_M: tl.constexpr, EXP: tl.constexpr,
     row_max = tl.full([BLOCK_M], lowest(MASK_VALUE), tl.float32)
     row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
     if sinks is not None:
-        sink = softmax_scale(tl.load(sinks + heads).to(tl.float32), EXP)
+        sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
         row_max = tl.where(counted, sink, row_max)
         row_sum += tl.where(counted, 1.0, 0.0)
     return row_max, row_sum
@@ -217,25 +253,25 @@ def capped(x, softcap):
 
 
 @triton.jit
-def load_scores(rows, stride, keys, end, row_valid, BY_KEY: tl.constexpr, CLAMPED: tl.constexpr):
-    """A tile of what is given for every score, [BLOCK_M, BLOCK_N], from rows' pointers; 0 where there is none.
+def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr, CLAMPED: tl.constexpr):
+    """A tile of what is given for every score, [BLOCK_M, BLOCK_N], from rows' pointers; `other` where there is none.
 
     BY_KEY: it is the same for all rows, of which `rows` is the one pointer, and the tile is [1, BLOCK_N].
     CLAMPED: what is masked out may be read all the same, so it is looked up at a key that exists.
     """
     if BY_KEY:
-        tile = tl.load(rows + keys * stride, mask=keys < end, other=0)[None, :]
+        tile = tl.load(rows + keys * stride, mask=keys < end, other=other)[None, :]
     else:
         there = row_valid[:, None] & (keys < end)[None, :]
         if CLAMPED:
             keys = tl.minimum(keys, end - 1)
-        tile = tl.load(rows[:, None] + keys[None, :] * stride, mask=there, other=0)
+        tile = tl.load(rows[:, None] + keys[None, :] * stride, mask=there, other=other)
     return tile
 
 
 @triton.jit
 def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                 EXP: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
+                 EXP: tl.constexpr, NATURAL: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
                  CLAMPED: tl.constexpr):  # fmt: skip
     """Raw products [BLOCK_M, BLOCK_N] as scores in the base of `exponential`, with every additive feature.
 
@@ -249,12 +285,13 @@ def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows
             distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
             x = x - slopes[:, None] * distance
         if bias_rows is not None:
-            bias = load_scores(bias_rows, bias_stride, keys, end, row_valid, BIAS_BY_KEY, CLAMPED).to(tl.float32)
+            bias = load_scores(bias_rows, bias_stride, keys, end, row_valid, float("-inf"), BIAS_BY_KEY, CLAMPED)
+            bias = bias.to(tl.float32)
             # -inf masks, whatever the key holds.
             x = tl.where(bias == float("-inf"), float("-inf"), x + bias)
-        x = softmax_scale(x, EXP)
+        x = softmax_scale(x, EXP, NATURAL)
     else:
-        x = scores * softmax_scale(scale, EXP)
+        x = scores * softmax_scale(scale, EXP, NATURAL)
     return x
 
 
@@ -266,46 +303,53 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
                  MASK_VALUE: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
     """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
-    When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on. Returns the
-    probabilities against the new maximum, the factor for everything summed before, the new maximum, and the new sum.
+    When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on; otherwise every real
+    row attends all of them but for bias and mask. The probability of a key that is masked is 0, whatever the row's
+    other scores are. Where anything is masked a row that is not real gives weight to no key that is masked for all
+    real ones.
+
+    Returns the probabilities against the new maximum, the factor for everything summed before, the new maximum, and the
+    new sum.
     """
+    NATURAL: tl.constexpr = slopes is not None or bias_rows is not None
     keys = start + tl.arange(0, BLOCK_N)
     if LIMITED or (mask_rows is not None or bias_rows is not None):
         # Scaled before it is masked: a finite mask value must stay what it is, for row_max - base to be exactly 0.
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, SOFTCAP, BIAS_BY_KEY, LIMITED and CLAMPED)  # fmt: skip
+                              EXP, NATURAL, SOFTCAP, BIAS_BY_KEY, LIMITED and CLAMPED)  # fmt: skip
         if LIMITED:
             keep = keys[None, :] < row_end[:, None]
         else:
+            # Rows that are not real read a bias of -inf and a mask of False. What all rows share masks them as others.
             keep = keys[None, :] < end
         if LIMITED and WINDOW:
             keep = keep & (keys[None, :] >= row_start[:, None])
         if mask_rows is not None:
-            attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, MASK_BY_KEY, LIMITED and CLAMPED)
+            attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, 0, MASK_BY_KEY, LIMITED and CLAMPED)
             keep = keep & (attend.to(tl.int32) != 0)
         scaled = tl.where(keep, scaled, lowest(MASK_VALUE))
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
         if MASK_VALUE == "finite":
             base = new_max
-            p = tl.where(keep, exponential(scaled - base[:, None], EXP), 0.0)
+            p = tl.where(keep, exponential(scaled - base[:, None], EXP, NATURAL), 0.0)
         else:
-            # A row that has seen no key yet: -inf minus -inf would be NaN.
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = exponential(scaled - base[:, None], EXP)
+            # A row that has seen no key yet, or NaN: -inf minus either would be NaN.
+            base = tl.where(new_max > float("-inf"), new_max, 0.0)
+            p = exponential(scaled - base[:, None], EXP, NATURAL)
     elif SOFTCAP or slopes is not None:
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
-                              EXP, SOFTCAP, BIAS_BY_KEY, False)  # fmt: skip
+                              EXP, NATURAL, SOFTCAP, BIAS_BY_KEY, False)  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scaled, 1))
         base = new_max
-        p = exponential(scaled - base[:, None], EXP)
+        p = exponential(scaled - base[:, None], EXP, NATURAL)
     else:
         # No score is masked, so the scale can go after the maximum and into the exponential's subtraction. The
         # launcher makes it non-negative.
-        factor = softmax_scale(scale, EXP)
+        factor = softmax_scale(scale, EXP, NATURAL)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         base = new_max
-        p = exponential(scores * factor - base[:, None], EXP)
-    correction = exponential(row_max - base, EXP)
+        p = exponential(scores * factor - base[:, None], EXP, NATURAL)
+    correction = exponential(row_max - base, EXP, NATURAL)
     return p, correction, new_max, row_sum * correction + tl.sum(p, 1)
 
 

@@ -8,10 +8,11 @@ import msgspec
 import torch
 
 from portattn.call import Call
-from portattn.core import MIN_DOT, next_power_of_two
+from portattn.core import CORES, MIN_DOT, DecodeSplit
 from portattn.launch.kernelcall import KernelCall
 from portattn.lowering import Launch
 from portattn.planned import Plan
+from portattn.sizes import least, next_power_of_two
 
 MODULE = "portattn.kernels.combine"
 UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})
@@ -26,17 +27,18 @@ class Outputs:
     """Where a splitting kernel writes.
 
     out, lse                 the call's results, (B,Hq,Sq,Dv) and (B,Hq,Sq) or None
-    partial, partial_lse     what the kernel fills: float32 (splits,B,Hq,Sq,Dv) and (splits,B,Hq,Sq), or the results
+    partial, partial_state   what the kernel fills: float32 (splits,B,Hq,Sq,Dv), and the maximum and sum of each row's
+                             softmax (splits,B,Hq,Sq,2); or the results
     """
 
     out: torch.Tensor
     lse: torch.Tensor | None
     partial: torch.Tensor
-    partial_lse: torch.Tensor | None
+    partial_state: torch.Tensor | None
 
     @classmethod
     def of(cls, plan: Plan, call: Call) -> Outputs:
-        """Uninitialised outputs; beyond the results a split allocates splits·B·Hq·Sq·(Dv + 1) float32."""
+        """Uninitialised outputs; beyond the results a split allocates splits·B·Hq·Sq·(Dv + 2) float32."""
         problem = plan.problem
         splits = plan.specialised[1].splits
         out = call.new_out()
@@ -46,7 +48,7 @@ class Outputs:
         batch, rows = problem.query_rows
         shape = (splits, batch, problem.heads_q, rows)
         partial = call.empty(*shape, problem.head_dim_v, dtype=torch.float32)
-        return cls(out, lse, partial, call.empty(*shape, dtype=torch.float32))
+        return cls(out, lse, partial, call.empty(*shape, 2, dtype=torch.float32))
 
     def strides(self, axes: str) -> dict[str, int]:
         """`o_stride_*` of what the kernel fills; `p` is the distance between two splits."""
@@ -69,22 +71,27 @@ def merging_shape(splits: int, head_dim_v: int) -> tuple[dict[str, int], int]:
     return constants, min(max(columns // COLUMNS, 1), MOST_WARPS)
 
 
-def calls(plan: Plan, outputs: Outputs, cores: int) -> list[KernelCall]:
+def calls(plan: Plan, call: Call, outputs: Outputs, cores: int) -> list[KernelCall]:
     """The merging launch; none where keys are not split."""
-    problem = plan.problem
+    problem, kernel = plan.problem, CORES[plan.problem.op]
+    assert isinstance(kernel, DecodeSplit)
     lowering, launch = plan.specialised
     if launch.splits == 1:
         return []
     batch, seq = problem.query_rows
     rows = batch * problem.heads_q * seq
     arguments = {
-        "partial": outputs.partial, "partial_lse": outputs.partial_lse, "out": outputs.out, "lse": outputs.lse,
+        "partial": outputs.partial, "partial_state": outputs.partial_state, "out": outputs.out, "lse": outputs.lse,
+        "sinks": None if outputs.lse is None else call.sinks,
         **{f"o_stride_{axis}": s for axis, s in zip("bhs", outputs.out.stride(), strict=False)},
         "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
     }  # fmt: skip
     dependent = bool(launch.get(DEPENDENT)) and plan.path != "interpreter"
     constants, warps = merging_shape(launch.splits, problem.head_dim_v)
-    constexprs = {**constants, "GRID": lowering.grid, "DEPENDENT": dependent}
-    grid = (min(rows, cores) if lowering.grid == "persistent" else rows,)
+    constexprs = {
+        **constants, "STATE": "max_sum", "EXP": lowering.exp, "NATURAL": kernel.natural_scores(problem),
+        "GRID": lowering.grid, "DEPENDENT": dependent,
+    }  # fmt: skip
+    grid = (least(rows, cores) if lowering.grid == "persistent" else rows,)
     few = Launch(num_warps=warps, num_stages=1, options=((DEPENDENT, True),) if dependent else ())
     return [KernelCall(MODULE, "combine", grid, arguments, constexprs, few, UNSPECIALISED)]

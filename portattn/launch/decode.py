@@ -10,6 +10,7 @@ from portattn.launch import combine
 from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planned import Plan
+from portattn.sizes import least
 
 MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(
@@ -27,7 +28,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     table = call.page_table
     arguments = {
         "q": call.q, "q_rope": call.q_rope, "k": call.k, "v": call.v,
-        "out": outputs.partial, "lse": outputs.partial_lse,
+        "out": outputs.partial, "lse": outputs.partial_state,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
         "page_table": table,
         **per_head(call), **per_score(call), **numbers(call),
@@ -40,6 +41,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "batches": problem.batch, **window(problem),
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
-    grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
+    grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
-    return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse
+    return [first, *combine.calls(plan, call, outputs, cores)], outputs.out, outputs.lse

@@ -10,6 +10,7 @@ from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score
 from portattn.launch.kernelcall import KernelCall
 from portattn.planned import Plan
 from portattn.registry import Registry
+from portattn.sizes import least
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(
@@ -40,5 +41,5 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "tiles": tiles, "batches": problem.batch, **window(problem),
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
-    grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
+    grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     return [KernelCall(MODULE, kernel.function, grid, arguments, constexprs, launch, UNSPECIALISED)], out, lse

@@ -10,6 +10,7 @@ from portattn.launch import combine
 from portattn.launch.arguments import alibi_stride, numbers, per_head, strides
 from portattn.launch.kernelcall import KernelCall
 from portattn.planned import Plan
+from portattn.sizes import least
 
 MODULE = "portattn.kernels.sparse"
 UNSPECIALISED = frozenset({"heads_q", "group", "seq_k", "pages", "places", "splits", "tiles", "batches"})
@@ -25,7 +26,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     assert call.indices is not None
     assert call.counts is not None
     arguments = {
-        "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_lse,
+        "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_state,
         "indices": call.indices, "counts": call.counts, "log_weights": weights,
         "magicpig_bits": call.magicpig_bits, "magicpig_tables": call.magicpig_tables,
         "seqlens_k": call.seqlens_k, "page_table": table,
@@ -42,6 +43,6 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     bits, tables = call.magicpig
     constexprs = kernel.constexprs(problem, lowering, launch) | {"PIG_BITS": bits, "PIG_TABLES": tables}
-    grid = (min(tiles, cores) if lowering.grid == "persistent" else tiles,)
+    grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
     first = KernelCall(MODULE, kernel.function, grid, arguments, constexprs, combine.splitting(launch), UNSPECIALISED)
-    return [first, *combine.calls(plan, outputs, cores)], outputs.out, outputs.lse
+    return [first, *combine.calls(plan, call, outputs, cores)], outputs.out, outputs.lse

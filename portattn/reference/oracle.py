@@ -22,6 +22,10 @@ def oracle(call: Call, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, 
     products = view.products(q, k)
     scores = view.with_terms(products * call.scale, products, q, k)
     lse = view.lse(scores)
-    probabilities = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    # Around 1e38 an LSE in float64 is the row's maximum: what it has lost of the sum's logarithm is `rest`.
+    base = lse.masked_fill(lse.isinf(), 0.0)[..., None]
+    rest = torch.logsumexp(view.with_sinks(scores) - base, dim=-1)
+    rest = rest.masked_fill(rest == float("-inf"), 0.0)[..., None]
+    probabilities = torch.exp(scores - base - rest)
     out = view.mixed(probabilities, view.v.double())
     return view.restored(out, 0.0), view.restored(lse, float("-inf"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import torch
 
 from portattn.call import Call
-from portattn.problem import GROUPED, Problem
+from portattn.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
@@ -18,6 +19,8 @@ SPARE_PAGES = 3  # pages that no sequence owns
 SPARE_ROWS = 3  # rows behind the last packed sequence
 GARBAGE_IDS = (-7, 2**30, -(2**31), 2**31 - 1)  # what a page table or an index list holds where nothing may look
 PIG_BITS, PIG_TABLES = (4, 10), (20, 150)  # MagicPIG's K and L, both ends included
+Poison = Literal["apart", "k", "v"]
+NAN_ROWS = {"apart": 0.5, "k": 1.0, "v": 0.0}  # share of the queries of padding that are NaN
 LIKENESS = 0.6  # cosine between a key and the query that it was made for, where sampling depends on it
 
 
@@ -29,12 +32,13 @@ def random_call(
     scale: float | None = None,
     strides: str = "plain",
     extremes: bool = False,
+    poison: Poison = "apart",
 ) -> Call:
     """Normal random q, k and v, random lengths and left paddings where the problem has them, and its features.
 
     NaN is in all padding: before and after a sequence's rows, on pages and in places that no sequence owns, in tokens
-    before every window of an op that reads a cache, in tokens that no head of their group chose, and in keys and values
-    that a mask or a bias of -inf hides from all rows. Ids that nothing may follow are garbage. Bias and mask have
+    before every window, in tokens that no head of their group chose, and in keys and values that a mask or a bias of
+    -inf hides from all rows. Ids that nothing may follow are garbage. Bias and mask have
     another broadcast shape for each of four seeds in a row; ALiBi slopes are per head for even seeds, and per sequence
     and head for odd ones. paged_attention and mla_attention always have seqlens_k.
 
@@ -42,6 +46,10 @@ def random_call(
               dimension is not the contiguous one); sliced (every second row of a larger tensor); expanded (k and v
               share one batch, or all pages one page, stride 0); combined (pages: k and v are the halves of one tensor
               (P, 2, …))
+    poison    apart: where nothing is attended NaN is in the key, in the value, or in both, by chance, and in half
+              of the queries of padding: a NaN in one can keep one in another from doing harm. k: in all these keys and
+              queries and no values; v: in all these values, and nowhere else. A latent row's values are a part of its
+              key; its key alone has NaN in the rest
     extremes  the first sequence is as long as it can be, and of three the last is empty; a few rows of a packed tensor
               belong to no sequence; the first head has chosen all tokens that it can and the last none
 
@@ -68,10 +76,10 @@ def random_call(
     if p.magicpig:
         _make_alike(p, q, k, places, generator)
 
-    q.masked_fill_(~_query_rows(p, lengths)[:, None, :, None], float("nan"))
+    spoilt = ~_query_rows(p, lengths) & (torch.rand(p.query_rows, generator=generator) < NAN_ROWS[poison])
+    q.masked_fill_(spoilt[:, None, :, None], float("nan"))
     unused = storage.unused(_attended(p, lengths, features), places, shared=strides == "expanded")
-    for values in (k, v):
-        values.masked_fill_(unused[..., None], float("nan"))
+    _poison(p, k, v, unused, poison, generator)
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None
@@ -302,7 +310,7 @@ def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | N
     if p.causal != "top_left":
         shift = shift + lengths.k - lengths.q
     first = (0 if p.packed else lengths.first_q) + shift  # the position of the first query
-    if p.op in GROUPED and p.window_left >= 0:  # else a row may begin later than others of its tile
+    if p.window_left >= 0:
         attended &= (torch.arange(p.seq_k) >= (first - p.window_left)[:, None])[:, None]
     right = 0 if p.causal != "none" else p.window_right
     if right >= 0:
@@ -324,6 +332,21 @@ def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | N
         chosen.scatter_(2, torch.where(counted, token, p.seq_k), True)
         attended &= chosen[..., :-1].view(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)
     return attended
+
+
+def _poison(
+    p: Problem, k: torch.Tensor, v: torch.Tensor, unused: torch.Tensor, poison: Poison, generator: torch.Generator
+) -> None:
+    """NaN into unused keys and values, as random_call says."""
+    third = torch.randint(3, unused.shape, generator=generator)
+    in_k = unused & (third != 0) if poison == "apart" else unused & (poison == "k")
+    in_v = unused & (third != 1) if poison == "apart" else unused & (poison == "v")
+    v.masked_fill_(in_v[..., None], float("nan"))
+    if p.op == "mla_attention":
+        k[..., p.head_dim_v :].masked_fill_(in_k[..., None], float("nan"))
+        k[..., : p.head_dim_v].masked_fill_(in_v[..., None], float("nan"))
+    else:
+        k.masked_fill_(in_k[..., None], float("nan"))
 
 
 def _make_alike(p: Problem, q: torch.Tensor, k: torch.Tensor, places: torch.Tensor, generator: torch.Generator) -> None:

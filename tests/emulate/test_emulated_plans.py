@@ -68,6 +68,24 @@ def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, na
     coverage.check_used(arch, model.mnemonics)
 
 
+# Tiles with rows that are not real, and values of NaN that are hidden from those that are.
+_HIDDEN = {"batch": 2, "heads_q": 2, "heads_k": 2, "head_dim": 64, "dtype": "fp16", "return_lse": True}
+HIDDEN = {
+    "filler rows": Problem(op="decode_attention", **_HIDDEN, seq_q=1, seq_k=83, bias=True),
+    "left padding": Problem(
+        op="attention", **_HIDDEN, seq_q=45, seq_k=150, window_left=3, causal="bottom_right", leftpad_q=True,
+        seqlens_q=True,
+    ),
+    "rows beyond the end": Problem(op="attention", **_HIDDEN, seq_q=1, seq_k=83, bias=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_rows_that_are_not_real_do_not_let_hidden_values_in(workers: tuple[Worker, Worker], name: str) -> None:
+    seen = emulated("gfx942", HIDDEN[name], workers)
+    assert seen.outcome == "pass", seen.reason
+
+
 @pytest.mark.parametrize("toolchain", ["triton==3.4.0", "triton==3.6.0", "triton==3.9.0"])
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain: str) -> None:

@@ -311,3 +311,19 @@ def test_work_group_numbers(arch: str) -> None:
         {store} v1, v2, s[10:11]
     """, [target], grid=6)  # fmt: skip
     np.testing.assert_array_equal(target, np.arange(6))
+
+
+@pytest.mark.parametrize("arch", asmkit.ARCH_NAMES)
+def test_a_store_of_two_words(arch: str) -> None:
+    """A pair of registers a lane, one after the other in memory."""
+    wide = arch.startswith("gfx9")
+    lanes = np.arange(64 if wide else 32, dtype=np.uint32)
+    target = np.zeros(2 * len(lanes), np.uint32)
+    store = "global_store_dwordx2" if wide else "global_store_b64"
+    launch(arch, f"""
+        v_lshlrev_b32_e32 v1, 3, v0
+        v_mov_b32_e32 v2, v0
+        v_mov_b32_e32 v3, v1
+        {store} v1, v[2:3], s[10:11]
+    """, [target])  # fmt: skip
+    np.testing.assert_array_equal(target.reshape(-1, 2), np.stack([lanes, 8 * lanes], 1))

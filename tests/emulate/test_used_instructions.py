@@ -276,6 +276,19 @@ def test_64_bit_scalars_and_floats_of_gfx12() -> None:
         assert int(machine.state.S[0, 11]) == f32_to_int(np.float32(x), 0, M32)
 
 
+@pytest.mark.parametrize(
+    ("x", "y"), [(1.5, 2.25), (-3e38, 3e38), (7.0, -7.0), (2.0, 2.0), (np.nan, 1.0), (-np.inf, 3.0)]
+)
+def test_differences_maxima_and_exponentials_of_scalar_floats(x: float, y: float) -> None:
+    scalars = {5: asmkit.bits(x, np.float32), 6: asmkit.bits(y, np.float32)}
+    body = ["s_sub_f32 s8, s5, s6", "s_max_num_f32 s9, s5, s6", "v_s_exp_f32 s10, s6", "s_cmp_neq_f32 s5, s6"]
+    machine = asmkit.execute("gfx1201", body, scalars=scalars)
+    with np.errstate(all="ignore"):
+        expected = [np.float32(x) - np.float32(y), np.fmax(np.float32(x), np.float32(y)), np.exp2(np.float32(y))]
+    np.testing.assert_array_equal(machine.state.S[0, 8:11].view(np.float32), np.array(expected, np.float32))
+    assert bool(machine.state.scc[0]) == (not x == y)  # noqa: SIM201 - NaN is unequal to all
+
+
 SELECTS = [
     (arch, name)
     for arch, names in USED.items()

@@ -20,7 +20,8 @@ from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.dispatch import run_variant
 from portattn.planner import plan
-from portattn.reference.check import judge, nan_filled_memory
+from portattn.reference.check import judge, nan_filled_memory, on_cpu
+from portattn.reference.oracle import oracle
 from portattn.verdict import Verdict
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -87,6 +88,19 @@ def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
     p = problem(causal=causal, head_dim=head_dim, head_dim_v=head_dim, **SIZES[name])
     for seed in range(2):
         assert_right(random_call(p, seed, device=chip.name, extremes=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"seqlens_k": True}, {"seq_q": 1, "seq_k": 3000}], ids=str)
+def test_the_largest_sinks(chip: Device, fields: dict[str, Any]) -> None:
+    """One takes all the weight or none, and is as it was given where it is a row's LSE."""
+    call = random_call(problem(sinks=True, **fields), 4, device=chip.name, extremes=True)
+    most = torch.finfo(torch.float32).max
+    call.sinks = torch.tensor([3e38, -3e38, most, -most], device=chip.name)
+    assert_right(call)
+    with nan_filled_memory():
+        _, _, lse = run_variant(VARIANT, call)
+    assert lse is not None
+    torch.testing.assert_close(lse.cpu().double(), oracle(on_cpu(call))[1], rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -92,3 +92,21 @@ def test_a_sink_that_is_not_finite_is_its_heads_alone(device: Device, name: str)
     assert torch.isfinite(out[:, others]).all()
     assert not torch.isnan(lse[:, others]).any()
     assert torch.isnan(lse[0, 1, 1 if call.problem.seq_q > 1 else 0])
+
+
+@pytest.mark.parametrize("name", ["dense", "decode"])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_bias_of_minus_infinity_masks_whatever_the_key_holds(device: Device, name: str, value: float) -> None:
+    """NaN + −inf would be NaN. The outputs are those of a key that holds a number, bit for bit."""
+    fields = {"bias": True, "seqlens_k": False, "leftpad_k": False, **FIELDS.get(name, {})}
+    call = random_call(problem(name, **fields), 3, device=device.name)
+    assert call.bias is not None
+    call.bias = call.bias.clone()
+    call.bias[..., KEY] = -INF
+    results = []
+    for held in (0.5, value):
+        call.k[:, :, KEY] = call.v[:, :, KEY] = held
+        results.append(run(device, call))
+    assert_right(call, *results[0])
+    for plain, spoilt in zip(*results, strict=True):
+        assert torch.equal(spoilt, plain)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run
+from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run, with_lengths
 from opcalls import watched
 from support import Device, assert_right, core_plan, overflow_raises, poisoned, quick_interpreter, random_call
 
@@ -160,7 +160,8 @@ EXTREMES = {
 
 def assert_clamped(device: Device, path: str, p: Problem, case: str, side: str, parts: int = 1) -> None:
     """Extreme lengths of queries or keys mean the clamped ones."""
-    plain = msgspec.structs.replace(p, **{f"seqlens_{side}": False, f"leftpad_{side}": False})
+    # Without a mask nothing is poisoned: what the other lengths hide is not what these do.
+    plain = msgspec.structs.replace(p, causal="none", **{f"seqlens_{side}": False, f"leftpad_{side}": False})
     clean = random_call(plain, 8, device=device.name)
     pad, length, clamped_pad, clamped_length = (int32(device, *values) for values in EXTREMES[case])
     names = f"leftpad_{side}", f"seqlens_{side}"
@@ -171,6 +172,23 @@ def assert_clamped(device: Device, path: str, p: Problem, case: str, side: str, 
         return
     with poisoned(), torch.no_grad():
         assert_right(meant, *blockwise.run(given))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["ragged", "mla ragged"])
+def test_lengths_of_packed_queries_end_at_the_capacity(
+    monkeypatch: pytest.MonkeyPatch, device: Device, name: str
+) -> None:
+    """Beyond what a sequence's table has room for there is no page: longer ones end there, negative ones are empty."""
+    p = problem(name, causal="bottom_right", seqlens_k=True)
+    call = random_call(p, 9, device=device.name, extremes=True)
+    for cache in ("k", "v"):
+        if getattr(call, cache) is not None:
+            pages = getattr(call, cache)
+            setattr(call, cache, pages.nan_to_num(0.5).repeat(3, *[1] * (pages.ndim - 1)))
+    meant = with_lengths(call, (p.seq_k, p.seq_k, 0), (1, 18, 3))
+    given = replace(meant, seqlens_k=int32(device, 1000, HIGHEST, LOWEST))
+    assert_right(meant, *run_watched(monkeypatch, device, given))
 
 
 @pytest.mark.parametrize("path", ["core", "reference"])

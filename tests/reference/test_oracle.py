@@ -99,6 +99,17 @@ def test_a_sink_by_hand() -> None:
     assert lse.item() == pytest.approx(math.log(4.0))
 
 
+@pytest.mark.parametrize("size", [torch.finfo(torch.float32).min, torch.finfo(torch.float32).max])
+def test_a_row_of_extreme_biases_by_hand(size: float) -> None:
+    """An LSE of 1e38 has no room for log 3, in float64 either: the weights must not be taken from it alone."""
+    bias = torch.full((1, 1, 1, 3), size)
+    out, lse = oracle(tiny({"q": [0.0], "k": [0.0] * 3, "v": [1.0, 2.0, 6.0]}, bias=bias))
+    assert (out.item(), lse.item()) == (pytest.approx(3.0), size)
+    sinks = torch.tensor([size], dtype=torch.float64)
+    out, lse = oracle(tiny({"q": [0.0], "k": [0.0] * 3, "v": [1.0, 2.0, 6.0]}, bias=bias, sinks=sinks))
+    assert (out.item(), lse.item()) == (pytest.approx(9.0 / 4.0), size)
+
+
 def test_a_sink_where_nothing_is_attended() -> None:
     """Row 0 sees no key: its LSE is the sink. Row 2 is padding: its LSE is not."""
     lengths = torch.tensor([2], dtype=torch.int32)

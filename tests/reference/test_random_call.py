@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference_cases import CASES, OPS, problem, run
 
+from portattn.call import Call
 from portattn.reference import check
 from portattn.reference.check import judge, random_call, same_dtype
 from portattn.reference.dense_view import dense_view
@@ -18,6 +19,11 @@ PAGED = [name for name, fields in OPS.items() if "page_size" in fields]
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+def poisoned(call: Call) -> torch.Tensor:
+    """Where a key or its value holds NaN: bool, (B, Hk, Sk) as the cache lies."""
+    return call.k.isnan().any(dim=3) | call.v.isnan().any(dim=3)
 
 
 @pytest.mark.parametrize(("op", "feature"), CASES)
@@ -69,9 +75,10 @@ def test_shapes_and_dtypes_are_the_calls(op: str, feature: str, seed: int) -> No
 def test_packed_sequences_fit(op: str, extremes: bool, seed: int) -> None:
     call = random_call(problem(op, batch=5, total_q=37), seed, extremes=extremes)
     p = call.problem
-    for cu, total, longest, storage in (
-        (call.cu_seqlens_q, p.total_q, p.seq_q, call.q),
-        (call.cu_seqlens_k, p.total_k, p.seq_k, call.k),
+    filled = random_call(problem(op, batch=5, total_q=37), seed, extremes=extremes, poison="k")
+    for cu, total, longest, nan in (
+        (call.cu_seqlens_q, p.total_q, p.seq_q, filled.q.isnan().all(dim=3)),
+        (call.cu_seqlens_k, p.total_k, p.seq_k, poisoned(call)),
     ):
         if cu is None:
             continue
@@ -82,8 +89,7 @@ def test_packed_sequences_fit(op: str, extremes: bool, seed: int) -> None:
         if extremes:
             assert int(lengths[0]) == longest
             assert lengths[2::3].tolist() == [0]
-        nan = storage.isnan().all(dim=3).all(dim=1)[0]
-        assert nan.tolist() == [row >= int(cu[-1]) for row in range(total)]
+        assert nan.all(dim=1)[0].tolist() == [row >= int(cu[-1]) for row in range(total)]
 
 
 @pytest.mark.parametrize("op", PAGED)
@@ -99,41 +105,66 @@ def test_only_owned_pages_hold_numbers(op: str, seed: int) -> None:
         for j in range(length):
             numbers[int(call.page_table[b, j // p.page_size]), j % p.page_size] = True
     assert len(set(owned)) == len(owned) < call.k.shape[0]
-    found = ~call.k.isnan()
-    assert not found[~numbers[:, None].expand(found.shape[:3])].any()
+    found = ~poisoned(call)
+    assert not found[~numbers[:, None].expand(found.shape)].any()
     if "sparse" not in op:
-        assert found[numbers[:, None].expand(found.shape[:3])].all()
+        assert found[numbers[:, None].expand(found.shape)].all()
 
 
-@pytest.mark.parametrize("op", ["decode", "paged", "mla", "paged_packed"])
-def test_nothing_is_left_before_the_windows_of_a_decode(op: str) -> None:
+@pytest.mark.parametrize("op", ["dense", "padded", "decode", "paged", "mla", "paged_packed"])
+def test_nothing_is_left_before_the_windows(op: str) -> None:
     call = random_call(problem(op, "window_before"), seed=1)
     view = dense_view(call)
     seen = view.keep.any(dim=2)[:, 0]
     for b in range(call.problem.batch):
         if seen[b].any():
             first = int(seen[b].int().argmax())
-            assert first <= int(call.seqlens_k[b]) + int(0 if call.leftpad_k is None else call.leftpad_k[b])
-    poisoned = dense_view(random_call(problem(op, "window_before"), seed=1, strides="spare"))
-    assert torch.equal(poisoned.k, view.k)
+            length = call.problem.seq_k if call.seqlens_k is None else int(call.seqlens_k[b])
+            assert first <= length + int(0 if call.leftpad_k is None else call.leftpad_k[b])
+    spare = dense_view(random_call(problem(op, "window_before"), seed=1, strides="spare"))
+    assert torch.equal(spare.k, view.k)
     plain = random_call(problem(op), seed=1)
-    assert int(call.k.isnan().sum()) > int(plain.k.isnan().sum())
+    assert int(poisoned(call).sum()) > int(poisoned(plain).sum())
 
 
 @pytest.mark.parametrize("op", ["dense", "decode", "paged", "mla", "varlen"])
 @pytest.mark.parametrize("feature", ["mask", "bias"])
 def test_keys_that_are_hidden_from_all_rows_hold_nan(op: str, feature: str) -> None:
-    poisoned = 0
+    more = 0
     for seed in range(8):
         call, plain = random_call(problem(op, feature), seed), random_call(problem(op), seed)
-        assert torch.equal(call.k.isnan().any(dim=3), call.v.isnan().any(dim=3))
-        assert not (plain.k.isnan() & ~call.k.isnan()).any()
-        poisoned += int(call.k.isnan().sum()) > int(plain.k.isnan().sum())
+        assert not (poisoned(plain) & ~poisoned(call)).any()
+        more += int(poisoned(call).sum()) > int(poisoned(plain).sum())
         if op in ("dense", "decode"):  # keys lie by position
             shown = call.mask if feature == "mask" else ~call.bias.isneginf()
             hidden = ~shown.any(dim=2).view(3, 2, 2, -1).any(dim=2)  # of 4 heads each two share keys
-            assert torch.equal(call.k.isnan().all(dim=3), hidden | plain.k.isnan().all(dim=3))
-    assert poisoned
+            assert torch.equal(poisoned(call), hidden | poisoned(plain))
+    assert more
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_keys_and_values_are_poisoned_apart(op: str) -> None:
+    """Where one of both holds NaN, the other is a number in a third of the places; or everywhere, where that is asked.
+
+    Of a latent row the key alone has what lies behind its values.
+    """
+    p = problem(op, "plain" if "sparse" in op else "window_before")
+    calls = {poison: random_call(p, 1, extremes=True, poison=poison) for poison in ("apart", "k", "v")}
+    tails = {name: call.k[..., call.v.shape[3] if "mla" in op else 0 :] for name, call in calls.items()}
+    in_k = {name: tail.isnan().all(dim=3) for name, tail in tails.items()}
+    in_v = {name: call.v.isnan().all(dim=3) for name, call in calls.items()}
+    queries = {name: call.q.isnan().all(dim=3).all(dim=1) for name, call in calls.items()}
+    assert not queries["v"].any()
+    assert not (queries["apart"] & ~queries["k"]).any()
+    if op == "padded":  # packed rows of no sequence are few
+        assert queries["apart"].any()
+        assert (queries["k"] & ~queries["apart"]).any()
+    assert not in_v["k"].any()
+    assert not in_k["v"].any()
+    assert torch.equal(in_k["k"], in_v["v"])
+    assert torch.equal(in_k["apart"] | in_v["apart"], in_k["k"])
+    for kind in (in_k["apart"] & in_v["apart"], in_k["apart"] & ~in_v["apart"], in_v["apart"] & ~in_k["apart"]):
+        assert kind.any()
 
 
 @pytest.mark.parametrize("feature", ["mask", "bias"])
@@ -173,7 +204,7 @@ def test_chosen_tokens_are_of_every_kind(op: str) -> None:
             weighed = call.log_weights[b, h] > float("-inf")
             real = token[b, h][counted[b, h] & (token[b, h] >= 0) & (token[b, h] < length[b, 0, 0]) & weighed].long()
             listed[b, h // 2, real] = True
-        assert torch.equal(call.k.isnan().all(dim=3), ~listed)
+        assert torch.equal(poisoned(call), ~listed)
 
 
 def test_some_keys_resemble_their_query_and_some_do_not() -> None:
