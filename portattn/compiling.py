@@ -5,6 +5,7 @@ A compiler error, crash or hang becomes an Incident and a negative Verdict; the 
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import hashlib
@@ -15,16 +16,19 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import msgspec
 import torch
 
+from portattn import failures
 from portattn.config import Settings
+from portattn.environment import compile_environment
 from portattn.launch import KernelCall, Signature, has_rows, load_kernels, loading, signature
-from portattn.launch.run import compile_environment, device_guard
+from portattn.launch.run import device_guard
 from portattn.planner import Plan
 from portattn.quirk import Symptom
 from portattn.registry import Registry
@@ -32,10 +36,11 @@ from portattn.target import Target
 from portattn.verdict import Incident, Verdict
 from portattn.verdicts import VerdictStore, store
 from portattn.worker.client import PROTOCOL, SERVE, Reply, Worker
-from portattn.worker.ends import PASSING_KINDS, PASSING_STAGES, death, died
+from portattn.worker.ends import death, died
 
 _ready: set[tuple[str, str]] = set()  # keys of code, and devices that it is loaded on
 _worker: Worker | None = None
+_started_in: weakref.WeakKeyDictionary[Worker, Hashable] = weakref.WeakKeyDictionary()
 _worker_lock = threading.Lock()
 _own_worker: ContextVar[Worker | None] = ContextVar("portattn_own_worker", default=None)
 
@@ -56,7 +61,7 @@ def code_key(plan: Plan, launches: Sequence[Compiled]) -> str:
 
 def known_failure(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> Verdict | None:
     """The negative verdict on these launches, if this machine has seen them fail."""
-    seen = store(settings).get(code_key(plan, launches))
+    seen = store(settings).get(code_key(plan, launches), settings.compile_seconds)
     return seen if seen is not None and not seen.passed else None
 
 
@@ -86,25 +91,25 @@ def ensure_all(
 
     load  compiles a launch in this process and loads it, on q's device
 
-    What this process or a verdict on disk has seen is not compiled again. With isolate="never" the first compile runs
-    in this process, where a compiler that aborts takes it down. Errors that are not the compiler's (out of memory, a
-    device in trouble) pass through.
+    What this process or a verdict on disk has seen is not compiled again, while it counts (failures.py). With
+    isolate="never" the first compile runs in this process, where a compiler that aborts takes it down. Errors of memory
+    and the device pass through.
     """
     key = code_key(plan, launches)
     ready = (key, str(q.device))
     if ready in _ready:
         return None
-    verdicts = store(settings)
+    verdicts, seconds = store(settings), settings.compile_seconds
     always = settings.isolate == "always"
-    if settings.isolate != "never" and (always or verdicts.get(key) is None):
+    if settings.isolate != "never" and (always or verdicts.get(key, seconds) is None):
         with verdicts.lock(key, _longest(launches, settings)):
             # Another process may have tried it while this one waited for the lock.
-            tried = None if always else verdicts.get(key)
+            tried = None if always else verdicts.get(key, seconds)
             failed = _in_child(key, plan, launches, target, settings, verdicts) if tried is None else None
         if failed is not None:
             return failed
     # The verdict may be another process's: what failed there must not be compiled in this one.
-    seen = verdicts.get(key)
+    seen = verdicts.get(key, seconds)
     if seen is not None and not seen.passed:
         return seen
     failed = _in_this_process(key, plan, launches, load, q, target, verdicts)
@@ -122,7 +127,7 @@ def unseen(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> bool
     """Whether the first call with these launches would compile them in a child process."""
     key = code_key(plan, launches)
     loaded = any(key == other for other, _ in _ready)
-    return settings.isolate != "never" and not loaded and store(settings).get(key) is None
+    return settings.isolate != "never" and not loaded and store(settings).get(key, settings.compile_seconds) is None
 
 
 def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, worker: Worker) -> None:
@@ -131,7 +136,7 @@ def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Se
     token = _own_worker.set(worker)
     try:
         with verdicts.lock(key, _longest(launches, settings)):
-            if verdicts.get(key) is None:
+            if verdicts.get(key, settings.compile_seconds) is None:
                 _in_child(key, plan, launches, target, settings, verdicts)
     finally:
         _own_worker.reset(token)
@@ -206,7 +211,7 @@ def _in_child(
             if problem:
                 reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
             if reply.outcome != "ok":
-                return _record(key, reply, launch, plan, target, verdicts)
+                return _record(key, reply, launch, plan, target, verdicts, settings.compile_seconds)
             facts |= {k: v for k, v in reply.facts.items() if not isinstance(v, float)}
     verdicts.put(_verdict(key, plan, passed=True, facts=facts))
     return None
@@ -225,14 +230,14 @@ def _in_this_process(
 
     What the child compiled is found in Triton's cache. For Ascend it only lowers: there the compiler runs here.
     """
-    with device_guard(q), compile_environment(plan.env):
-        for launch in launches:
+    for launch in launches:
+        with device_guard(q), compile_environment(plan.env):
             reply = _twice(functools.partial(_loaded, load, launch))
-            if reply.outcome != "ok":
-                return _record(key, reply, launch, plan, target, verdicts)
-            seen = verdicts.get(key)
-            if reply.facts and seen is not None:
-                verdicts.put(msgspec.structs.replace(seen, facts={**seen.facts, **reply.facts}))
+        if reply.outcome != "ok":
+            return _record(key, reply, launch, plan, target, verdicts)
+        seen = verdicts.get(key)
+        if reply.facts and seen is not None:
+            verdicts.put(msgspec.structs.replace(seen, facts={**seen.facts, **reply.facts}))
     return None
 
 
@@ -272,8 +277,20 @@ def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
     )
 
 
-def _record(key: str, reply: Reply, launch: Compiled, plan: Plan, target: Target, verdicts: VerdictStore) -> Verdict:
-    """Classify a failure, and keep it: the Incident with its reproducer, and the Verdict that calls go by."""
+def _record(
+    key: str,
+    reply: Reply,
+    launch: Compiled,
+    plan: Plan,
+    target: Target,
+    verdicts: VerdictStore,
+    limit: float = 0.0,
+) -> Verdict:
+    """Classify a failure, and keep it for as long as it counts: the Incident with its reproducer, and the Verdict that
+    calls go by.
+
+    limit  seconds that a compile in a child had
+    """
     incident = incident_of(
         plan,
         target,
@@ -287,13 +304,19 @@ def _record(key: str, reply: Reply, launch: Compiled, plan: Plan, target: Target
         command=reproducer(launch, plan, target),
         specialisation=msgspec.to_builtins(seen_of(launch)),
     )
-    verdicts.add_incident(incident)
-    verdict = _verdict(key, plan, passed=False, reason=incident.message, incident=incident.id)
-    if reply.stage in PASSING_STAGES or reply.kind in PASSING_KINDS or death(reply) in PASSING_KINDS:
-        verdicts.remember(verdict)
+    stands = failures.standing(reply, room=failures.has_room())
+    before = verdicts.happened(key) if stands == "passing" else None
+    if before is not None and before.reason == incident.message:
+        name = before.incident  # once a process: a server meets it again every some minutes
     else:
-        verdicts.put(verdict)
-    return verdict
+        name = incident.id if verdicts.add_incident(incident) else ""
+    verdict = _verdict(
+        key, plan, passed=False, reason=incident.message, incident=name, standing=stands,
+        limit=limit if stands == "timeout" else 0.0,
+    )  # fmt: skip
+    if stands == "passing":
+        return verdicts.remember(verdict)
+    return verdicts.put(verdict)
 
 
 def incident_of(plan: Plan, target: Target, label: str, **seen: Any) -> Incident:
@@ -337,9 +360,10 @@ def first_line(message: str) -> str:
     return lines[0][:300] if lines else "no message"
 
 
-def reproducer(launch: Compiled, plan: Plan, target: Target, python: str = sys.executable) -> str:
-    """A shell command that sends the same request to a worker under a Python."""
-    request = {"version": PROTOCOL, "task": "compile", **compile_fields(launch, plan, target)}
+def reproducer(launch: Compiled, plan: Plan, target: Target, python: str = "") -> str:
+    """A shell command that sends the same request to a worker under a Python: this process's own by default."""
+    python = python or sys.executable or "python3"
+    request = {"version": PROTOCOL, "id": 1, "task": "compile", **compile_fields(launch, plan, target)}
     return f"echo {shlex.quote(json.dumps(request))} | {shlex.quote(python)} {shlex.quote(str(SERVE))}"
 
 
@@ -352,15 +376,25 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _shared_worker() -> Worker:
-    """One worker for this process's first compiles, which ends with the process; or the one that `ahead` was given."""
+    """One worker for this process's first compiles, which ends with the process; or the one that `ahead` was given.
+
+    A child has the variables of the moment when it was started: where those that compilers read are others now, another
+    is started. The one before ends with its last request, since nobody holds it any more.
+    """
     global _worker
     own = _own_worker.get()
     if own is not None:
         return own
     with _worker_lock:
-        if _worker is None:
-            import atexit
-
+        now = failures.surroundings()
+        if _worker is None or _started_in.get(_worker, now) != now:
             _worker = new_worker()
-            atexit.register(_worker.close)
+            _started_in[_worker] = now
+            atexit.register(_close, weakref.ref(_worker))
         return _worker
+
+
+def _close(worker: weakref.ref[Worker]) -> None:
+    alive = worker()
+    if alive is not None:
+        alive.close()

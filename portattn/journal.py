@@ -1,9 +1,15 @@
-"""A file of lines that one run at a time writes: locked, added to by whole lines, replaced as a whole."""
+"""A file of JSON lines that one run at a time writes: locked, added to by whole lines, replaced as a whole.
+
+Each line ends with a checksum of its own, as a last member `sum` that readers of the records do not see.
+"""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +18,10 @@ import filelock
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
+
+_SUM = re.compile(rb',"sum":"([0-9a-f]{16})"}$')
+# What msgspec raises for bytes that are no record.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Journal:
@@ -59,7 +69,7 @@ class Journal:
 
         Raises DataError when the disk takes only part of it.
         """
-        line = msgspec.json.encode(record) + b"\n"
+        line = encoded(record)
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
             written = os.write(handle, line)
@@ -70,12 +80,32 @@ class Journal:
             raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write beside the file and rename over it: a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+def encoded(record: msgspec.Struct) -> bytes:
+    """A record's line."""
+    plain = msgspec.json.encode(record)
+    return plain[:-1] + b',"sum":"%s"}\n' % _sum(plain)
+
+
+def lines(path: Path, data: bytes, resumed: bool = False) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, JSON) of each whole line of a file's bytes. A last line without an end is left out.
+
+    resumed  a run will go on with it: every line must have its checksum. To look at, lines without one will do, as
+             earlier releases wrote them
+
+    Raises DataError (file, line) where a line is not what was written.
+    """
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        found = _SUM.search(line)
+        if found is None:
+            if resumed:
+                raise DataError(path, number, "has no checksum: an older portattn wrote it; run without --resume")
+            yield number, line
+            continue
+        plain = line[: found.start()] + b"}"
+        if found[1] != _sum(plain):
+            raise DataError(path, number, "is not as it was written: its checksum differs; run without --resume")
+        yield number, plain
+
+
+def _sum(plain: bytes) -> bytes:
+    return hashlib.sha256(plain).hexdigest()[:16].encode()

@@ -11,6 +11,8 @@ from portattn.lowering import Launch, Lowering
 from portattn.problem import Problem
 from portattn.quirk import Level, Symptom
 
+Standing = Literal["lasting", "timeout", "passing"]
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was seen for (kernel specialisation, target, toolchain).
@@ -21,6 +23,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     error     largest error against the reference, where numbers were compared
     incident  id of the recorded failure when not passed
     facts     registers, spills, local memory and matrix-instruction counts, where they were read
+    standing  how long a failure stands. lasting: as long as its key; timeout: until the time is over, or a call gives
+              more time than `limit`; passing: in this process, until the time is over or its surroundings change
+    wait      seconds that a failure that does not last stands
+    until     when they are over
+    limit     seconds that were not enough
     """
 
     key: str
@@ -34,6 +41,28 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reason: str = ""
     incident: str = ""
     facts: dict[str, int | str] = {}
+    standing: Standing = "lasting"
+    wait: float = 0.0
+    until: datetime.datetime | None = None
+    limit: float = 0.0
+
+    def told(self) -> str:
+        """A failure as the reason of a plan that goes without the kernel: what was seen, and until when it counts."""
+        if self.standing == "passing":
+            again = f"tried again after {_duration(self.wait)}, or when the environment changes"
+            return f"could not be compiled now: {self.reason}; {again}"
+        if self.standing == "timeout":
+            again = f"tried again after {_duration(self.wait)}, or with compile_seconds over {self.limit:g}"
+            return f"failed here on {self.date}: {self.reason}; {again}"
+        return f"failed here on {self.date}: {self.reason}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("hour", 3600.0), ("minute", 60.0), ("second", 1.0)):
+        if seconds >= size or unit == "second":
+            number = f"{seconds / size:g}"
+            return f"{number} {unit}{'' if number == '1' else 's'}"
+    raise AssertionError("unreachable")
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

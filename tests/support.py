@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata as metadata
 import importlib.util
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,6 +181,18 @@ BEHAVIOURS = {
     "hang": "time.sleep(60)",
     "too large": 'say({"ok": True, "facts": {"local_memory": 10**9, "num_warps": 4}})',
     "no json": 'print("Segmentation fault?", flush=True)',
+    "full disk": 'say({"ok": False, "stage": "ttgir", "kind": "OSError", "message": '
+    '"[Errno 28] No space left on device", "log": "Traceback"})',
+    "full disk once": 'say({"ok": False, "stage": "ttgir", "kind": "OSError", "message": '
+    '"[Errno 28] No space left on device", "log": "Traceback"} if first() else '
+    '{"ok": True, "facts": {"local_memory": 1024, "num_warps": 4, "spills": 0}})',
+    "no ptxas": 'say({"ok": False, "stage": "cubin", "kind": "RuntimeError", "message": "Cannot find ptxas"})',
+    "out of memory": 'say({"ok": False, "stage": "ttgir", "kind": "MemoryError", "message": ""})',
+    "a file too large": "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)); "
+    "[os.write(file, b'x' * 10) for file in [os.open(__file__ + '.x', 65)] * 2]",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "bus error": "os.kill(os.getpid(), signal.SIGBUS)",
     "closes its answers": "os.close(1); time.sleep(60)",
 }
 
@@ -192,14 +205,22 @@ def fake_python(folder: Path, behaviour: str) -> tuple[Path, Path]:
         "import json, os, resource, signal, sys, time\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "def say(message):\n"
-        "    print(json.dumps(message), flush=True)\n"
+        "    sent = {'id': number, 'version': 2, **message} if 'ok' in message else {'id': number, **message}\n"
+        "    print(json.dumps(sent), flush=True)\n"
         "def first():\n"
         f"    return len(open({str(requests)!r}).readlines()) == 1\n"
         "for line in sys.stdin:\n"
         f"    open({str(requests)!r}, 'a').write(line)\n"
+        "    number = json.loads(line)['id']\n"
         "    say({'stage': 'ttgir'})\n"
         f"    {BEHAVIOURS[behaviour]}\n"
     )
     script.chmod(0o755)
     requests.touch()
     return script, requests
+
+
+def interruptible() -> None:
+    """In a child before its program starts: an interrupt ends it. A suite that runs in the background of a shell, as a
+    CI's may, ignores interrupts, and its children would too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -155,10 +155,13 @@ FAILURES = {
 }  # fmt: skip
 
 NOW_AND_THEN = ("crash once", "a program of its dies once")
+MACHINES = {  # tests/test_failures.py has them
+    "full disk", "full disk once", "no ptxas", "out of memory", "a file too large", "killed", "bus error",
+}  # fmt: skip
 
 
 def test_every_planted_failure_is_tried() -> None:
-    assert set(FAILURES) | {"ok", *NOW_AND_THEN} == set(BEHAVIOURS)
+    assert set(FAILURES) | {"ok", *NOW_AND_THEN} | MACHINES == set(BEHAVIOURS)
 
 
 @pytest.mark.parametrize("behaviour", FAILURES)
@@ -171,8 +174,10 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
     assert in_process == [], "what fails in the child must not be compiled here"
     symptom, stage, message = FAILURES[behaviour]
     kept = VerdictStore(Path(settings.cache_dir))
-    # An answer that is no JSON says nothing about the compiler: the next process tries again.
-    assert kept.get(code_key(made, launches)) == (None if behaviour == "no json" else failed)
+    # An answer that is no JSON, or an end without a word, says nothing about the compiler: it is tried again.
+    passing = behaviour in ("no json", "exit")
+    assert kept.get(code_key(made, launches)) == (None if passing else failed)
+    assert failed.standing == ("passing" if passing else "timeout" if symptom == "hang" else "lasting")
     assert compiling.known_failure(made, launches, settings) == failed
     [incident] = kept.incidents()
     assert incident.id == failed.incident
@@ -333,7 +338,7 @@ def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -
     assert sent["signature"] == asked["signature"]
     assert sent["target"] == asked["target"] == ["cuda", 90, 32]
     assert sent["env"] == asked["env"]
-    assert sent["version"] == 1
+    assert (sent["version"], sent["id"]) == (2, 1)
 
 
 @pytest.mark.compiles

@@ -7,10 +7,9 @@ import multiprocessing
 import warnings
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from portattn import Incident, Verdict
+from portattn import Incident, Verdict, sealed
 from portattn.config import Settings
 from portattn.verdicts import VerdictStore, store
 
@@ -121,7 +120,8 @@ def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
     read = 0
     while any(w.is_alive() for w in writers):
         if path.exists():
-            found = msgspec.json.decode(path.read_bytes(), type=Verdict)
+            found = sealed.unseal(path.read_bytes(), "verdict", "k", Verdict)
+            assert found is not None
             assert len(set(found.reason.split())) == 1, "two writers in one file"
             read += 1
     for writer in writers:

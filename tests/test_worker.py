@@ -28,9 +28,31 @@ from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call, signature
 from portattn.planner import plan
 from portattn.worker import serve
-from portattn.worker.client import SERVE, Reply, Worker, _cause
+from portattn.worker.client import SERVE, Reply, Worker
+from portattn.worker.protocol import PROTOCOL
+from portattn.worker.replies import cause as cause_of
 
 SECONDS = 120.0  # for what should take a few
+
+
+def process_of(worker: Worker) -> int:
+    """The number of the child that runs."""
+    assert worker._child is not None
+    return worker._child.process.pid
+
+
+def folder_of(worker: Worker) -> Path:
+    assert worker._child is not None
+    return Path(worker._child.folder)
+
+
+def running(worker: Worker) -> bool:
+    return worker._child is not None and not worker._child.ended()
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended and was reaped."""
+    return not Path(f"/proc/{process}").exists()
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +97,7 @@ def test_a_kernel_that_does_not_compile(compiling_worker: Worker, tmp_path: Path
     assert reply.stage == "parse" or "ttir" in reply.stage
     assert "power of 2" in reply.message + reply.log
     assert "Traceback" in reply.log
-    process = compiling_worker._process
-    assert process is not None
-    assert process.poll() is None
+    assert running(compiling_worker)
 
 
 PLANTED = {
@@ -114,7 +134,7 @@ def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
         "ImportError",
         "no such kernel",
     )
-    first = planted._process
+    first = process_of(planted)
 
     reply = compile_planted(planted, "aborts")
     assert (reply.outcome, reply.stage, reply.kind) == ("crash", "parse", "SIGABRT")
@@ -122,7 +142,7 @@ def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
     assert "LLVM ERROR" in reply.log
 
     assert compile_planted(planted, "raises").outcome == "error"  # started again
-    assert planted._process is not first
+    assert process_of(planted) != first
     assert "LLVM ERROR" not in compile_planted(planted, "raises").log  # each request's own part of the log
 
     # The limit must leave a loaded machine time to import Triton.
@@ -141,21 +161,21 @@ def test_environment_is_passed_for_one_request_alone(planted: Worker) -> None:
 
 def test_a_wrong_protocol_version_is_refused() -> None:
     """By the very process that is spoken to, without Triton."""
-    lines = [{"version": 2, "task": "compile"}, {"task": "compile"}, {"version": 1, "task": "bake"}]
+    lines = [{"version": 1, "id": 4, "task": "compile"}, {"task": "compile"}, {"version": 2, "id": 6, "task": "bake"}]
     done = subprocess.run(
         [sys.executable, str(SERVE)], input="".join(json.dumps(line) + "\n" for line in lines),
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(a["ok"], a["kind"]) for a in answers] == [(False, "ProtocolError")] * 3
-    assert "protocol 2, this worker speaks 1" in answers[0]["message"]
-    assert {a["version"] for a in answers} == {1}
+    assert "protocol 1, this worker speaks 2" in answers[0]["message"]
+    assert [(a["version"], a["id"]) for a in answers] == [(2, 4), (2, None), (2, 6)]
     assert "'bake'" in answers[2]["message"]
 
 
 def test_environment_is_restored_after_a_failure() -> None:
     answers = io.StringIO()
-    request = {"version": 1, "task": "compile", "env": {"PLANTED": "1"}, "signature": {}, "target": []}
+    request = {"version": PROTOCOL, "id": 1, "task": "compile", "env": {"PLANTED": "1"}, "signature": {}, "target": []}
     serve.serve(io.StringIO(json.dumps(request) + "\n"), answers)
     assert json.loads(answers.getvalue().splitlines()[-1])["ok"] is False
     assert "PLANTED" not in os.environ
@@ -168,7 +188,7 @@ ENDS = {
     "crash": ("crash", "SIGABRT", "Assertion `!repl` failed."),
     "exit": ("crash", "exit status 3", "exit status 3"),
     "hang": ("hang", "timeout", "no answer in 3 s"),
-    "no json": ("error", "ProtocolError", "'Segmentation fault?\\n', which is not JSON"),
+    "no json": ("error", "ProtocolError", "'Segmentation fault?', which is not JSON"),
     "closes its answers": ("hang", "timeout", "closed its answers"),
 }
 
@@ -184,13 +204,13 @@ def saying(folder: Path, line: str) -> str:
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_worker_of_another_protocol_is_refused(tmp_path: Path, ok: bool) -> None:
     """With one message that names both versions, whatever it answers."""
-    told = {"ok": ok, "version": 2, "facts": {}, "stage": "protocol", "kind": "ProtocolError", "message": "", "log": ""}
+    told = {"ok": ok, "version": 1, "facts": {}, "stage": "protocol", "kind": "ProtocolError", "message": "", "log": ""}
     with Worker(python=saying(tmp_path, json.dumps(told))) as worker:
         reply = worker.request("hello", SECONDS)
-        assert worker._process is None  # not spoken to again
+        assert not running(worker)  # not spoken to again
     assert (reply.outcome, reply.kind) == ("error", "ProtocolError")
     assert reply.message == (
-        "the worker speaks protocol 2, and this portattn speaks 1: they are of different releases, "
+        "the worker speaks protocol 1, and this portattn speaks 2: they are of different releases, "
         "install one of them anew"
     )
 
@@ -265,10 +285,9 @@ def test_closing_ends_the_process(tmp_path: Path) -> None:
     worker = Worker(python=str(script))
     worker.close()  # never started
     assert worker.request("compile", SECONDS).outcome == "ok"
-    process = worker._process
-    assert process is not None
+    process = process_of(worker)
     worker.close()
-    assert process.poll() is not None
+    assert gone(process)
 
 
 def test_closing_from_another_thread_is_a_crash_to_the_request(tmp_path: Path) -> None:
@@ -363,13 +382,12 @@ def test_a_child_whose_folder_was_tidied_away_is_started_again(tmp_path: Path) -
     script, requests = fake_python(tmp_path, "ok")
     with Worker(python=str(script)) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
-        before = worker._process
-        shutil.rmtree(worker._folder)
+        before = process_of(worker)
+        shutil.rmtree(folder_of(worker))
         assert worker.request("compile", SECONDS).outcome == "ok"
-        assert worker._process is not before
-        assert before is not None
-        assert before.poll() is not None
-        assert Path(worker._folder).is_dir()
+        assert process_of(worker) != before
+        assert gone(before)
+        assert folder_of(worker).is_dir()
     assert len(requests.read_text().splitlines()) == 2
 
 
@@ -377,8 +395,7 @@ def test_a_forked_process_that_can_start_none_harms_nobody(tmp_path: Path) -> No
     script, _ = fake_python(tmp_path, "ok")
     with Worker(python=str(script)) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
-        process, folder = worker._process, Path(worker._folder)
-        assert process is not None
+        process, folder = process_of(worker), folder_of(worker)
 
         def asks() -> None:
             worker.python = str(tmp_path / "gone")
@@ -390,7 +407,7 @@ def test_a_forked_process_that_can_start_none_harms_nobody(tmp_path: Path) -> No
         forked.join(60)
         forked.kill()
         assert forked.exitcode == 0
-        assert process.poll() is None
+        assert not gone(process)
         assert folder.is_dir()
 
 
@@ -398,13 +415,12 @@ def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
     script, _ = fake_python(tmp_path, "ok")
     with Worker(python=str(script)) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
-        process = worker._process
-        assert process is not None
+        process = process_of(worker)
 
         def asks(told: Connection) -> None:
             worker.close()  # not ours
             reply = worker.request("compile", SECONDS)
-            told.send((reply.outcome, worker._process.pid if worker._process else 0))
+            told.send((reply.outcome, process_of(worker)))
             worker.close()
 
         ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -416,10 +432,10 @@ def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
         forked.join(60)
         forked.kill()
         assert (outcome, forked.exitcode) == ("ok", 0)
-        assert pid not in (0, process.pid)
-        assert process.poll() is None
+        assert pid not in (0, process)
+        assert not gone(process)
         assert worker.request("compile", SECONDS).outcome == "ok"
-        assert worker._process is process
+        assert process_of(worker) == process
 
 
 @pytest.mark.parametrize(
@@ -432,7 +448,7 @@ def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_the_line_of_a_log_that_names_the_cause(log: str, cause: str) -> None:
-    assert _cause(log) == cause
+    assert cause_of(log) == cause
 
 
 def test_a_signature_is_plain_data() -> None:

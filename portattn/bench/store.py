@@ -9,7 +9,8 @@ import msgspec
 from portattn.bench.firstcall import FirstCall
 from portattn.bench.results import SCHEMA, Result, Row, Run
 from portattn.errors import ArgumentError, DataError
-from portattn.journal import Journal, write_whole
+from portattn.files import write_whole
+from portattn.journal import UNREADABLE, Journal, lines
 
 ROWS = "rows.jsonl"
 # A run goes on with another's rows only where these agree: else the rows would not be of one thing.
@@ -44,7 +45,7 @@ class Store(Journal):
         """
         if not self.path.exists():
             raise ArgumentError("bench", "--resume", str(self.path), "there is no such file to go on with")
-        found = read(self.path)
+        found = read(self.path, resumed=True)
         for name in SAME:
             before, now = getattr(found.runs[0], name), getattr(run, name)
             if before != now:
@@ -57,8 +58,10 @@ class Store(Journal):
         return found
 
 
-def read(path: Path) -> Result:
+def read(path: Path, resumed: bool = False) -> Result:
     """The result in a rows.jsonl, a bench.json, or a folder that holds either.
+
+    resumed  a run will go on with it: see `journal.lines`
 
     Raises DataError (file, line) when it is neither, or of another schema version.
     """
@@ -71,10 +74,10 @@ def read(path: Path) -> Result:
     if path.suffix != ".jsonl":
         return _document(path, data)
     result = Result(runs=[], rows=[])
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+    for number, line in lines(path, data, resumed):
         try:
             item = _lines.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise DataError(path, number, f"not a line of bench results: {error}") from None
         if isinstance(item, Run):
             _check(path, number, item.schema)
@@ -88,7 +91,7 @@ def _document(path: Path, data: bytes) -> Result:
     try:
         _check(path, None, msgspec.json.decode(data, type=_Versioned).schema)
         return msgspec.json.decode(data, type=Result)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise DataError(path, None, f"no results of portattn bench: {error}") from None
 
 

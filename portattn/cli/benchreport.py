@@ -30,7 +30,7 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     """
     from portattn.bench import store, tables
     from portattn.bench.summary import document
-    from portattn.journal import write_whole
+    from portattn.files import write_whole
 
     result = store.read(results)
     written = []
@@ -95,7 +95,7 @@ def write(result: Result, folder: Path) -> list[Path]:
 
     from portattn.bench import tables
     from portattn.bench.summary import document
-    from portattn.journal import write_whole
+    from portattn.files import write_whole
 
     as_json, as_csv = folder / "bench.json", folder / "bench.csv"
     write_whole(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")

@@ -185,7 +185,7 @@ def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
 
 def _page(made: Run, cells: list[Cell], path: Path) -> None:
     from portattn.errors import ArgumentError
-    from portattn.journal import write_whole
+    from portattn.files import write_whole
     from portattn.matrix.report import render
 
     try:

@@ -170,9 +170,12 @@ def cache() -> Section:
     from portattn.verdicts import store
 
     found = store(current())
-    count = len(list((found.folder / "verdicts").glob("*.json")))
+    whole, absent = found.count()
     incidents = list(found.incidents())
-    items = [Item("folder", str(found.folder)), Item("verdicts", str(count)), Item("incidents", str(len(incidents)))]
+    kept = (
+        f"{whole}; {absent} more files are broken, or an older release's, and count as absent" if absent else f"{whole}"
+    )
+    items = [Item("folder", str(found.folder)), Item("verdicts", kept), Item("incidents", str(len(incidents)))]
     items += [
         Item(incident.id, f"{incident.symptom} on {incident.target}: {incident.message}") for incident in incidents[-5:]
     ]

@@ -260,7 +260,7 @@ def _tuning(base: str | None, path: Path, backend: str) -> Tuning | None:
 
 def _keep_base(path: Path, base: str | None) -> None:
     """What the classes were made of, for --resume: by then the file itself has new entries."""
-    from portattn.journal import write_whole
+    from portattn.files import write_whole
 
     if base is None:
         path.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from portattn.errors import ArgumentError
+from portattn.files import write_whole
 from portattn.lab import folders, mlir, pythons
 from portattn.lab.commands import CommandFailed, Commands, Say, quiet
 from portattn.lab.folders import Environment, LabError, Marker, State
@@ -202,9 +203,7 @@ def _write_marker(folder: Path, name: str, python: str, versions: dict[str, str]
         bytes=folders.size(folder),
         versions=dict(sorted(versions.items())),
     )
-    beside = folder / f".{folders.MARKER}"
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(marker)))
-    beside.replace(folder / folders.MARKER)
+    write_whole(folder / folders.MARKER, msgspec.json.format(msgspec.json.encode(marker)))
 
 
 def _add_mlir(name: str, say: Say, commands: Commands) -> None:

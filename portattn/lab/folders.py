@@ -12,11 +12,11 @@ from pathlib import Path
 
 import filelock
 import msgspec
-import platformdirs
 from packaging.version import Version
 
 from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError
+from portattn.files import cache_folder
 from portattn.lab import mlir
 from portattn.toolchain import Toolchain
 
@@ -82,7 +82,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 def root() -> Path:
     """The folder of all environments, under the cache folder that PORTATTN_CACHE_DIR names or the user's own."""
-    return Path(current().cache_dir or platformdirs.user_cache_dir("portattn", appauthor=False)) / "lab"
+    return cache_folder(current().cache_dir) / "lab"
 
 
 def canonical(toolchain: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import tomlkit
 
 from portattn.errors import DataError
-from portattn.journal import write_whole
+from portattn.files import write_whole
 from portattn.quirk import check_file
 
 

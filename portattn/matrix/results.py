@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
-from portattn.journal import Journal, write_whole
+from portattn.files import write_whole
+from portattn.journal import UNREADABLE, Journal, encoded, lines
 from portattn.matrix.cells import SCHEMA, Cell, Run
 
 NAME = "results.jsonl"
@@ -34,7 +35,7 @@ class Results(Journal):
     def start(self, run: Run) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
         kept = self.put_away()
-        write_whole(self.path, msgspec.json.encode(run) + b"\n")
+        write_whole(self.path, encoded(run))
         return kept
 
     def resume(self, run: Run) -> list[Cell]:
@@ -45,7 +46,7 @@ class Results(Journal):
         """
         if not self.path.exists():
             raise ArgumentError("matrix run", "--resume", str(self.path), "there is no such file to go on with")
-        begun, cells = read(self.path)
+        begun, cells = read(self.path, resumed=True)
         for name in ("portattn", "kernels", "compiler", "cells"):
             if getattr(begun, name) != getattr(run, name):
                 raise ArgumentError(
@@ -56,12 +57,14 @@ class Results(Journal):
 
     def finish(self, run: Run, cells: list[Cell]) -> None:
         """Write run and cells anew, in order, as a whole file."""
-        lines = [msgspec.json.encode(run), *(msgspec.json.encode(c) for c in sorted(cells, key=lambda c: c.index))]
-        write_whole(self.path, b"\n".join(lines) + b"\n")
+        records = [run, *sorted(cells, key=lambda c: c.index)]
+        write_whole(self.path, b"".join(map(encoded, records)))
 
 
-def read(path: Path) -> tuple[Run, list[Cell]]:
+def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
     """The run and its cells, in order. A last line without an end (an interrupted write) is left out.
+
+    resumed  a run will go on with it: see `journal.lines`
 
     Raises DataError (file, line) on another schema version or a line that breaks the schema, and when the file or its
     first line is missing.
@@ -72,14 +75,13 @@ def read(path: Path) -> tuple[Run, list[Cell]]:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
     run: Run | None = None
     cells: dict[str, Cell] = {}
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in lines(path, data, resumed):
         try:
             version = msgspec.json.decode(line, type=_Versioned).schema
             if version != SCHEMA:
                 raise DataError(path, number, f"schema version {version}; this portattn reads version {SCHEMA}")
             item = _decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise DataError(path, number, f"not a line of matrix results: {error}") from None
         if isinstance(item, Run):
             run = item

@@ -9,7 +9,7 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
-from portattn.journal import write_whole
+from portattn.files import write_whole
 from portattn.probing.results import Result, saw
 from portattn.quirk import Quirk, Verified, check_file
 

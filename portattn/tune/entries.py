@@ -11,7 +11,7 @@ from tomlkit.items import AoT, Table
 from portattn import tomlfile
 from portattn.core import FULL, KERNEL_NAMES
 from portattn.errors import DataError
-from portattn.journal import write_whole
+from portattn.files import write_whole
 from portattn.tune.classes import Class
 from portattn.tune.records import Origin, Outcome
 from portattn.tuning import Tuning, load_tuning

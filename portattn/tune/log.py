@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
-from portattn.journal import Journal, write_whole
+from portattn.files import write_whole
+from portattn.journal import UNREADABLE, Journal, encoded, lines
 from portattn.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
 
 OP = "tune"
@@ -48,7 +49,7 @@ class Log(Journal):
     def begin(self, origin: Origin) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
         kept = self.put_away()
-        write_whole(self.path, msgspec.json.encode(origin) + b"\n")
+        write_whole(self.path, encoded(origin))
         return kept
 
     def resume(self, origin: Origin) -> list[Record]:
@@ -58,14 +59,14 @@ class Log(Journal):
         """
         if not self.path.exists():
             raise ArgumentError(OP, "--resume", str(self.path), "there is no such file to go on with")
-        records = read(self.path)
+        records = read(self.path, resumed=True)
         begun = records[0]
         assert isinstance(begun, Origin)
         for name in _SAME:
             if getattr(begun, name) != getattr(origin, name):
                 limit = f"it was begun with another {name} ({getattr(begun, name)}); run without --resume"
                 raise ArgumentError(OP, "--resume", str(self.path), limit)
-        write_whole(self.path, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        write_whole(self.path, b"".join(map(encoded, records)))
         return records
 
     def show(self, records: Sequence[Record]) -> None:
@@ -73,8 +74,10 @@ class Log(Journal):
         write_whole(self.table, text(records).encode())
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path, resumed: bool = False) -> list[Record]:
     """All records, the Origin first. A last line without an end (an interrupted write) is left out.
+
+    resumed  a run will go on with it: see `journal.lines`
 
     Raises DataError (file, line) on another schema or a broken line, and when the file or its first line is missing.
     """
@@ -83,13 +86,13 @@ def read(path: Path) -> list[Record]:
     except OSError as error:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
     records: list[Record] = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+    for number, line in lines(path, data, resumed):
         try:
             version = msgspec.json.decode(line, type=_Versioned).schema
             if number == 1 and version not in (None, SCHEMA):
                 raise DataError(path, number, f"schema version {version}; this portattn reads version {SCHEMA}")
             records.append(_decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise DataError(path, number, f"not a line of a tune log: {error}") from None
     if not records or not isinstance(records[0], Origin):
         raise DataError(path, 1, "the first line, which says where the figures come from, is missing")

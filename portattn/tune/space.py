@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from portattn import conditions
-from portattn.core import head_columns, next_power_of_two
+from portattn.core import head_columns
 from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, check_option
 from portattn.problem import Problem
+from portattn.sizes import next_power_of_two
 from portattn.target import Target
 from portattn.tune.choice import Choice, Setting, changed
 

@@ -1,5 +1,6 @@
 """Child processes that compile: what may abort, crash or hang does so there.
 
 serve.py, compilers.py, resources.py run in the child and need only Triton (any version, triton-ascend too).
-client.py is the parent's side.
+The parent's side: client.py (Worker), child.py (the process), transport.py (its streams), protocol.py (messages),
+replies.py and ends.py (how a request ended).
 """

@@ -2,76 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import os
-import queue
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-import msgspec
+from portattn import environment as variables
+from portattn.errors import ArgumentError
+from portattn.worker import protocol
+from portattn.worker.child import Child
+from portattn.worker.protocol import PROTOCOL as PROTOCOL
+from portattn.worker.protocol import Answer, ProtocolError, Stage
+from portattn.worker.replies import Reply, cause, ended_by
+from portattn.worker.stages import BEFORE_THE_TASK, START
+from portattn.worker.transport import LINE_LIMIT, LOG_TAIL, LineTooLong
 
-Outcome = Literal["ok", "error", "crash", "hang"]
 SERVE = Path(__file__).with_name("serve.py")
-# Bytes of a log that are kept: MLIR names the error first, then prints the whole module after it.
-LOG_HEAD, LOG_TAIL = 8_000, 16_000
-PROTOCOL = 1  # of the JSON lines; serve.py, which runs in the child, says the same
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended.
-
-    outcome    ok; error: the compiler raised; crash: the process died; hang: the time limit passed
-    stage      the compiler stage it was in
-    kind       exception type, or the signal's name
-    toolchain  version of the Triton that the child really used; empty where it does not say
-    """
-
-    outcome: Outcome
-    facts: dict[str, int | str | float] = {}
-    stage: str = ""
-    kind: str = ""
-    message: str = ""
-    log: str = ""
-    toolchain: str = ""
+LOOK_SECONDS = 0.1  # how often it is looked whether the child has ended: its streams may stay open in its own children
+SOON_SECONDS = 0.005  # the same once it has closed its answers: it is about to end
 
 
 class Worker:
-    """A child process that compiles. It is started at the first request, and again after a crash or a hang.
+    """A child process that compiles. It is started at the first request, and again after any end but an answer.
 
-    python       the interpreter to run it under; another toolchain's environment, for example
-    environment  variables to set in it beside this process's own, which with None it has not
+    python       the interpreter to run it under; another toolchain's environment, for example. This process's own
+                 by default
+    environment  variables to set in it beside this process's own, which with None it has not. What a quirk has set
+                 here for the time of a compile is no variable of this process's own
     runs         "" only compiles; "kernels" also runs them, on a device; "interpreter" runs them under Triton's
                  interpreter. To run anything, portattn must be installed in that Python
+
+    Any thread may ask, one request after another; close() may be called while a request is under way. In a process
+    that was forked it starts a child of its own. Raises ArgumentError on variables that no process can have.
     """
 
     def __init__(
         self,
-        python: str = sys.executable,
+        python: str | None = None,
         environment: Mapping[str, str | None] | None = None,
         runs: Literal["", "kernels", "interpreter"] = "",
     ) -> None:
-        self.python = python
+        self.python = python or sys.executable or ""
         interpret = {"TRITON_INTERPRET": "1" if runs == "interpreter" else None}
         self.environment = {**interpret, **(environment or {})}
+        _check(self.python, self.environment)
         self.runs = runs
-        self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._folder = ""  # the child's own, for temporary files: nothing is left of a child that is killed
-        self._remove: weakref.finalize[..., Worker] | None = None
-        self._log: Any = None
+        self._ids = itertools.count(1)
+        self._child: Child | None = None
+        self._used: Child | None = None  # by the request under way: its thread closes the streams, nobody else
         self._lock = threading.Lock()  # held for a whole request
-        self._state = threading.Lock()  # held while the process or the log is looked at: close() does not wait
+        self._state = threading.RLock()  # held while the child is started or ended: close() waits for no answer
         _workers.add(self)
 
     def __enter__(self) -> Worker:
@@ -83,139 +69,189 @@ class Worker:
         self.close()
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
-        """Send one request and wait for its answer, at most `seconds`. Never raises for what the child does."""
+        """Send one request and wait for its answer, at most `seconds`, once other threads' requests are answered.
+
+        Never raises for what the child or the system does: Reply.unavailable says where nothing was learnt. What a
+        signal handler raises meanwhile (KeyboardInterrupt) passes through, after the child was ended.
+        Raises ArgumentError on seconds that are no length of time, and on a field that JSON cannot carry.
+        """
+        if not seconds >= 0:
+            raise ArgumentError("Worker.request", "seconds", seconds, "must be 0 or more")
         with self._lock:
+            number = next(self._ids)
+            line = protocol.encode(number, task, fields)
+            asked = _Asked(number, seconds)
             try:
-                process, lines, begun = self._start()
-            except OSError as error:  # a Python that is gone, or no process to be had
-                text = f"{self.python} cannot be started: {error.strerror}"
-                return Reply(outcome="crash", stage="start", kind=type(error).__name__, message=text)
-            assert process.stdin is not None
-            deadline = time.monotonic() + seconds
-            stage = "start"
-            with contextlib.suppress(BrokenPipeError):  # the child died early: its end is read below
-                process.stdin.write(json.dumps({"version": PROTOCOL, "task": task, **fields}) + "\n")
-                process.stdin.flush()
-            while True:
-                try:
-                    line = lines.get(timeout=max(deadline - time.monotonic(), 0.001))
-                except queue.Empty:
-                    self._kill()
-                    return Reply(
-                        outcome="hang",
-                        stage=stage,
-                        kind="timeout",
-                        message=f"no answer in {seconds:g} s",
-                        log=self._tail(begun),
-                    )
-                if line is None:
-                    try:
-                        status = process.wait(max(deadline - time.monotonic(), 1.0))
-                    except subprocess.TimeoutExpired:
-                        self._kill()
-                        return Reply(
-                            outcome="hang", stage=stage, kind="timeout",
-                            message=f"closed its answers, and did not end in {seconds:g} s", log=self._tail(begun),
-                        )  # fmt: skip
-                    self._process = None
-                    name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-                    log = self._tail(begun)
-                    return Reply(outcome="crash", stage=stage, kind=name, message=_cause(log) or name, log=log)
-                try:
-                    message = _message(line)
-                except ValueError as error:
-                    self._kill()
-                    return Reply(
-                        outcome="error", stage=stage, kind="ProtocolError", message=f"the worker {error}",
-                        log=self._tail(begun),
-                    )  # fmt: skip
-                if isinstance(message, _Stage):
-                    stage = message.stage
-                elif message.ok:
-                    return Reply(outcome="ok", facts=message.facts, stage=stage, toolchain=message.toolchain)
-                else:
-                    log = f"{self._tail(begun)}\n{message.log[-LOG_TAIL:]}"
-                    return Reply(
-                        outcome="error", stage=message.stage, kind=message.kind, message=message.message, log=log,
-                        facts=message.facts,
-                    )  # fmt: skip
+                return self._ask(asked, line)
+            except (OSError, MemoryError) as error:
+                text = f"the worker cannot be spoken to: {_reason(error)}"
+                return asked.reply("crash", type(error).__name__, text, unavailable=True)
+            finally:
+                self._let_go()
 
     def close(self) -> None:
-        """End the child. A request under way in another thread is answered as a crash."""
+        """End the child. A request under way in another thread is answered as a crash, which is `unavailable`."""
         with self._state:
             self._end()
 
-    def _start(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None], int]:
-        """The running child, the lines that it answers, and where in the log the next request's part begins."""
-        with self._state:
-            if self._log is not None and not os.path.exists(self._log.name):
-                self._end()  # somebody tidied up: a child whose folder is gone could compile nothing
-            # Before the start: a child that dies at once has written its reason by the time it is spoken to.
-            begun = int(self._log.seek(0, os.SEEK_END)) if self._log is not None else 0
-            if self._process is None or self._process.poll() is not None:
-                self._process, self._lines = self._begin()
-            return self._process, self._lines, begun
+    def _ask(self, asked: _Asked, line: bytes) -> Reply:
+        try:
+            child = self._started()
+        except (OSError, MemoryError) as error:  # a Python that is gone; no process, descriptor or folder to be had
+            text = f"{self.python or 'a worker'} cannot be started: {_reason(error)}"
+            return asked.reply("crash", type(error).__name__, text, unavailable=True)
+        child.idle = False  # until it has answered: whatever happens before ends it
+        asked.child = child
+        child.pipes.send(line)
+        ended = False
+        while True:
+            try:
+                answer = asked.hear()
+            except ProtocolError as error:
+                child.end()
+                return asked.reply("error", "ProtocolError", f"the worker {error}", unavailable=True)
+            if answer is not None:
+                child.pipes.drain()  # what it printed before it answered
+                child.idle = child.pipes.taken
+                return asked.answered(answer)
+            if ended:
+                return self._died(asked, child)
+            left = asked.deadline - time.monotonic()
+            if left <= 0:
+                child.end()
+                return asked.out_of_time()
+            ended = child.ended()
+            if ended:
+                child.end()  # its own children, which could go on writing
+                child.pipes.drain()
+            else:
+                child.pipes.move(min(left, LOOK_SECONDS if child.pipes.answered else SOON_SECONDS))
 
-    def _begin(self) -> tuple[subprocess.Popen[str], queue.Queue[str | None]]:
-        if self._log is None:
-            self._folder = tempfile.mkdtemp(prefix="portattn-worker-")
-            self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            self._log = open(os.path.join(self._folder, "log"), "w+b")  # noqa: SIM115 - closed by _end()
-        given = {**os.environ, "TMPDIR": self._folder, **self.environment}
-        environment = {k: v for k, v in given.items() if v is not None}
-        # A parent that is killed removes nothing: its child does, when nothing more can be asked.
-        command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else []), f"--folder={self._folder}"]
-        # The child appends through a descriptor of its own, so that reading the log does not move where it writes.
-        # A process group of its own: a compiler's children (ptxas, linkers) end with it.
-        with open(self._log.name, "ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            )
-        lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-        return process, lines
+    def _died(self, asked: _Asked, child: Child) -> Reply:
+        name = ended_by(child.end() or 0)
+        if self._child is not child:
+            return asked.reply("crash", name, "the worker was closed while it was asked", unavailable=True)
+        return asked.reply("crash", name, cause(child.pipes.log.text()) or name)
+
+    def _started(self) -> Child:
+        """The child to ask: the one that runs, or a new one. Raises OSError."""
+        with self._state:
+            self._used = None  # left behind where an interrupt came twice
+            child = self._child
+            if child is not None and not child.usable:
+                self._end()
+                child = None
+            if child is None:
+                if not self.python:
+                    raise FileNotFoundError("sys.executable is empty, and Worker was given no `python`")
+                given = {**variables.outside(), "TMPDIR": None, **self.environment}
+                command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else [])]
+                child = self._child = Child(command, {k: v for k, v in given.items() if v is not None})
+            self._used = child
+            return child
+
+    def _let_go(self) -> None:
+        """After a request: end a child that owes an answer still, and close one that was ended meanwhile."""
+        with self._state:
+            child = self._used
+            if child is not None and not child.idle and self._child is child:
+                child.end()
+                self._child = None
+            self._used = None
+            if child is not None and child is not self._child:
+                child.close()
 
     def _end(self) -> None:
-        self._kill()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-        if self._remove is not None:
-            self._remove()
+        child = self._child
+        if child is None:
+            return
+        child.end()
+        self._child = None
+        if child is not self._used:
+            child.close()
 
     def _forget(self) -> None:
-        """In a process that was just forked: the child, its folder and whoever held a lock are the parent's."""
-        self._lock, self._state = threading.Lock(), threading.Lock()
-        self._process, self._log = None, None
-        if self._remove is not None:
-            self._remove.detach()
+        """In a process that was just forked: the child is the parent's, and so is whoever held a lock."""
+        self._lock, self._state = threading.Lock(), threading.RLock()
+        for child in {self._child, self._used} - {None}:
+            assert child is not None
+            child.forget()
+        self._child = self._used = None
 
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
-    def _tail(self, begun: int) -> str:
-        """The beginning and the end of the log from there on; nothing once the worker is closed."""
-        with self._state:
-            if self._log is None:
-                return ""
-            end = self._log.seek(0, os.SEEK_END)
-            self._log.seek(begun)
-            head = bytes(self._log.read(LOG_HEAD))
-            left_out = max(end - LOG_TAIL - begun - len(head), 0)
-            self._log.seek(begun + len(head) + left_out)
-            cut = f"\n… {left_out} bytes …\n".encode() if left_out else b""
-            return (head + cut + bytes(self._log.read())).decode(errors="replace")
+class _Asked:
+    """A request under way: what was asked, and how far the child is."""
+
+    def __init__(self, number: int, seconds: float) -> None:
+        self.number, self.seconds = number, seconds
+        self.deadline = time.monotonic() + seconds
+        self.stage = START
+        self.child: Child | None = None
+
+    def hear(self) -> Answer | None:
+        """The answer, if it has come; stages that came before it are noted. Raises ProtocolError."""
+        assert self.child is not None
+        try:
+            for line in self.child.pipes.lines():
+                message = protocol.decode(line, self.number)
+                if not isinstance(message, Stage):
+                    return message
+                self.stage = message.stage
+        except LineTooLong:
+            raise ProtocolError(f"answered a line of more than {LINE_LIMIT} bytes") from None
+        return None
+
+    def reply(
+        self, outcome: Literal["error", "crash", "hang"], kind: str, text: str, unavailable: bool = False
+    ) -> Reply:
+        log = self.child.pipes.log.text() if self.child is not None else ""
+        unheard = self.stage in BEFORE_THE_TASK
+        return Reply(
+            outcome=outcome, stage=self.stage, kind=kind, message=text, log=log, unavailable=unavailable or unheard
+        )
+
+    def answered(self, answer: Answer) -> Reply:
+        if answer.ok:
+            return Reply(outcome="ok", facts=answer.facts, stage=self.stage, toolchain=answer.toolchain)
+        assert self.child is not None
+        return Reply(
+            outcome="error",
+            stage=answer.stage,
+            kind=answer.kind,
+            message=answer.message,
+            log=f"{self.child.pipes.log.text()}\n{answer.log[-LOG_TAIL:]}",
+            facts=answer.facts,
+            unavailable=answer.stage in BEFORE_THE_TASK,
+        )
+
+    def out_of_time(self) -> Reply:
+        assert self.child is not None
+        limit = f"{self.seconds:g} s"
+        answered = self.child.pipes.answered
+        text = f"no answer in {limit}" if answered else f"closed its answers, and did not end in {limit}"
+        return self.reply("hang", "timeout", text)
+
+
+def _check(python: str, environment: Mapping[str, str | None]) -> None:
+    """Raises ArgumentError on what no process can be given."""
+    if not _passable(python):
+        raise ArgumentError("Worker", "python", python, "must be the path of a file")
+    for name, value in environment.items():
+        if not name or "=" in name or not _passable(name):
+            raise ArgumentError("Worker", "environment", name, "a variable's name is not empty and without = and NUL")
+        if value is not None and not _passable(value):
+            raise ArgumentError("Worker", f"environment[{name!r}]", value, "must be a text without NUL, or None")
+
+
+def _passable(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _reason(error: OSError | MemoryError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -227,54 +263,3 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-class _Stage(msgspec.Struct):
-    stage: str
-
-
-class _Answer(msgspec.Struct):
-    """An answer as the child sends it. version: of the protocol that it speaks."""
-
-    ok: bool
-    version: int = PROTOCOL
-    facts: dict[str, Any] = {}
-    toolchain: str = ""
-    stage: str = ""
-    kind: str = ""
-    message: str = ""
-    log: str = ""
-
-
-def _message(line: str) -> _Stage | _Answer:
-    """One line of a child. Raises ValueError, whose text goes on from "the worker", on what is not this protocol's."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        raise ValueError(f"answered {line[:200]!r}, which is not JSON") from None
-    kind: type[_Stage | _Answer] = _Answer if isinstance(found, dict) and "ok" in found else _Stage
-    try:
-        message = msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"answered {line[:200]!r}, which is no message of protocol {PROTOCOL}: {error}") from None
-    if isinstance(message, _Answer) and message.version != PROTOCOL:
-        ours = f"this portattn speaks {PROTOCOL}: they are of different releases, install one of them anew"
-        raise ValueError(f"speaks protocol {message.version}, and {ours}")
-    return message
-
-
-def _pump(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:
-    assert stream is not None
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _cause(log: str) -> str:
-    """The line of a crash log that names the cause: an assertion, an MLIR or LLVM error, or else the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for mark in ("Assertion", "LLVM ERROR", "error:", "UNREACHABLE", "what():"):
-        for line in lines:
-            if mark in line:
-                return line[:500]
-    return lines[-1][:500] if lines else ""

@@ -1,4 +1,4 @@
-"""How a compile ended, where it did not end well: what died, and what says nothing about the compiler."""
+"""How a compile ended, where it did not end well: what died, and what of it. portattn/failures.py says what is kept."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import signal
 
 from portattn.worker.client import Reply
 
-# Failures that say nothing about the compiler, only about this moment: not kept for the next process.
+# Ends that say nothing about a compiler in an arm of a probe, only about that moment.
 PASSING_STAGES = ("start", "import", "protocol")
 PASSING_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
+# By which a program ends itself. What somebody sends, and the system's limits (SIGXFSZ, SIGXCPU), are not among them.
+OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGTRAP", "SIGBUS")
 
 # worker/ascend.py's words, those of subprocess.CalledProcessError, and Triton's for ptxas.
 _DEATH = re.compile(
@@ -30,5 +32,5 @@ def death(reply: Reply) -> str:
 
 
 def died(reply: Reply) -> bool:
-    """Whether it died of a signal that nobody sent."""
-    return death(reply) not in ("", *PASSING_KINDS)
+    """Whether it died of a signal by which programs end themselves, so that it is worth asking once more."""
+    return death(reply) in OWN_SIGNALS

@@ -1,16 +1,17 @@
 """The child process: reads requests as JSON lines, answers with JSON lines. Standard library and Triton only.
 
 Started by file path, so that it also runs under a Python in which portattn is not installed (a toolchain's own
-environment). Protocol version 1, one request at a time:
+environment; Python 3.9 or newer). Protocol version 2, one request at a time:
 
-  request   {"version": 1, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, "facts": "full"}
-            {"version": 1, "task": "hello"}          answered with the versions of Python and of the compiler
-            {"version": 1, "task": "probe", "program": "…/cuda_0007.py", "arm": "off", "name": "cuda:sm_100", …}
-  progress  {"stage": "ttgir"}                       before each compiler stage, so that a crash has a stage
-  answer    {"ok": true, "facts": {…}, "toolchain": "3.6.0"}
-            {"ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
+  request   {"version": 2, "id": 7, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, …}
+            {"version": 2, "id": 8, "task": "hello"}   answered with the versions of Python and of the compiler
+            {"version": 2, "id": 9, "task": "probe", "program": "…/cuda_0007.py", "arm": "off", …}
+  progress  {"id": 7, "stage": "ttgir"}                before each compiler stage, so that a crash has a stage
+  answer    {"id": 7, "version": 2, "ok": true, "facts": {…}, "toolchain": "3.6.0"}
+            {"id": 7, "version": 2, "ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
 
-Every answer also says the child's "version": the parent refuses those of another protocol.
+Everything that is sent has the id of the request that it is about: the parent takes no other. Every answer also says
+the child's "version": the parent refuses those of another protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import traceback
 import types
 from typing import Any, TextIO
 
-PROTOCOL = 1
+PROTOCOL = 2
+PROTOCOL_STAGE, IMPORT_STAGE = "protocol", "import"  # as worker/stages.py, which is not importable yet
 
 
 def import_without_package() -> None:
@@ -53,17 +55,17 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
     """Carry out one request; `say` sends a progress line."""
     if request.get("version") != PROTOCOL:
         return _failure(
-            "protocol", "ProtocolError", f"protocol {request.get('version')!r}, this worker speaks {PROTOCOL}"
+            PROTOCOL_STAGE, "ProtocolError", f"protocol {request.get('version')!r}, this worker speaks {PROTOCOL}"
         )
-    stage = {"now": "import"}
+    stage = {"now": IMPORT_STAGE}
 
     def enter(name: str) -> None:
         stage["now"] = name
         say({"stage": name})
 
     before = dict(os.environ)
-    os.environ.update(request.get("env", {}))
     try:
+        os.environ.update(request.get("env", {}))
         if request["task"] == "hello":
             from portattn.worker import compilers
 
@@ -92,7 +94,7 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
             from portattn.older import execute as older
 
             return {"ok": True, **older.compare(request, enter)}
-        return _failure("protocol", "ProtocolError", f"unknown task {request['task']!r}")
+        return _failure(PROTOCOL_STAGE, "ProtocolError", f"unknown task {request['task']!r}")
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.
         return _failure(stage["now"], type(error).__name__, str(error), traceback.format_exc())
@@ -108,20 +110,40 @@ def _failure(stage: str, kind: str, message: str, log: str = "") -> dict[str, An
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    def say(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
+    """Answer requests until there are no more."""
     for line in requests:
-        say(answer(json.loads(line), say) | {"version": PROTOCOL})
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):
+            request = None
+        number = request.get("id") if isinstance(request, dict) else None
+
+        def say(message: dict[str, Any], number: Any = number) -> None:
+            text = json.dumps({"id": number, **message})  # whole, or not at all
+            answers.write(text + "\n")
+            answers.flush()
+
+        if isinstance(request, dict):
+            found = answer(request, say)
+        else:
+            found = _failure(PROTOCOL_STAGE, "ProtocolError", f"{line[:200]!r} is no request")
+        try:
+            say({**found, "version": PROTOCOL})
+        except (TypeError, ValueError, RecursionError) as error:
+            failed = _failure(PROTOCOL_STAGE, "ProtocolError", f"the answer cannot be sent: {error}")
+            say({**failed, "version": PROTOCOL})
 
 
 def main() -> None:
-    # Compilers print to the standard streams: answers get a descriptor of their own, and the rest goes to stderr.
-    answers = os.fdopen(os.dup(1), "w")
+    # Compilers print to the standard streams, and programs that they call read them: requests and answers get
+    # descriptors of their own, what is printed goes to stderr, and there is nothing to read.
+    answers, requests = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     try:
-        serve(sys.stdin, answers)
+        serve(requests, answers)
     finally:  # nobody asks any more, or nobody is there to be answered
         for argument in sys.argv[1:]:
             if argument.startswith("--folder="):

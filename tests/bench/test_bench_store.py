@@ -11,7 +11,7 @@ from portattn.bench.firstcall import FirstCall
 from portattn.bench.sets import SETS
 from portattn.bench.summary import document
 from portattn.errors import ArgumentError, DataError
-from portattn.journal import write_whole
+from portattn.files import write_whole
 
 CASE = SETS["paged"][0]
 ROW = made("paged", CASE, figures("portattn", 0.5, 0.6, host_us=host(4.0), graph_ms=(0.4,)), figures("fa3/vllm", 0.5))
@@ -97,7 +97,7 @@ def test_what_cannot_be_read(tmp_path, name, text, message):
 
 def test_a_run_of_another_schema(tmp_path):
     path = begun(tmp_path)
-    path.write_bytes(path.read_bytes().replace(b'"schema":3', b'"schema":4'))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(a_run(), schema=4)) + b"\n")
     with pytest.raises(DataError, match="schema version 4"):
         store.read(path)
 

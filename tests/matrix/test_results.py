@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from portattn.errors import ArgumentError, DataError
-from portattn.journal import write_whole
+from portattn.files import write_whole
 from portattn.matrix.cells import SCHEMA, Cell
 from portattn.matrix.results import NAME, Results, read
 

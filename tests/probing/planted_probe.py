@@ -39,7 +39,7 @@ import json, os, resource, sys, time
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 ARMS = dict({arms!r})
 def say(message):
-    print(json.dumps(message | {{"version": 1}}), flush=True)
+    print(json.dumps(message | {{"id": request["id"], "version": 2}}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     open({seen!r}, "a").write(request["arm"] + "\\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from faketunable import choice
 
@@ -78,7 +79,7 @@ def test_broken_lines_are_named(tmp_path, origin):
     path.write_bytes(path.read_bytes() + b'{"kind": "candidate"}\n')
     with pytest.raises(DataError, match=r"log\.jsonl:2: not a line"):
         read(path)
-    path.write_bytes(path.read_bytes().replace(b'"schema":1', b'"schema":7'))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(origin(NAME), schema=7)) + b"\n")
     with pytest.raises(DataError, match="schema version 7"):
         read(path)
     path.write_bytes(b"")

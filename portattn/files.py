@@ -1,0 +1,129 @@
+"""Files of portattn's own: where they are, written whole or not at all, read under a limit, locked among processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import platformdirs
+
+_PART = re.compile(r"\..*\.[0-9a-z_]{8}\.part")
+_LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
+
+
+def cache_folder(given: str = "") -> Path:
+    """portattn's cache folder: the given one, or else the platform's.
+
+    An account without a home folder has none; then it is a folder beside its temporary files, named by the user's id.
+    """
+    if given:
+        return Path(given)
+    with contextlib.suppress(RuntimeError):  # what releases of platformdirs raise then; others give a relative folder
+        found = Path(platformdirs.user_cache_dir("portattn", appauthor=False))
+        if found.is_absolute():
+            return found
+    return Path(tempfile.gettempdir(), f"portattn-{os.geteuid()}")
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666, parents: bool = False) -> None:
+    """Write beside the file and rename over it: a reader sees the old file or the new one.
+
+    durable  have the bytes on the disk before the rename. Without, a machine that loses its power may leave an empty
+             file: enough for a cache whose files carry a checksum, and not worth an fsync in a call
+
+    mode     the file's permissions, of which the user's umask takes some away
+    parents  make its folder: for a cache, and not where a user names the place
+
+    Raises OSError; the old file stays then, and nothing is left beside it.
+    """
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        # Not by tempfile.mkstemp: the file gets the permissions that the user's umask gives to any other.
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            part.unlink(missing_ok=True)
+        raise
+
+
+def read_limited(path: Path, most: int) -> bytes:
+    """A regular file's bytes. Raises OSError when it is anything else (a pipe is not waited for) or longer."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        return read_open(file.fileno(), path, most)
+
+
+def read_open(handle: int, path: Path, most: int) -> bytes:
+    """All bytes of an open descriptor, from its beginning. Raises OSError as `read_limited`."""
+    seen = os.fstat(handle)
+    if not stat.S_ISREG(seen.st_mode):
+        raise OSError(f"{path} is no regular file")
+    if seen.st_size > most:
+        raise OSError(f"{path} has {seen.st_size} bytes, and at most {most} are read")
+    parts, place = [], 0
+    while place < most and (part := os.pread(handle, most - place, place)):
+        parts.append(part)
+        place += len(part)
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def workshop(folder: Path) -> Iterator[Path]:
+    """A folder of its own inside a folder, gone with all that is in it after the block, or when the process ends."""
+    with tempfile.TemporaryDirectory(prefix=".making.", suffix=".part", dir=folder, ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what was being made in a folder by processes that were killed."""
+    old = time.time() - _LEFT_OVER_SECONDS
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if not _PART.fullmatch(entry.name) or entry.stat(follow_symlinks=False).st_mtime > old:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float) -> Iterator[bool]:
+    """Hold a lock among processes inside the block; whether it is held.
+
+    It is not where the folder takes no files, the file system has no locks, or another process holds it for longer
+    than `seconds` (it is stopped, or stuck). The block runs all the same: this is for work that may be done twice.
+    The kernel releases it when its holder dies.
+    """
+    lock = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path)
+        lock.acquire(timeout=seconds)
+    except (OSError, filelock.Timeout, NotImplementedError, RuntimeError):
+        # NotImplementedError and RuntimeError: filelock's own, for file systems without locks, and around a fork.
+        lock = None
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # it ends with its descriptor
+                lock.release()

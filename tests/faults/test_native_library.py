@@ -1,0 +1,238 @@
+"""A library in the cache folder that is not whole, or may be somebody else's, does not run, and nothing dies of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
+
+from portattn.launch import native, trusted
+from portattn.launch.building import BuildFailed
+
+pytestmark = [
+    pytest.mark.skipif(
+        not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists(), reason="Python.h is not installed"
+    ),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed"),
+]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+NOT_MADE = "not made in this test"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library as it is kept."""
+    folder = tmp_path_factory.mktemp("native")
+    module, why = forked(_loaded_again, folder)
+    assert module, why
+    return native.path(str(folder)).read_bytes()
+
+
+@pytest.fixture
+def place(tmp_path: Path, library: bytes) -> Iterator[Path]:
+    """Where the library lies in a cache folder that other users reach."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.is_relative_to("/tmp") and folder.stat().st_mode & 0o005 != 0o005:
+            folder.chmod(folder.stat().st_mode | 0o055)
+    place = native.path(str(tmp_path / "cache"))
+    place.parent.mkdir(parents=True)
+    place.write_bytes(library)
+    place.chmod(0o644)
+    yield place
+    native._loaded.pop(place, None)
+
+
+def _loaded_again(folder: Path) -> tuple[bool, str]:
+    native._loaded.clear()
+    module, why = native.load(str(folder))
+    return (module is not None and module.Kind is not None), why
+
+
+def _only_loaded(folder: Path) -> tuple[bool, str]:
+    """As `_loaded_again`, where nothing can be compiled."""
+
+    def refuse(place: Path) -> None:
+        raise BuildFailed(NOT_MADE)
+
+    native._compile = refuse
+    return _loaded_again(folder)
+
+
+def _as_nobody(folder: Path) -> tuple[bool, str]:
+    become_nobody()
+    return _only_loaded(folder)
+
+
+def test_a_whole_library_is_loaded(place: Path) -> None:
+    assert forked(_only_loaded, place.parents[1]) == (True, "")
+
+
+@pytest.mark.parametrize("parts", range(17))
+def test_a_library_that_was_cut_short(place: Path, library: bytes, parts: int) -> None:
+    """Mapping one may end the process by SIGBUS."""
+    place.write_bytes(library[: len(library) * parts // 17])
+    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+
+
+def test_a_library_that_was_cut_short_is_made_anew(place: Path, library: bytes) -> None:
+    place.write_bytes(library[: len(library) // 2])
+    assert forked(_loaded_again, place.parents[1]) == (True, ""), "it is made anew"
+    assert forked(_only_loaded, place.parents[1]) == (True, ""), "and kept"
+
+
+def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
+    chance = random.Random(3)
+    for _ in range(200):
+        at, kind = chance.randrange(len(library)), chance.randrange(3)
+        changed = {
+            0: library[:at] + bytes([library[at] ^ 1 << chance.randrange(8)]) + library[at + 1 :],
+            1: library[:at] + b"\0" + library[at:],
+            2: library + chance.randbytes(8),
+        }[kind]
+        place.write_bytes(changed)
+        with pytest.raises(trusted.Untrusted, match="not whole"):
+            trusted.opened(place)
+    place.write_bytes(library)
+    os.close(trusted.opened(place))
+
+
+def test_a_library_without_a_digest_is_an_older_releases(place: Path, library: bytes) -> None:
+    place.write_bytes(library[: library.rindex(b"\nportattn sealed ")])
+    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+
+
+@needs_root
+def test_another_users_library_is_made_anew(place: Path) -> None:
+    os.chown(place, NOBODY, NOBODY)
+    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+    assert forked(_loaded_again, place.parents[1]) == (True, "")
+    assert place.stat().st_uid == 0
+
+
+@needs_root
+def test_another_users_folder_is_not_used(place: Path) -> None:
+    os.chown(place.parent, NOBODY, NOBODY)
+    loaded, why = forked(_loaded_again, place.parents[1])
+    assert not loaded
+    assert why == f"the folder {place.parent} belongs to user {NOBODY}, and this process is user 0's"
+
+
+@needs_root
+def test_another_users_library_in_a_folder_of_everybodys(place: Path) -> None:
+    """A sticky folder is one where others can add files, and not replace ours."""
+    place.parent.chmod(0o1777)
+    assert forked(_only_loaded, place.parents[1]) == (True, "")
+    os.chown(place, NOBODY, NOBODY)
+    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+
+
+@needs_root
+def test_roots_library_serves_everybody(place: Path) -> None:
+    assert forked(_as_nobody, place.parents[1]) == (True, "")
+
+
+@needs_root
+def test_a_folder_that_is_only_read_and_empty(place: Path) -> None:
+    place.unlink()
+    loaded, why = forked(_as_nobody, place.parents[1])
+    assert not loaded
+    assert why == NOT_MADE or "Permission denied" in why
+
+
+@needs_root
+def test_roots_folder_that_everybody_writes_to_is_not_used(place: Path) -> None:
+    place.parent.chmod(0o777)
+    loaded, why = forked(_as_nobody, place.parents[1])
+    assert not loaded
+    assert why == f"the folder {place.parent} may be written by others (mode 0777)"
+
+
+def test_our_own_folder_is_taken_from_others(place: Path) -> None:
+    """Earlier releases made it by the user's umask; what lies in it is looked at file by file."""
+    place.parent.chmod(0o775)
+    assert forked(_loaded_again, place.parents[1]) == (True, "")
+    assert place.parent.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o777])
+def test_a_library_that_others_may_write_to_is_made_anew(place: Path, mode: int) -> None:
+    place.chmod(mode)
+    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+    assert forked(_loaded_again, place.parents[1]) == (True, "")
+    assert place.stat().st_mode & 0o022 == 0
+
+
+def test_symbolic_links_are_not_followed(place: Path) -> None:
+    elsewhere = place.parents[1] / "elsewhere"
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere)
+    assert forked(_only_loaded, place.parents[1]) == (False, NOT_MADE)
+    assert forked(_loaded_again, place.parents[1]) == (True, "")
+    assert not place.is_symlink()
+    assert elsewhere.exists()
+    real = place.parents[1] / "real"
+    place.parent.rename(real)
+    place.parent.symlink_to(real)
+    loaded, why = forked(_loaded_again, place.parents[1])
+    assert not loaded
+    assert why == f"{place.parent} is no folder, or a symbolic link"
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_what_is_no_file(place: Path, what: str) -> None:
+    place.unlink()
+    place.mkdir() if what == "folder" else os.mkfifo(place)
+    loaded, why = forked(_loaded_again, place.parents[1])
+    assert (loaded, "Is a directory" in why) == ((False, True) if what == "folder" else (True, False))
+
+
+def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is exchanged between the check and the loading."""
+    check = trusted.opened
+
+    def exchanged(at: Path) -> int:
+        handle = check(at)
+        at.unlink()
+        at.write_bytes(b"another file")
+        return handle
+
+    monkeypatch.setattr(trusted, "opened", exchanged)
+    module = native._import(place)
+    assert module.Launches is not None
+    assert place.read_bytes() == b"another file"
+
+
+def _at_once(folder: Path) -> tuple[bool, str]:
+    return _loaded_again(folder)
+
+
+def test_sixteen_processes_make_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "made"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho x >> {made}\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with FORK.Pool(16) as pool:
+        found = pool.map_async(_at_once, [tmp_path / "cache"] * 16, chunksize=1).get(SECONDS)
+    assert found == [(True, "")] * 16
+    assert made.read_text() == "x\n", "it is compiled once"
+    names = sorted(path.name for path in (tmp_path / "cache" / "native").iterdir())
+    place = native.path(str(tmp_path / "cache"))
+    assert names == [f".{place.name}.lock", place.name]
+
+
+def test_a_library_that_does_not_import_in_a_child_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.unlink()
+    for python, said in (("", "sys.executable names no Python"), ("/bin/true", "no Python that could try it")):
+        monkeypatch.setattr(sys, "executable", python)
+        loaded, why = forked(_loaded_again, place.parents[1])
+        assert not loaded
+        assert said in why
+        assert not place.exists()

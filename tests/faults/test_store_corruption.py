@@ -1,0 +1,140 @@
+"""Files of verdicts and incidents that were changed on the disk: absent, never an error, never something else."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from portattn import Incident, Verdict, sealed
+from portattn.verdicts import VerdictStore
+
+KEYS = ("a" * 32, "b" * 32, "c" * 32)
+DAMAGES = 2_000
+
+
+def verdict(key: str, reason: str = "PassManager::run failed — in π") -> Verdict:
+    return Verdict(
+        key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles",
+        passed=False, date=datetime.date(2026, 11, 21), reason=reason, facts={"spills": 0, "mix_mode": "mix"},
+    )  # fmt: skip
+
+
+def incident(name: str) -> Incident:
+    return Incident(
+        id=name, key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", symptom="hang",
+        stage="ttgir", message="no answer", log="line\n" * 30, command="echo", environment={"TRITON_X": "1"},
+        date=datetime.datetime(2026, 11, 21, 3, tzinfo=datetime.timezone.utc), specialisation={"types": {"q": "*fp16"}},
+    )  # fmt: skip
+
+
+def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | None:
+    """One change of a file's bytes; None: a folder in its place."""
+    place = chance.randrange(len(data))
+    kind = chance.randrange(8)
+    if kind == 0:
+        return data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :]
+    if kind == 1:
+        return data[:place]
+    if kind == 2:
+        return data[:place] + chance.randbytes(chance.randrange(1, 9)) + data[place:]
+    if kind == 3:
+        return data[:place] + data[place + chance.randrange(1, 9) :]
+    if kind == 4:
+        return data[:place] + bytes(min(chance.randrange(1, 600), len(data) - place)) + data[place + 600 :]
+    if kind == 5:
+        return chance.choice(others)
+    if kind == 6:
+        return chance.choice([b"[" * 200_000, b'{"a":' * 100_000, b"\xff" * 40, b"", b"null", b"9" * 5_000])
+    return None
+
+
+def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Path) -> None:
+    chance = random.Random(20261122)
+    kept = VerdictStore(tmp_path)
+    put = {key: verdict(key) for key in KEYS}
+    for one in put.values():
+        kept.put(one)
+    kept.add_incident(incident("20261121-x"))
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    assert len(files) == 4
+    absent = 0
+    for _ in range(DAMAGES):
+        path, data = chance.choice(sorted(files.items()))
+        made = damaged(data, [other for at, other in files.items() if at != path], chance)
+        path.unlink()
+        path.mkdir() if made is None else path.write_bytes(made)
+        fresh = VerdictStore(tmp_path)
+        if path.parent.name == "verdicts":
+            found = fresh.get(path.stem)
+            assert found in (None, put[path.stem])
+            assert sum(fresh.count()) == len(KEYS)
+        else:
+            found = fresh.incident(path.stem)
+            assert found in (None, incident("20261121-x"))
+            assert list(fresh.incidents()) == ([] if found is None else [found])
+        absent += found is None
+        path.rmdir() if made is None else path.unlink()
+        path.write_bytes(data)
+    # Two bytes of space around the envelope say nothing; everything else is found.
+    assert absent > 0.99 * DAMAGES
+    assert [VerdictStore(tmp_path).get(key) for key in KEYS] == list(put.values())
+
+
+def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
+    kept = VerdictStore(tmp_path)
+    kept.put(verdict(KEYS[0]))
+    shutil.copy(tmp_path / "verdicts" / f"{KEYS[0]}.json", tmp_path / "verdicts" / f"{KEYS[1]}.json")
+    kept.add_incident(incident("one"))
+    (tmp_path / "incidents" / "one.json").rename(tmp_path / "incidents" / "two.json")
+    fresh = VerdictStore(tmp_path)
+    assert fresh.get(KEYS[0]) == verdict(KEYS[0])
+    assert fresh.get(KEYS[1]) is None
+    assert fresh.incident("two") is None
+    assert list(fresh.incidents()) == []
+    assert fresh.count() == (1, 1)
+
+
+def test_one_kind_is_not_read_as_another() -> None:
+    data = sealed.seal("verdict", "k", verdict("k"))
+    assert sealed.unseal(data, "verdict", "k", Verdict) == verdict("k")
+    assert sealed.unseal(data, "incident", "k", Verdict) is None
+    assert sealed.unseal(data, "verdict", "l", Verdict) is None
+    assert sealed.unseal(data.replace(b'"format":2', b'"format":3'), "verdict", "k", Verdict) is None
+
+
+@pytest.mark.parametrize("old", [b'{"key":"%s","passed":true}', b'{"format":1,"kind":"verdict","key":"%s"}'])
+def test_another_formats_file_is_absent_and_replaced(tmp_path: Path, old: bytes) -> None:
+    path = tmp_path / "verdicts" / f"{KEYS[0]}.json"
+    path.parent.mkdir()
+    path.write_bytes(old % KEYS[0].encode())
+    kept = VerdictStore(tmp_path)
+    assert kept.get(KEYS[0]) is None
+    kept.put(verdict(KEYS[0]))
+    assert VerdictStore(tmp_path).get(KEYS[0]) == verdict(KEYS[0])
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "verdicts").mkdir()
+    os.mkfifo(tmp_path / "verdicts" / f"{KEYS[0]}.json")
+    assert VerdictStore(tmp_path).get(KEYS[0]) is None
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "x\0y", "x" * 5_000, "", "a/b"])
+def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
+    kept = VerdictStore(tmp_path)
+    assert kept.incident(name) is None
+    assert kept.get(name) is None
+
+
+def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> None:
+    """As in a variable's bytes that are no UTF-8, which Python reads as lone surrogates."""
+    kept = VerdictStore(tmp_path)
+    kept.put(verdict(KEYS[0], reason="at \udcff"))
+    found = VerdictStore(tmp_path).get(KEYS[0])
+    assert found is not None
+    assert found.reason == "at ?"

@@ -1,0 +1,191 @@
+"""Disks that are full, folders that take no files, and file systems without locks: nothing is raised out of a call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import pytest
+from store_children import become_nobody, forked, no_file_over
+from test_store_corruption import KEYS, incident, verdict
+
+from portattn.files import cache_folder, locked, sweep, write_whole
+from portattn.verdicts import VerdictStore
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount a disk")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def _put_under_a_limit(folder: Path) -> tuple[bool, list[str], int]:
+    kept = VerdictStore(folder)
+    no_file_over(200)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kept.put(verdict(KEYS[0], reason="new"))
+        taken = kept.add_incident(incident("x"))
+    found = kept.get(KEYS[0])
+    assert found is not None
+    assert found.reason == "new", "this process remembers"
+    return taken, [str(one.message) for one in said], len(list(folder.rglob("*")))
+
+
+def test_a_limit_on_files_leaves_the_old_one_and_one_warning(tmp_path: Path) -> None:
+    VerdictStore(tmp_path).put(verdict(KEYS[0], reason="old"))
+    taken, said, _ = forked(_put_under_a_limit, tmp_path)
+    assert not taken
+    assert len(said) == 1
+    assert "PORTATTN_CACHE_DIR" in said[0]
+    assert "File too large" in said[0]
+    found = VerdictStore(tmp_path).get(KEYS[0])
+    assert found is not None
+    assert found.reason == "old"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{KEYS[0]}.json"]
+
+
+@needs_root
+def test_a_full_disk(small_disk: Path) -> None:
+    kept = VerdictStore(small_disk)
+    kept.put(verdict(KEYS[0], reason="old"))
+    handle = os.open(small_disk / "ballast", os.O_WRONLY | os.O_CREAT)
+    while os.write(handle, bytes(4096)) == 4096 and os.statvfs(small_disk).f_bavail:
+        pass
+    os.close(handle)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        kept.put(verdict(KEYS[0], reason="new"))
+    with kept.lock(KEYS[0], 5.0):
+        pass
+    fresh = VerdictStore(small_disk)
+    assert fresh.get(KEYS[0]) == verdict(KEYS[0], reason="old")
+    assert [path.name for path in (small_disk / "verdicts").iterdir()] == [f"{KEYS[0]}.json"]
+    (small_disk / "ballast").unlink()
+    kept.put(verdict(KEYS[0], reason="new"))
+    assert VerdictStore(small_disk).get(KEYS[0]) == verdict(KEYS[0], reason="new")
+
+
+def _as_nobody(folder: Path) -> tuple[str, str | None, int]:
+    become_nobody()
+    kept = VerdictStore(folder)
+    before = kept.get(KEYS[0])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kept.put(verdict(KEYS[1]))
+        with kept.lock(KEYS[1], 5.0):
+            pass
+    gone = kept.clear()
+    return str(said[0].message), before.reason if before else None, gone
+
+
+@needs_root
+def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o001 == 0 and folder.is_relative_to("/tmp"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    VerdictStore(tmp_path).put(verdict(KEYS[0], reason="root's"))
+    said, before, gone = forked(_as_nobody, tmp_path)
+    assert "Permission denied" in said
+    assert before == "root's"
+    assert gone == 0
+    assert VerdictStore(tmp_path).get(KEYS[0]) is not None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")],
+    ids=lambda error: type(error).__name__,
+)
+def test_where_nothing_can_be_locked_the_block_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with locked(tmp_path / "x.lock", 1.0) as held:
+        assert held is False
+
+
+def test_a_lock_that_cannot_be_released_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = filelock.FileLock.release
+
+    def refuse(self: filelock.FileLock, *arguments: object, **named: object) -> None:
+        release(self)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(filelock.FileLock, "release", refuse)
+    with locked(tmp_path / "x.lock", 1.0) as held:
+        assert held is True
+
+
+def test_a_lock_that_somebody_holds_is_waited_for_and_then_done_without(tmp_path: Path) -> None:
+    with filelock.FileLock(tmp_path / "x.lock"), locked(tmp_path / "x.lock", 0.2) as held:
+        assert held is False
+    (tmp_path / "x.lock").write_text("left over by a process that died")
+    with locked(tmp_path / "x.lock", 5.0) as held:
+        assert held is True
+
+
+def test_an_error_inside_the_lock_passes_through(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "x.lock", 1.0):
+        raise ZeroDivisionError
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "x", b"1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_writers_left_goes_after_an_hour(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in (".k.json.0123abcd.part", ".k.json.0123abce.part", "k.part"))
+    folder = tmp_path / ".making.abcd_012.part"
+    folder.mkdir()
+    (folder / "half.so").touch()
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other, folder):
+        os.utime(path, (1, 1))
+    sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([new, other])
+    sweep(tmp_path / "not there")
+
+
+def test_permissions_are_the_users(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "x", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_without_a_home_the_cache_is_no_relative_folder() -> None:
+    code = "import os; os.environ.pop('HOME', 0)\n"
+    code += "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\n"
+    code += "os.environ.pop('XDG_CACHE_HOME', 0)\nfrom portattn.files import cache_folder\nprint(cache_folder())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(said).is_absolute()
+    assert Path(said).name == f"portattn-{os.geteuid()}"
+    assert cache_folder("given") == Path("given")

@@ -1,0 +1,416 @@
+"""How long each kind of failure counts: a compiler's own lasts, a time-out counts for a day, the rest passes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_compiling import planned, requests_in
+
+import portattn
+from portattn import compiling, dispatch, failures, fastpath
+from portattn.compiling import code_key
+from portattn.config import Settings
+from portattn.failures import standing
+from portattn.verdict import Standing
+from portattn.verdicts import VerdictStore, store
+from portattn.worker.client import Reply
+
+LOGS = Path(__file__).parent / "lifecycle" / "logs"
+
+
+def error(kind: str, message: str, stage: str = "ttgir", log: str = "") -> Reply:
+    return Reply(outcome="error", stage=stage, kind=kind, message=message, log=log)
+
+
+def crash(kind: str, stage: str = "ttgir", log: str = "") -> Reply:
+    return Reply(outcome="crash", stage=stage, kind=kind, message=kind, log=log)
+
+
+def hang(stage: str) -> Reply:
+    return Reply(outcome="hang", stage=stage, kind="timeout", message="no answer in 3 s")
+
+
+ADAPTER = "Command '['/x/triton-adapter-opt', '/tmp/a/kernel.ttir.mlir']'"
+CASES: list[tuple[Reply, Standing]] = [
+    # What compilers say of a program.
+    (error("CompilationError", "at 3:4:\n    x = tl.dot(a, b)\nValueError('shapes')", "ttir"), "lasting"),
+    (error("CompileTimeAssertionFailure", "at 3:4: assert D <= 512", "ttir"), "lasting"),
+    (error("UnsupportedLanguageConstruct", "at 3:4: break", "ttir"), "lasting"),
+    (error("OutOfResources", "out of resource: shared memory, required 300000", "load"), "lasting"),
+    (error("PTXASError", "PTXAS error: Internal Triton PTX codegen error\nptxas error   : x"), "lasting"),
+    (error("PTXASError", "PTXAS error: `ptxas` failed with error code 255", "load"), "lasting"),
+    (error("PTXASError", "PTXAS error: `ptxas` raised SIGSEGV\n`ptxas` stderr:"), "lasting"),
+    (error("RuntimeError", "PassManager::run failed"), "lasting"),
+    (error("RuntimeError", "kernel.py:12:4: error: failed to legalize operation 'tt.dot'"), "lasting"),
+    (error("RuntimeError", "triton-adapter-opt died of signal 6\nAssertion", "ttadapter"), "lasting"),
+    (error("RuntimeError", "triton-adapter-opt exit status 1\nloc(x): error: bad", "ttadapter"), "lasting"),
+    (error("CalledProcessError", f"{ADAPTER} returned non-zero exit status 1.", "load"), "lasting"),
+    (error("MLIRCompilationError", "ub overflow, requires 2097152 bits", "load"), "lasting"),
+    (error("IndexError", "map::at", "llir"), "lasting"),
+    (crash("SIGABRT", log="python: A.cpp:42: Assertion `x' failed."), "lasting"),
+    (crash("SIGSEGV"), "lasting"),
+    (crash("SIGILL", "llir"), "lasting"),
+    (crash("SIGFPE", "ptx"), "lasting"),
+    (crash("exit status 1", log="LLVM ERROR: Cannot select: intrinsic %llvm.x"), "lasting"),
+    (hang("ttgir"), "timeout"),
+    (hang("cubin"), "timeout"),
+    # What the machine does.
+    (error("OSError", "[Errno 28] No space left on device: '/tmp/x'"), "passing"),
+    (error("OSError", "[Errno 27] File too large"), "passing"),
+    (error("OSError", "[Errno 122] Disk quota exceeded"), "passing"),
+    (error("OSError", "[Errno 24] Too many open files"), "passing"),
+    (error("PermissionError", "[Errno 13] Permission denied: '/root/.triton'"), "passing"),
+    (error("FileExistsError", "[Errno 17] File exists: '/tmp/x'"), "passing"),
+    (error("FileNotFoundError", "[Errno 2] No such file or directory: 'ptxas'"), "passing"),
+    (error("MemoryError", ""), "passing"),
+    (error("ImportError", "libcuda.so.1: cannot open shared object file", "import"), "passing"),
+    (error("ModuleNotFoundError", "No module named 'triton'", "parse"), "passing"),
+    (error("RuntimeError", "Cannot find ptxas"), "passing"),
+    (error("RuntimeError", "Failed to find C compiler. Please specify via CC environment variable", "load"), "passing"),
+    (error("CalledProcessError", "Command '['/usr/bin/gcc', 'main.c']' returned non-zero exit status 1.", "load"),
+     "passing"),
+    (error("CalledProcessError", f"{ADAPTER} returned non-zero exit status 127.", "load"), "passing"),
+    (error("CalledProcessError", f"{ADAPTER} died with <Signals.SIGXFSZ: 25>.", "load"), "passing"),
+    (error("AssertionError", ""), "passing"),
+    (error("TypeError", "make_ttir() takes 4 positional arguments but 5 were given", "ttir"), "passing"),
+    (error("ProtocolError", "the worker answered nonsense"), "passing"),
+    (error("ProtocolError", "unknown task", "protocol"), "passing"),
+    (hang("start"), "passing"),
+    (hang("import"), "passing"),
+    (crash("SIGKILL"), "passing"),
+    (crash("SIGTERM"), "passing"),
+    (crash("SIGINT"), "passing"),
+    (crash("SIGXFSZ"), "passing"),
+    (crash("SIGXCPU"), "passing"),
+    (crash("SIGBUS"), "passing"),
+    (crash("SIGSEGV", "import"), "passing"),
+    (crash("SIGSEGV", "read"), "passing"),
+    (crash("exit status 1"), "passing"),
+    (crash("exit status 3", log="Killed"), "passing"),
+    (crash("FileNotFoundError", "start"), "passing"),
+    # The machine's failure in a compiler's shape.
+    (crash("SIGABRT", log="terminate called after throwing an instance of 'std::bad_alloc'"), "passing"),
+    (crash("SIGABRT", log="LLVM ERROR: out of memory\nStack dump:"), "passing"),
+    (crash("exit status 1", log="LLVM ERROR: IO failure on output stream: No space left on device"), "passing"),
+    (error("PTXASError", "PTXAS error: ptxas fatal   : Output file '/tmp/x' could not be opened"), "passing"),
+    (error("PTXASError", "PTXAS error: ptxas fatal : Memory allocation failure"), "passing"),
+    (error("PTXASError", "PTXAS error: `ptxas` raised SIGKILL"), "passing"),
+    (error("PTXASError", "PTXAS error: `ptxas` failed with error code -9"), "passing"),
+    (error("PTXASError", "error code 127: ptxas: error while loading shared libraries: libz.so"), "passing"),
+    (error("CompilationError", "at 3:4:\nMemoryError()", "ttir"), "passing"),
+    (error("CompilationError", "at 3:4:\nOSError(28, 'No space left on device')", "ttir"), "passing"),
+    (error("RuntimeError", "PassManager::run failed", log="error: cannot write: No space left on device"), "passing"),
+    (error("MLIRCompilationError", "ASCEND_HOME_PATH is not set, source set_env.sh first", "load"), "passing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reply", "expected"), CASES, ids=lambda case: getattr(case, "kind", case))
+def test_each_failure(reply: Reply, expected: Standing) -> None:
+    assert standing(reply) == expected
+    assert standing(reply, room=False) == "passing", "what happens on a full disk says nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("ascend-3.2-div-rn.log", "MLIRCompilationError", "lasting"),
+        ("ascend-3.2-early-return.log", "MLIRCompilationError", "lasting"),
+        ("ascend-3.2-pointer-if.log", "MLIRCompilationError", "lasting"),
+        ("ascend-3.2-tf32.log", "CompilationError", "lasting"),
+        ("ascend-old-passes.log", "RuntimeError", "lasting"),
+        ("ascend-3.2-no-cann.log", "MLIRCompilationError", "passing"),
+    ],
+)
+def test_logs_of_real_failures(name: str, kind: str, expected: Standing) -> None:
+    log = (LOGS / name).read_text()
+    message = log[log.rindex(f"{kind}: ") + len(kind) + 2 :]
+    assert standing(error(kind, message, "load", log)) == expected
+
+
+def test_a_full_disk_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there"))
+    assert failures.has_room()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=4096))
+    assert not failures.has_room()
+
+
+# By the real way, a child that stands in for the compiler: behaviour -> (standing, in the message).
+CHILDREN = {
+    "error": ("lasting", "PassManager::run failed"),
+    "crash": ("lasting", "Assertion"),
+    "hang": ("timeout", "no answer in 1 s"),
+    "too large": ("lasting", "out of resource"),
+    "exit": ("passing", "exit status 3"),
+    "no json": ("passing", "ProtocolError"),
+    "full disk": ("passing", "No space left on device"),
+    "a file too large": ("passing", "SIGXFSZ"),
+    "killed": ("passing", "SIGKILL"),
+    "out of memory": ("passing", "MemoryError"),
+    "no ptxas": ("passing", "Cannot find ptxas"),
+    "bus error": ("passing", "SIGBUS"),
+}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(cache_dir=str(tmp_path / "verdicts-here"), compile_seconds=1.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The clock that passing failures go by: seconds can be added."""
+    from portattn import verdicts
+
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(verdicts, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _own_store() -> None:
+    store.__globals__["_store"].cache_clear()
+
+
+@pytest.mark.parametrize("behaviour", CHILDREN)
+def test_each_failure_of_a_child(compiler, settings: Settings, behaviour: str) -> None:
+    expected, said = CHILDREN[behaviour]
+    requests = compiler(behaviour)
+    made, launches, q, target = planned()
+    failed = compiling.ensure(made, launches, q, target, settings)
+    assert failed is not None
+    assert (failed.standing, said in failed.reason) == (expected, True)
+    asked = requests_in(requests)
+    assert compiling.ensure(made, launches, q, target, settings) == failed, "this process remembers"
+    assert requests_in(requests) == asked
+    kept = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    assert kept == (None if expected == "passing" else failed), "and others"
+
+
+def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Settings, clock: Any) -> None:
+    """Each time it waits twice as long; the incident is of the first."""
+    requests = compiler("full disk")
+    made, launches, q, target = planned()
+    waits = []
+    for _ in range(6):
+        failed = compiling.ensure(made, launches, q, target, settings)
+        assert failed is not None
+        waits.append(failed.wait)
+        clock.now += failed.wait - 1
+        assert compiling.known_failure(made, launches, settings) == failed
+        assert not compiling.unseen(made, launches, settings)
+        clock.now += 2
+        assert compiling.known_failure(made, launches, settings) is None
+        assert compiling.unseen(made, launches, settings)
+    assert waits == [300, 600, 1200, 2400, 3600, 3600]
+    assert requests_in(requests) == 6
+    assert len(list(store(settings).incidents())) == 1
+    assert "tried again after 1 hour, or when the environment changes" in failed.told()
+    assert "could not be compiled now" in failed.told()
+
+
+@pytest.mark.parametrize("name", ["PATH", "TMPDIR", "CC", "TRITON_PTXAS_PATH"])
+def test_a_passing_failure_is_asked_again_in_other_surroundings(
+    compiler, settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    requests = compiler("no ptxas")
+    made, launches, q, target = planned()
+    for value in ("/one", "/one", "/two"):
+        monkeypatch.setenv(name, value if name != "PATH" else f"{value}:/usr/bin:/bin")
+        assert compiling.ensure(made, launches, q, target, settings) is not None
+    assert requests_in(requests) == 2
+
+
+def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_worker", None)
+    first = compiling._shared_worker()
+    assert compiling._shared_worker() is first
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere")
+    second = compiling._shared_worker()
+    assert second is not first
+    assert compiling._shared_worker() is second
+    first.close()
+    second.close()
+
+
+def test_what_passes_in_time_compiles(compiler, settings: Settings, clock: Any, monkeypatch) -> None:
+    """The disk has room again: the next call after the wait compiles, and the verdict is a good one."""
+    monkeypatch.setattr(compiling, "_in_this_process", lambda *given: None)
+    compiler("full disk once")
+    made, launches, q, target = planned()
+    failed = compiling.ensure(made, launches, q, target, settings)
+    assert failed is not None
+    clock.now += failed.wait + 1
+    assert compiling.ensure(made, launches, q, target, settings) is None
+    kept = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    assert kept is not None
+    assert kept.passed
+
+
+def test_a_failure_to_load_here_does_not_hide_a_good_verdict_for_good(
+    compiler, settings: Settings, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child compiled; loading failed for want of a C compiler. A plan's variables are set while loading only."""
+    import contextlib
+
+    compiler("ok")
+    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    made, launches, q, target = planned()
+    made = msgspec.structs.replace(made, env={"TRITON_OF_A_QUIRK": "1"})
+    answers: list[Exception] = [RuntimeError("Failed to find C compiler.")]
+
+    def load(launch: object) -> None:
+        if answers:
+            raise answers.pop()
+
+    failed = compiling.ensure_all(made, launches, load, q, target, settings)
+    assert failed is not None
+    assert failed.standing == "passing"
+    assert compiling.ensure_all(made, launches, load, q, target, settings) == failed
+    clock.now += failed.wait + 1
+    assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+
+
+def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, settings: Settings) -> None:
+    compiler("hang")
+    made, launches, q, target = planned()
+    failed = compiling.ensure(made, launches, q, target, settings)
+    assert failed is not None
+    key, folder = code_key(made, launches), Path(settings.cache_dir)
+    assert (failed.wait, failed.limit) == (86_400.0, 1.0)
+    assert "tried again after 24 hours, or with compile_seconds over 1" in failed.told()
+    assert VerdictStore(folder).get(key, 1.0) == failed
+    assert VerdictStore(folder).get(key, 0.5) == failed
+    assert VerdictStore(folder).get(key, 1.5) is None
+    assert failed.until is not None
+    for shift in (-86_401, +86_401):  # it is over; the clock was set back
+        moved = msgspec.structs.replace(failed, until=failed.until + datetime.timedelta(seconds=shift))
+        put_as_it_is(folder, moved)
+        assert VerdictStore(folder).get(key, 1.0) is None
+
+
+def put_as_it_is(folder: Path, verdict: portattn.Verdict) -> None:
+    from portattn import sealed
+
+    (folder / "verdicts" / f"{verdict.key}.json").write_bytes(sealed.seal("verdict", verdict.key, verdict))
+
+
+def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    chosen = Settings(cache_dir=str(tmp_path / "file" / "cache"), compile_seconds=1.0)
+    compiler("error")
+    made, launches, q, target = planned()
+    with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
+        failed = compiling.ensure(made, launches, q, target, chosen)
+    assert failed is not None
+    assert failed.incident == ""
+
+
+def test_a_call_falls_back_with_the_reason_and_comes_back(
+    compiler, sm_90, core_only: None, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server goes on by another path, and comes back once the disk has room."""
+    requests, launched = compiler("full disk once"), []
+    monkeypatch.setattr(compiling, "_in_this_process", lambda *given: None)
+    monkeypatch.setattr(dispatch, "launch_all", lambda calls, made, q: launched.append(made))
+    q = torch.randn(1, 2, 33, 64).half()
+    with portattn.settings(canary="never"):
+        with pytest.warns(portattn.FallbackWarning, match="could not be compiled now: .*No space left on device"):
+            out = portattn.attention(q, q, q)
+        plan = portattn.last_plan()
+        assert plan is not None
+        assert plan.fell_back
+        assert "tried again after 5 minutes, or when the environment changes" in plan.rejected[0].reason
+        expected = torch.nn.functional.scaled_dot_product_attention(*[q.double()] * 3)
+        torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+        portattn.attention(q, q, q)
+        assert requests_in(requests) == 1
+        assert "could not be compiled now" in portattn.explain("attention", q, q, q)
+        clock.now += 301
+        portattn.attention(q, q, q)
+        plan = portattn.last_plan()
+        assert plan is not None
+        assert not plan.fell_back
+        assert [made.path for made in launched] == ["triton"]
+        assert requests_in(requests) == 2
+
+
+def failure(stands: str, **fields: Any) -> portattn.Verdict:
+    made, *_ = planned()
+    return compiling._verdict("k", made, passed=False, standing=stands, **fields)
+
+
+def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core's launches would be kept for good, and the variant never tried again."""
+    seen: list[object] = []
+    made, *_ = planned()
+    monkeypatch.setattr(dispatch, "_run_elsewhere", lambda made, call, keeping, failed: seen.append(keeping) or (0, 0))
+    for name in ("lasting", "timeout", "passing"):
+        failed = {"k": failure(name)}
+        monkeypatch.setattr(dispatch, "_compilable", lambda call, settings, failed=failed: (made, None, failed))
+        dispatch.run(SimpleNamespace(q=torch.zeros(1)), Settings(), "the keeper")  # type: ignore[arg-type]
+    assert seen == ["the keeper", "the keeper", None]
+
+
+def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that runs for longer than a day tries the kernel again, as a new process does."""
+
+    class Clock:
+        now = 50.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    ends = {
+        name: failure("timeout", until=now + datetime.timedelta(hours=hours)) for name, hours in (("a", 9), ("b", 2))
+    }
+    assert dispatch._seconds({**ends, "c": failure("lasting")}) == pytest.approx(7200, abs=60)
+    assert dispatch._seconds({"c": failure("lasting")}) == float("inf")
+    clock = Clock()
+    monkeypatch.setattr(fastpath, "time", clock)
+    fastpath.forget()
+    q = torch.zeros(1, 2, 4, 16)
+    kinds = [fastpath.Kind("attention", {"q": q}, (number,), {}, Settings()) for number in range(3)]
+    for kind, seconds in zip(kinds, (float("inf"), 7200.0, 9000.0), strict=True):
+        fastpath.remember(kind, seconds)
+    clock.now += 7199
+    assert [fastpath.kinds("attention", (number,)) for number in range(3)] == [(kind,) for kind in kinds]
+    clock.now += 1
+    assert [fastpath.kinds("attention", (number,)) for number in range(3)] == [()] * 3
+    fastpath.remember(kinds[0])
+    clock.now += 10_000
+    assert fastpath.kinds("attention", (0,)) == (kinds[0],), "nothing that ends is left"
+    fastpath.forget()
+
+
+def test_settled_plans_only() -> None:
+    made, *_ = planned()
+    lasting = compiling._verdict("k", made, passed=False, standing="lasting")
+    passing = compiling._verdict("l", made, passed=False, standing="passing")
+    assert dispatch._settled({})
+    assert dispatch._settled({"k": lasting})
+    assert not dispatch._settled({"k": lasting, "l": passing})
+
+
+def test_surroundings_are_what_compilers_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = failures.surroundings()
+    monkeypatch.setitem(os.environ, "PORTATTN_NOT_READ", "1")
+    monkeypatch.setitem(os.environ, "SOMETHING", "1")
+    assert failures.surroundings() == before
+    monkeypatch.setitem(os.environ, "AMDGCN_ENABLE_DUMP", "1")
+    assert failures.surroundings() != before
