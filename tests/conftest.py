@@ -25,7 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import
 import support  # noqa: E402
 
 from portattn import Target, config  # noqa: E402
+from portattn.lab import folders  # noqa: E402
 from portattn.registry import Registry  # noqa: E402
+
+REAL_LAB = folders.root()  # before any test has a cache folder of its own
 
 torch.set_num_threads(1)  # problems are tiny, and test processes run side by side
 
@@ -63,12 +66,21 @@ def device() -> support.Device:
 
 
 @pytest.fixture(autouse=True)
-def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No PORTATTN_* of the developer's, and verdicts in a folder of the test's own."""
     for name in [n for n in os.environ if n.startswith("PORTATTN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
     config.environment_settings.cache_clear()
+    yield
+    config.environment_settings.cache_clear()  # fixtures of the session are made between tests: the developer's hold
+
+
+@pytest.fixture
+def real_lab(_own_settings: None, tmp_path: Path) -> None:
+    """The lab of this machine's user, in the test's own cache folder. Child processes find it there, too."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "lab").symlink_to(REAL_LAB)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import platformdirs
 import pytest
 import support
 from packaging.version import Version
@@ -17,8 +16,6 @@ from portattn import lab
 from portattn.emulate.check import OLDEST
 
 HERE = Path(__file__).parent
-# The lab of this machine's user, in place of the test's own empty one.
-REAL_CACHE = os.environ.get("PORTATTN_CACHE_DIR") or platformdirs.user_cache_dir("portattn", appauthor=False)
 CASES = (
     "chips_one_after_the_other", "nested", "launches_again_and_again", "autotune_and_heuristics", "views",
     "negative_strides", "zero_size", "overlapping_storages", "optional_arguments", "errors_leave_triton_as_it_was",
@@ -54,9 +51,9 @@ def test_cases() -> None:
 
 
 @pytest.mark.compiles
+@pytest.mark.usefixtures("real_lab")
 @pytest.mark.parametrize("version", TRITONS)
-def test_other_tritons(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PORTATTN_CACHE_DIR", REAL_CACHE)
+def test_other_tritons(version: str) -> None:
     assert Version(version) >= OLDEST
     if Version(version) == support.TRITON:
         pytest.skip("this Triton is the installed one, which the cases above are run with")

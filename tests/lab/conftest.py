@@ -1,4 +1,4 @@
-"""A package index of one wheel, which holds as much of a Triton as a worker imports; and this machine's real lab."""
+"""A package index of one wheel, which holds as much of a Triton as a worker imports."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import base64
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 import pytest
-
-import portattn
-
-# Before any test has a cache folder of its own.
-REAL_CACHE = os.environ.get("PORTATTN_CACHE_DIR") or platformdirs.user_cache_dir("portattn", appauthor=False)
 
 TRITON = {
     "triton/__init__.py": "__version__ = '{version}'\n",
@@ -59,10 +53,3 @@ def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 def _digest(text: str) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-
-
-@pytest.fixture
-def real_lab() -> Iterator[None]:
-    """The lab of this machine's user, in place of the test's own empty one."""
-    with portattn.settings(cache_dir=REAL_CACHE):
-        yield

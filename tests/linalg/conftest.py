@@ -16,8 +16,14 @@ from portattn.linalg.tools import TOOLCHAIN, missing
 from portattn.worker.client import Worker
 
 
-@pytest.fixture(scope="session")
-def mlir() -> None:
+@pytest.fixture(autouse=True)
+def _lab_in_reach(real_lab: None) -> None:
+    """MLIR's programs may lie in the lab, and nowhere else on the machine. The children below outlive the test that
+    starts them, and look for them in its folder."""
+
+
+@pytest.fixture
+def mlir(_lab_in_reach: None) -> None:
     """Skips where MLIR's programs are missing."""
     why = missing()
     if why:

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from lab.conftest import real_lab as real_lab
 
 from portattn import Target, canary, kernels, lab
 from portattn.errors import PortattnError
