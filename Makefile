@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice forms lint bench bench-docs docs wheel clean
+.PHONY: demo test slice forms fuzz mutants lint bench bench-docs docs wheel clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -40,6 +40,18 @@ slice: $(READY)
 # Every form of the Hopper forward, compiled for sm_90: about ten minutes on two cores.
 forms: $(READY)
 	$(PY) -m pytest -n $(JOBS) --forms tests/backends/test_gluon_forms.py
+
+# ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
+fuzz: $(READY)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) -m fuzz $(or $(ARGS),values)
+
+# Faults put into the code, which tests must notice (docs/testing.md). GROUP=hand: those made by hand.
+# GROUP=planner, quirks, …: mutmut's of one group (scripts/mutants.toml); TENTHS=2 tests two tenths of them.
+GROUP ?= hand
+TENTHS ?= 10
+
+mutants: $(READY)
+	$(PY) scripts/mutants.py $(if $(filter hand,$(GROUP)),hand,tool $(GROUP) --tenths $(TENTHS)) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff format --check .

@@ -1,0 +1,329 @@
+"""Mutation testing: small faults are put into a copy of the tree, and tests must fail because of each.
+
+    python scripts/mutants.py hand [--group kernels] [--name …] [--json]    mutants made by hand (mutants_by_hand.toml)
+    python scripts/mutants.py tool planner [--tenths 2] [--json]            mutmut's, of one group (mutants.toml)
+
+Both exit with 1 where a mutant survived, and with 2 where nothing can be said: tests that fail without any mutant, or
+an entry of the data that is stale. docs/testing.md explains the routine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+import tomlkit
+
+ROOT = Path(__file__).resolve().parents[1]
+BY_HAND = Path(__file__).with_name("mutants_by_hand.toml")
+GROUPS = Path(__file__).with_name("mutants.toml")
+
+Outcome = Literal["killed", "timeout", "survived", "equivalent", "stale", "broken"]
+CAUGHT = ("killed", "timeout")
+# Of mutmut's words for how a mutant ended. One that no test reaches has survived.
+OUTCOMES: dict[str, Outcome] = {
+    "killed": "killed", "segfault": "killed", "timeout": "timeout", "survived": "survived", "no tests": "survived",
+    "suspicious": "survived",
+}  # fmt: skip
+# Last digits of mutants' numbers, in the order in which a sample takes them: a tenth of each function's mutants each.
+DIGITS = "3716905284"
+
+
+class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault made by hand: `old` occurs once in `file`, and becomes `new`. `tests` are what must fail then."""
+
+    name: str
+    group: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str | None:
+        """The file's text with the fault in it; None where the old text is not there exactly once."""
+        return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Modules that mutmut changes, and the tests that must notice."""
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+class Equivalent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Changes that no test can notice, for a reason.
+
+    change  a regular expression for all of "old line -> new line", both stripped
+    """
+
+    file: str
+    change: str
+    reason: str
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """mutants.toml."""
+
+    groups: dict[str, Group]
+    equivalent: tuple[Equivalent, ...] = ()
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """How one mutant ended. detail: what was changed, or why it is counted as it is."""
+
+    name: str
+    group: str
+    outcome: Outcome
+    detail: str = ""
+
+
+class NothingLearnt(Exception):
+    """The run says nothing about the tests: they fail without a mutant, or the tool did not run."""
+
+
+def by_hand(path: Path = BY_HAND) -> tuple[Mutant, ...]:
+    return msgspec.toml.decode(path.read_bytes(), type=dict[str, tuple[Mutant, ...]])["mutant"]
+
+
+def groups(path: Path = GROUPS) -> Config:
+    return msgspec.toml.decode(path.read_bytes(), type=Config)
+
+
+@contextlib.contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A copy of what git tracks or would add, in a folder of its own that goes afterwards."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="portattn-mutants-") as folder:
+        copy = Path(folder) / "tree"
+        for name in filter(None, listed.split("\0")):
+            if (root / name).is_file():  # and not deleted since it was added
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, copy / name)
+        yield copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """This process's environment, in which Python imports the copy and leaves no compiled files of mutants behind."""
+    own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PORTATTN_CACHE_DIR": str(copy.parent / "cache")}
+    return {**os.environ, **own}
+
+
+def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """pytest's exit status (None: it ran out of time, and was killed with its children), and the end of its output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=copy, env=environment(copy), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # workers that a mutant left behind, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return status, output.read()[-2000:]
+
+
+def run_by_hand(root: Path, mutants: Sequence[Mutant], seconds: float) -> Iterator[Finding]:
+    """Each mutant's end. Raises NothingLearnt where the tests fail without a mutant."""
+    with copied(root) as copy:
+        tests = sorted({test for mutant in mutants for test in mutant.tests})
+        status, output = run_tests(copy, tests, seconds * max(len(mutants), 1))
+        if status != 0:
+            raise NothingLearnt(f"without any mutant the tests do not pass:\n{output}")
+        for mutant in mutants:
+            file = copy / mutant.file
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+            changed = mutant.applied(text)
+            if changed is None:
+                times = text.count(mutant.old)
+                yield Finding(mutant.name, mutant.group, "stale", f"{mutant.file} has the old text {times} times")
+                continue
+            file.write_text(changed, encoding="utf-8")
+            try:
+                status, output = run_tests(copy, mutant.tests, seconds)
+            finally:
+                file.write_text(text, encoding="utf-8")
+            yield Finding(mutant.name, mutant.group, *_ended(status, output, mutant))
+
+
+def _ended(status: int | None, output: str, mutant: Mutant) -> tuple[Outcome, str]:
+    if status is None:
+        return "timeout", ""
+    if status < 0:  # memory that is not there was read, and no test was left to say so
+        return "killed", f"pytest died of {signal.Signals(-status).name}"
+    if status in (0, 1):
+        return ("killed", "") if status else ("survived", f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}")
+    return "broken", f"pytest ended with {status}, and no test failed:\n{output}"  # 1 is failing tests'
+
+
+def run_tool(
+    root: Path, name: str, config: Config, tenths: int, children: int, only: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """mutmut's mutants of a group, tested in a copy. Raises NothingLearnt where mutmut does not run through.
+
+    only  patterns of mutants' names; without any, so many tenths of all
+    """
+    group = config.groups[name]
+    if importlib.util.find_spec("mutmut") is None:
+        raise NothingLearnt(f"{sys.executable} has no mutmut: pip install -e '.[mutants]'")
+    with copied(root) as copy:
+        configure(copy / "pyproject.toml", group)
+        sample = [f"*__mutmut_*{digit}" for digit in DIGITS[:tenths]] if tenths < len(DIGITS) else []
+        chosen = [*only] or sample
+        # mutmut puts its folder of mutated modules before everything else that Python would import.
+        given = {**os.environ, "PORTATTN_CACHE_DIR": str(copy.parent / "cache")}
+        mutmut = [sys.executable, "-m", "mutmut"]
+        command = [*mutmut, "run", "--max-children", str(children), *chosen]
+        if subprocess.run(command, cwd=copy, env=given, stdout=sys.stderr).returncode:
+            raise NothingLearnt(f"mutmut did not run through {name}: its own messages are above")
+
+        def answer(*arguments: str) -> str:
+            done = subprocess.run([*mutmut, *arguments], cwd=copy, env=given, capture_output=True, text=True)
+            if done.returncode:
+                raise NothingLearnt(f"mutmut {' '.join(arguments)} failed:\n{done.stderr}")
+            return done.stdout
+
+        unused = [each for each in config.equivalent if each.file in group.modules and not chosen]
+        for mutant, outcome in ended(answer("results", "--all", "true")):
+            found = Finding(mutant, name, outcome)
+            if outcome == "survived":
+                found, known = judged(found, answer("show", mutant), config.equivalent)
+                unused = [each for each in unused if each is not known]
+            yield found
+        for each in unused:
+            yield Finding(each.file, name, "stale", f"mutants.toml: no survivor is {each.change!r}")
+
+
+def configure(pyproject: Path, group: Group) -> None:
+    """Add what mutmut changes, and the tests, to its table in a copy's pyproject.toml."""
+    document = tomlkit.parse(pyproject.read_text(encoding="utf-8"))
+    table = document["tool"]["mutmut"]
+    table["only_mutate"] = list(group.modules)
+    table["pytest_add_cli_args_test_selection"] = list(group.tests)
+    pyproject.write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def ended(results: str) -> Iterator[tuple[str, Outcome]]:
+    """(mutant, outcome) for each line of `mutmut results`; those that a sample left out are not among them."""
+    for line in results.splitlines():
+        name, colon, status = line.strip().rpartition(": ")
+        if not colon or status == "not checked":
+            continue
+        if status not in OUTCOMES:
+            raise NothingLearnt(f"mutmut says {status!r} of {name}, and this script knows {', '.join(OUTCOMES)}")
+        yield name, OUTCOMES[status]
+
+
+def judged(found: Finding, shown: str, known: Sequence[Equivalent]) -> tuple[Finding, Equivalent | None]:
+    """A survivor with what was changed; as equivalent, and by which entry, where mutants.toml says why."""
+    file = re.search(r"^--- (\S+)$", shown, re.MULTILINE)
+    lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
+    old, new = (" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
+    detail = f"{file.group(1) if file else '?'}: {old} -> {new}"
+    for each in known:
+        if file and each.file == file.group(1) and re.fullmatch(each.change, f"{old} -> {new}"):
+            detail = f"{detail}\n           {each.reason}"
+            return msgspec.structs.replace(found, outcome="equivalent", detail=detail), each
+    return msgspec.structs.replace(found, detail=detail), None
+
+
+def summary(findings: Sequence[Finding]) -> dict[str, dict[str, int | float]]:
+    """For each group the number of mutants of each outcome, and the share that was caught, of those that could be."""
+    counts: dict[str, Counter[str]] = {}
+    for found in findings:
+        counts.setdefault(found.group, Counter())[found.outcome] += 1
+    return {
+        group: {
+            **dict(sorted(count.items())),
+            "caught": round(sum(count[name] for name in CAUGHT) / max(count.total() - count["equivalent"], 1), 3),
+        }
+        for group, count in counts.items()
+    }
+
+
+def report(findings: Sequence[Finding], as_json: bool) -> int:
+    """Print what was found; the exit status."""
+    left = [found for found in findings if found.outcome not in (*CAUGHT, "equivalent")]
+    if as_json:
+        print(json.dumps({"summary": summary(findings), "findings": msgspec.to_builtins(findings)}, indent=1))
+    else:
+        for found in findings:
+            if found.outcome not in CAUGHT:
+                print(f"{found.outcome:10} {found.name}\n           {found.detail}")
+        for group, counts in summary(findings).items():
+            print(f"{group}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    if any(found.outcome in ("stale", "broken") for found in left):
+        return 2
+    return 1 if left else 0
+
+
+@click.group(help=__doc__)
+def cli() -> None:
+    pass
+
+
+def _finish(findings: Iterator[Finding], as_json: bool, total: int | None = None) -> None:
+    done: list[Finding] = []
+    try:
+        for found in findings:
+            done.append(found)
+            if total is not None:
+                print(f"{len(done)}/{total} {found.outcome:9} {found.name}", file=sys.stderr, flush=True)
+    except NothingLearnt as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    raise SystemExit(report(done, as_json))
+
+
+@cli.command("hand")
+@click.option("--group", "wanted", multiple=True, help="only the mutants of this group")
+@click.option("--name", "names", multiple=True, help="only the mutants of this name")
+@click.option("--seconds", default=120.0, show_default=True, help="time limit for the tests of one mutant")
+@click.option("--json", "as_json", is_flag=True, help="print a summary and every finding as JSON")
+def hand(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float, as_json: bool) -> None:
+    """Run the mutants that were made by hand."""
+    known = by_hand()
+    for option, asked, there in (
+        ("--group", wanted, {m.group for m in known}), ("--name", names, {m.name for m in known}),
+    ):  # fmt: skip
+        for name in set(asked) - there:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(sorted(there))}", param_hint=option)
+    chosen = [m for m in known if (not wanted or m.group in wanted) and (not names or m.name in names)]
+    _finish(run_by_hand(ROOT, chosen, seconds), as_json, len(chosen))
+
+
+@cli.command("tool")
+@click.argument("group", type=click.Choice(sorted(groups().groups)))
+@click.option("--tenths", type=click.IntRange(1, 10), default=10, show_default=True, help="how many tenths to test")
+@click.option("--only", multiple=True, help="only mutants whose names match, as a survivor's name of a run before")
+@click.option("--children", type=click.IntRange(1), default=1, show_default=True, help="processes at a time")
+@click.option("--json", "as_json", is_flag=True, help="print a summary and every finding as JSON")
+def tool(group: str, tenths: int, only: tuple[str, ...], children: int, as_json: bool) -> None:
+    """Run mutmut's mutants of one group, or so many tenths of each function's mutants."""
+    _finish(run_tool(ROOT, group, groups(), tenths, children, only), as_json)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,102 @@
+"""Shapes without a device: CPU tensors count as an H100's, and launches are recorded, not run.
+
+Kernels are compiled with empty bodies, in a tenth of a second and not in two or ten: what is launched follows from
+their signatures. Without bodies none asks for shared memory, or for memory to build descriptors in.
+
+For a process that was started with `environment`. What of portattn and Triton has to be replaced for it is here alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fakedriver
+
+HEAP = 2**32  # addresses lie above; numbers that are parameters lie below
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables for a process that records: the library is compiled into the folder."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None, "Triton is not installed"
+    assert spec.origin is not None
+    fakedriver.build(folder, Path(spec.origin).parent / "backends" / "nvidia" / "include")
+    inherited = os.environ.get("LD_LIBRARY_PATH", "")
+    variables = fakedriver.environment(folder)
+    path = os.pathsep.join(filter(None, (variables["LD_LIBRARY_PATH"], inherited)))
+    return variables | {"LD_LIBRARY_PATH": path, "PORTATTN_CACHE_DIR": str(folder / "portattn")}
+
+
+class Recorder:
+    """What calls launch, in a form that does not depend on where their memory lies."""
+
+    def __init__(self) -> None:
+        self.fake = fakedriver.install()
+        self._kernels: dict[int, tuple[str, list[int]]] = {}
+        self._describe_kernels()
+        import fakechip  # imports Triton, which the library comes before
+
+        fakechip.pretend()
+
+    def _describe_kernels(self) -> None:
+        """Tell the library what parameters a kernel has as it is loaded; leave out its body, and the assembler."""
+        from triton.backends.nvidia.compiler import CUDABackend
+        from triton.compiler import CompiledKernel
+        from triton.runtime.jit import JITFunction
+
+        from portattn.launch import triton_runtime
+
+        load, parse = CompiledKernel._init_handles, JITFunction.parse
+
+        def parsed(function: Any) -> ast.Module:
+            module = parse(function)
+            module.body[0].body = [ast.copy_location(ast.Pass(), module.body[0].body[-1])]
+            return module
+
+        def loaded(compiled: Any) -> None:
+            load(compiled)
+            if compiled.function not in self._kernels:
+                sizes = triton_runtime.ptx_sizes(compiled.asm["ptx"])
+                self._kernels[compiled.function] = (f"{compiled.metadata.name} {compiled.hash}", sizes)
+                self.fake.describe(compiled.function, sizes)
+
+        CompiledKernel._init_handles, JITFunction.parse = loaded, parsed
+        CUDABackend.make_cubin = lambda self, src, metadata, options, capability: b"none"
+
+    def launches(self, given: Sequence[tuple[str, Any]], results: Sequence[Any]) -> list[list[Any]]:
+        """Launches since the last time: kernel, grid, threads, shared memory, attributes, stream, parameters.
+
+        Addresses are told by what lies there: a given tensor, by its name and the bytes from its first element on; a
+        result; or a buffer, by the order in which they appear.
+        """
+        places = [(name, t.data_ptr(), t.untyped_storage().data_ptr()) for name, t in given]
+        known = {first: name for name, first, _ in reversed(places)}
+        known |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)}
+        buffers: dict[int, str] = {}
+
+        def said(word: bytes) -> str:
+            address = int.from_bytes(word, "little")
+            if address < HEAP:
+                return word.hex()
+            return known.get(address) or buffers.setdefault(address, f"buffer {len(buffers)}")
+
+        found = []
+        for one in self.fake.launches():
+            name, sizes = self._kernels[one.function]
+            parameters, at = [], 0
+            for size in sizes:
+                bytes_, at = one.parameters[at : at + size], at + size
+                if size == 8:
+                    parameters.append(said(bytes_))
+                elif size == 128:  # a tensor map: the library wrote the address into its first word
+                    parameters.append(said(bytes_[:8]) + bytes_[8:].hex())
+                else:
+                    parameters.append(bytes_.hex())
+            found.append([name, *one[:4], one.stream, parameters])
+        return found

@@ -1,0 +1,173 @@
+"""scripts/mutants.py: its data fits the tree, and every way in which a mutant can end is told from the others."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def _loaded() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("portattn_mutants", ROOT / "scripts" / "mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where msgspec looks annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+mutants = _loaded()
+BY_HAND, CONFIG = mutants.by_hand(), mutants.groups()
+
+
+@pytest.mark.parametrize("mutant", BY_HAND, ids=lambda m: m.name)
+def test_an_entrys_old_text_is_there_once_and_its_tests_exist(mutant) -> None:
+    """An entry whose code was rewritten must be rewritten with it."""
+    changed = mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
+    assert changed is not None, f"{mutant.file} has not exactly one {mutant.old!r}"
+    if mutant.file.endswith(".py"):
+        ast.parse(changed)
+    assert mutant.tests
+    for test in mutant.tests:
+        file, _, function = test.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {function.partition('[')[0]}(" in text if function else text
+
+
+def test_names_are_taken_once() -> None:
+    names = [mutant.name for mutant in BY_HAND]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("group", CONFIG.groups.values(), ids=CONFIG.groups)
+def test_modules_and_tests_of_a_group_exist(group) -> None:
+    for file in (*group.modules, *group.tests):
+        assert (ROOT / file).is_file(), file
+
+
+def test_entries_of_equivalent_mutants_name_modules_of_a_group() -> None:
+    modules = {module for group in CONFIG.groups.values() for module in group.modules}
+    assert {each.file for each in CONFIG.equivalent} <= modules
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with one module, and tests of it."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    (root / "module.py").write_text("def least(a, b):\n    return a if a < b else b\n\n\nUNUSED = 1\n")
+    (root / "test_module.py").write_text(
+        "from module import least\n\n\ndef test_least():\n    assert least(1, 2) == 1 and least(2, 1) == 1\n"
+    )
+    for command in (["init", "-q"], ["add", "module.py"]):  # the tests are not tracked yet
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
+
+
+def mutant(old: str, new: str, **fields):
+    given = {"name": "m", "group": "g", "file": "module.py", "tests": ("test_module.py",)} | fields
+    return mutants.Mutant(old=old, new=new, **given)
+
+
+def test_every_way_in_which_a_mutant_ends(tree: Path) -> None:
+    made = [
+        mutant("a < b", "a > b"),
+        mutant("a < b", "a <= b"),
+        mutant("UNUSED = 1", "while True:\n    pass"),
+        mutant("UNUSED = 1", "UNUSED = 1 +"),  # no test fails: nothing is imported
+        mutant("UNUSED = 1", "import os\n\nos.abort()"),
+        mutant("no such text", "x"),
+        mutant("a", "b"),  # there more than once
+        mutant("a < b", "a > b", file="gone.py"),
+    ]
+    found = list(mutants.run_by_hand(tree, made, 10.0))
+    assert [f.outcome for f in found] == [
+        "killed", "survived", "timeout", "broken", "killed", "stale", "stale", "stale",
+    ]  # fmt: skip
+    assert "'a < b' -> 'a <= b'" in found[1].detail
+    assert found[4].detail == "pytest died of SIGABRT"
+    assert "module.py has the old text 0 times" in found[5].detail
+    assert (tree / "module.py").read_text().count("a < b") == 1, "only the copy is changed"
+    assert mutants.summary(found)["g"]["caught"] == round(3 / 8, 3)
+
+
+def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:
+    (tree / "test_module.py").write_text("def test_least():\n    assert False\n")
+    with pytest.raises(mutants.NothingLearnt, match="without any mutant"):
+        list(mutants.run_by_hand(tree, [mutant("a < b", "a > b")], 60.0))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [
+        (["killed", "timeout", "equivalent"], 0),
+        (["killed", "survived"], 1),
+        (["stale", "survived"], 2),
+        (["broken"], 2),
+    ],
+)
+def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: list[str], status: int) -> None:
+    found = [mutants.Finding(f"m{i}", "g", outcome) for i, outcome in enumerate(outcomes)]
+    assert mutants.report(found, as_json=True) == status
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["findings"] == msgspec.to_builtins(found)
+    assert sum(n for name, n in printed["summary"]["g"].items() if name != "caught") == len(outcomes)
+    assert mutants.report(found, as_json=False) == status
+    assert "g: " in capsys.readouterr().out
+
+
+SHOWN = """\
+# portattn.core.x_ceil_div__mutmut_3: survived
+--- portattn/core.py
++++ portattn/core.py
+@@ -1,2 +1,2 @@
+ def ceil_div(a: int, b: int) -> int:
+-    return -(-a // b)
++    return -(+a // b)
+"""
+
+
+def test_a_survivor_that_is_known_to_be_equivalent() -> None:
+    found = mutants.Finding("portattn.core.x_ceil_div__mutmut_3", "planner", "survived")
+    judged, entry = mutants.judged(found, SHOWN, ())
+    assert (judged.outcome, entry) == ("survived", None)
+    assert judged.detail == "portattn/core.py: return -(-a // b) -> return -(+a // b)"
+    known = mutants.Equivalent(file="portattn/core.py", change=r".*-a.* -> .*\+a.*", reason="for no reason")
+    judged, entry = mutants.judged(found, SHOWN, (known,))
+    assert (judged.outcome, entry) == ("equivalent", known)
+    assert "for no reason" in judged.detail
+    elsewhere = msgspec.structs.replace(known, file="portattn/plan.py")
+    assert mutants.judged(found, SHOWN, (elsewhere,))[0].outcome == "survived"
+
+
+def test_results_of_mutmut_are_read() -> None:
+    text = (
+        "    a__mutmut_1: killed\n    a__mutmut_2: not checked\n    b__mutmut_1: no tests\n    b__mutmut_2: timeout\n"
+    )
+    assert list(mutants.ended(text)) == [
+        ("a__mutmut_1", "killed"), ("b__mutmut_1", "survived"), ("b__mutmut_2", "timeout"),
+    ]  # fmt: skip
+    with pytest.raises(mutants.NothingLearnt, match="'odd'"):
+        list(mutants.ended("    a__mutmut_1: odd\n"))
+
+
+def test_a_group_is_added_to_the_tools_table(tmp_path: Path) -> None:
+    copy = tmp_path / "pyproject.toml"
+    copy.write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"), encoding="utf-8")
+    mutants.configure(copy, CONFIG.groups["planner"])
+    from portattn.tomlfile import tomllib
+
+    table = tomllib.loads(copy.read_text(encoding="utf-8"))["tool"]["mutmut"]
+    assert table["only_mutate"] == list(CONFIG.groups["planner"].modules)
+    assert table["pytest_add_cli_args_test_selection"] == list(CONFIG.groups["planner"].tests)
+    assert table["source_paths"] == ["portattn"]
