@@ -48,6 +48,7 @@ _PUBLIC = {
     "DataError": "portattn.errors",
     "QuirkConflict": "portattn.errors",
     "PathUnavailable": "portattn.errors",
+    "TracingError": "portattn.errors",
     "FallbackWarning": "portattn.errors",
     "CompileWarning": "portattn.errors",
 }
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from portattn.errors import PortattnError as PortattnError
     from portattn.errors import QuirkConflict as QuirkConflict
     from portattn.errors import SettingError as SettingError
+    from portattn.errors import TracingError as TracingError
     from portattn.lowering import Launch as Launch
     from portattn.lowering import Lowering as Lowering
     from portattn.merge import merge_states as merge_states

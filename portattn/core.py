@@ -9,6 +9,8 @@ import msgspec
 
 from portattn.lowering import Launch, Lowering
 from portattn.problem import MAX_SPLITS, UNLIMITED, Problem
+from portattn.sizes import least, most, next_power_of_two
+from portattn.splits import split_evenly
 from portattn.target import Arch
 
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
@@ -16,10 +18,6 @@ SEARCH = 256  # beginnings of packed sequences that are compared at a time
 FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -47,11 +45,11 @@ class CoreKernel:
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""
-        for field, most in (("head_dim", self.max_head_dim), ("head_dim_v", self.max_head_dim_v)):
+        for field, widest in (("head_dim", self.max_head_dim), ("head_dim_v", self.max_head_dim_v)):
             width = getattr(problem, field)
-            if width > most:
+            if width > widest:
                 return (
-                    f"{field} is {width}, and the kernel's tiles take up to {most}",
+                    f"{field} is {width}, and the kernel's tiles take up to {widest}",
                     "backend='reference' takes 576",
                 )
         if problem.needs_grad:
@@ -179,9 +177,9 @@ def heads_together(problem: Problem, arch: Arch) -> int:
     keys = problem.seq_k if problem.total_k is None else ceil_div(problem.total_k, max(problem.batch, 1))
     size = 4 if problem.dtype == "fp32" else 2
     head_bytes = size * keys * (problem.head_dim + problem.head_dim_v)
-    fit = max(arch.cache_share // max(head_bytes, 1), 1) * problem.group
+    fit = most(arch.cache_share // most(head_bytes, 1), 1) * problem.group
     heads = problem.heads_q * (1 if problem.packed else problem.batch)
-    return max(min(fit, MOST_TOGETHER, heads), 1)
+    return most(least(fit, MOST_TOGETHER, heads), 1)
 
 
 def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:
@@ -203,7 +201,6 @@ class DecodeSplit(CoreKernel):
 
     # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
     FEW_KEY_TILES = 4
-    WAVE_EFFICIENCY = 0.85
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         return super().constexprs(problem, lowering, launch) | {
@@ -214,6 +211,10 @@ class DecodeSplit(CoreKernel):
             "PAGE_SIZE": problem.page_size,
             "PAGE_LOOP": lowering.page_loop,
         }
+
+    def natural_scores(self, problem: Problem) -> bool:
+        """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
+        return problem.alibi_slopes or problem.bias
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
@@ -255,25 +256,16 @@ class DecodeSplit(CoreKernel):
             return problem.seq_k
         right = 0 if problem.causal != "none" else problem.window_right
         seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
-        return min(problem.seq_k, seen)
+        return least(problem.seq_k, seen)
 
     def splits(self, programs: int, key_tiles: int, cores: int, resident: int, full: float) -> int:
-        """Fewest splits whose last wave of programs is nearly as full as the best number of splits makes it.
+        """Over how many programs to split a row's keys.
 
         full: programs a core from which on keys are not split, as the cores are full anyway
         """
         if programs >= full * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
             return 1
-        slots = cores * resident
-        most = min(MAX_SPLITS, key_tiles, max(slots // programs, 1) * 2)
-        efficiency = {}
-        for count in range(1, most + 1):
-            waves = programs * count / slots
-            # A split reads whole key tiles: uneven shares leave some programs idle in the last step.
-            share = ceil_div(key_tiles, count)
-            efficiency[count] = waves / ceil_div(programs * count, slots) * key_tiles / (share * count)
-        best = max(efficiency.values())
-        return min(count for count, value in efficiency.items() if value >= self.WAVE_EFFICIENCY * best)
+        return split_evenly(programs, key_tiles, cores * resident, MAX_SPLITS)
 
 
 class PagedSplit(DecodeSplit):
@@ -322,6 +314,9 @@ class SparseSplit(DecodeSplit):
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         return ()
+
+    def natural_scores(self, problem: Problem) -> bool:
+        return True
 
     def row_tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.group

@@ -11,13 +11,14 @@ import msgspec
 
 from portattn import __version__
 from portattn.config import Settings
-from portattn.core import CORES, FULL, CoreKernel, next_power_of_two
+from portattn.core import CORES, FULL, CoreKernel
 from portattn.errors import QuirkConflict
 from portattn.lowering import Launch, Lowering
 from portattn.planned import Applied, CoreChoice, Rejection
 from portattn.problem import Problem
 from portattn.quirk import PATH_EFFECTS, Effect, Quirk, parse_overrides
 from portattn.registry import Registry
+from portattn.sizes import next_power_of_two, pinned
 from portattn.target import Target
 from portattn.toolchain import COMPILERS, TRIED
 from portattn.verdict import Verdicts
@@ -81,7 +82,7 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
     verdict = verdicts.get(choice.key)
     if verdict is not None and not verdict.passed:
         raise refuse(
-            f"this specialisation failed here on {verdict.date}: {verdict.reason}",
+            f"this specialisation {verdict.told()}",
             f"see incident {verdict.incident}" if verdict.incident else "",
             incident=verdict.incident,
             choice=choice,
@@ -124,13 +125,14 @@ class _Quirked:
     """Lowering, launch and compile environment while quirks and hard limits are applied to them.
 
     launch, fitted  what tuning and quirks ask for, and that with what follows from the problem's sizes
+    programs        as many as that launches
     limits          choice -> what a hard limit made of it, for people
     """
 
     def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
         self.kernel, self.problem, self.target = kernel, problem, target
         self.lowering, self.launch, self.resident, self.full = base.lowering, base.launch, base.resident, base.full
-        self.fitted = base.launch
+        self.fitted, self.programs = base.launch, 0
         self.env: dict[str, str] = {}
         self.applied: dict[str, Applied] = {}
         self.blockers: list[Quirk] = []
@@ -163,7 +165,7 @@ class _Quirked:
         arch = self.target.arch
         pinned = {name for kind, name in self._set_by if kind == "launch"}
         self.fitted = self.kernel.fit(self.problem, self.lowering, self.launch, arch, self.resident, pinned, self.full)
-        tiles = self.kernel.tiles(self.problem, self.fitted)
+        tiles = self.programs = self.kernel.tiles(self.problem, self.fitted)
         if tiles > arch.max_programs:
             self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
         for choice, value, why in self.kernel.limits(self.problem, self.lowering, self.fitted):
@@ -197,8 +199,7 @@ class _Quirked:
     def _holds(self, quirk: Quirk, forced: bool) -> bool:
         if forced:
             return quirk.concerns(self.kernel.name, self.target)
-        programs = self.kernel.tiles(self.problem, self.fitted)
-        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, self.fitted, programs)
+        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, self.fitted, self.programs)
 
     def _take(self, quirk: Quirk) -> None:
         effect = quirk.effect
@@ -266,4 +267,4 @@ def specialisation_key(
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
     }
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]

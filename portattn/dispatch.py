@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
+import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from portattn import compiling, fastpath, variantready
+from portattn import compiling, fastpath, sizing, variantready
 from portattn.backends.base import Backend, Variant
 from portattn.call import TENSORS, Call
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
-from portattn.kept import Kept, of_calls, of_variant
+from portattn.kept import Kept
 from portattn.launch import KernelCall, kernel_calls, launch_all
 from portattn.launch.run import Launches, device_guard
 from portattn.planner import Plan, Rejection, plan
@@ -34,12 +37,21 @@ PLAN_CACHE = 4096  # plans kept, by problem, device and settings
 
 
 def last_plan() -> Plan | None:
-    """The plan of the last call that ran in this thread or task, as it ran, fall-backs included; None before any."""
-    return _last.get()
+    """The plan of the last call that ran in this thread or task, as it ran, fall-backs included; None before any.
+
+    A kept call plans nothing: its plan is made when it is asked for here.
+    """
+    found = _last.get()
+    if type(found) is tuple:
+        planner, inputs = found
+        found = planner(inputs)
+        _last.set(found)
+    made: Plan | None = found
+    return made
 
 
-def note(made: Plan) -> None:
-    """Remember a plan that ran by other means than `run` as the last one."""
+def note(made: Any) -> None:
+    """Remember as the last one a plan that ran by other means than `run`, or what makes it (Kept.note)."""
     _last.set(made)
 
 
@@ -102,70 +114,106 @@ def forget_plans() -> None:
     fastpath.forget()
 
 
-def kept(key: Hashable, settings: Settings) -> Kept | None:
-    """What an earlier call with this key kept, about to run again; None when nothing is."""
-    if settings.validate == "always":
-        return None
-    found = fastpath.find(key, settings)
-    if found is not None:
-        _last.set(found.plan)
-    return found
+class Keeper(Protocol):
+    """What keeps the launches of a call (request.Keeping).
+
+    given   names of the tensors that the call brings, in order
+    inputs  its sizes and strides
+    """
+
+    given: tuple[str, ...]
+    inputs: list[int]
+
+    def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> sizing.Recipe: ...
+
+    def keep(self, kept: Kept, seconds: float) -> None:
+        """seconds  that it may be kept"""
+        ...
 
 
 def plan_call(call: Call, settings: Settings) -> Plan:
     """How a call would run here, with what failed to compile before taken into account. Nothing is launched."""
     call.dry = True
-    made, _ = _compilable(call, settings)
+    made, _, _ = _compilable(call, settings)
     _refuse(made, settings)
     return made
 
 
-def prepared(call: Call, settings: Settings, given: tuple[str, ...]) -> tuple[Plan, Kept | None]:
-    """A call's plan, its kernels compiled and found right here, and its launches for calls that bring the tensors named
-    in `given`; None where no kernel of portattn's runs, as after a compile that failed. Nothing is launched.
+def prepared(call: Call, settings: Settings, keeping: Keeper) -> tuple[Plan, Kept | None]:
+    """A call's plan, its kernels compiled and found right here, and its launches; None where no kernel of portattn's
+    runs, as after a compile that failed, also one that may pass: what is prepared is not prepared again. Nothing is
+    launched, and nothing kept for other calls.
     """
     call.dry = False
-    made, launches = _compilable(call, settings)
+    with _without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
+        made, launches, failed = _compilable(call, settings)
     _refuse(made, settings)
     variant = variantready.variant_of(made)
     with device_guard(call.q):
         if launches is not None:
-            return made, of_calls(made, settings, given, *launches, call.q.device)
+            return made, _keep_core(made, launches, call, keeping, failed)
         if variant is not None:
-            launch, inputs = variant.launcher(call), _tensors(call)
-            return made, of_variant(made, settings, given, variant, launch, inputs, call.q.device)
+            return made, _keep_variant(made, variant, variant.launcher(call), _tensors(call), call, keeping, failed)
     return made, None
 
 
-def run(
-    call: Call, settings: Settings, key: Hashable | None = None, given: tuple[str, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _keep_core(made: Plan, launches: Launches, call: Call, keeping: Keeper, failed: Mapping[str, Verdict]) -> Kept:
+    recipe = keeping.recipe(detect_target(call.q.device.type, call.q.device.index)[0], failed)
+    return sizing.keep_core(recipe, keeping.inputs, made, keeping.given, *launches, call.q.device)
+
+
+def _keep_variant(
+    made: Plan, variant: Variant, launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], call: Call,
+    keeping: Keeper, failed: Mapping[str, Verdict],
+) -> Kept:  # fmt: skip
+    recipe = keeping.recipe(detect_target(call.q.device.type, call.q.device.index)[0], failed)
+    return sizing.keep_variant(recipe, keeping.inputs, made, keeping.given, variant, launch, tensors, call.q.device)
+
+
+def run(call: Call, settings: Settings, keeping: Keeper | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
 
-    With a key, the launches of portattn's own kernels are kept for calls of the same key, which bring the tensors named
-    in `given`. A compile that fails becomes an Incident, and the call is planned again without that path; where that
-    was a variant, the core runs, which is no fall-back. An error while the kernel runs passes through: it is never
-    retried elsewhere.
+    keeping  keeps the launches of portattn's own kernels for calls of the same kind
+
+    A compile that fails becomes an Incident, and the call is planned again without that path; where that was a variant,
+    the core runs, which is no fall-back. Nothing is kept where what failed may pass; what is kept after a time-out is
+    forgotten when that is over. An error while the kernel runs passes through: it is never retried elsewhere.
+
+    Every path computes in the dtypes that it is given: autocast, which kernels do not see, is off for the others too.
     """
-    made, launches = _compilable(call, settings)
+    with _without_autocast(call.q.device.type):
+        return _run(call, settings, keeping)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block, torch's operators compute in the dtypes that they are given."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _run(call: Call, settings: Settings, keeping: Keeper | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    made, launches, failed = _compilable(call, settings)
+    if not _settled(failed):
+        keeping = None
     _refuse(made, settings)
     _warn(made, settings)
     if launches is None:
-        result = _run_elsewhere(made, call, settings, key, given)
+        result = _run_elsewhere(made, call, keeping, failed)
     else:
         calls, out, lse = launches
         result = out, lse
-        if key is None or call.copied or not out.numel():
+        if keeping is None or call.copied or not out.numel():
             launch_all(calls, made, call.q)
         else:
             with device_guard(call.q):
-                first = of_calls(made, settings, given, calls, out, lse, call.q.device)
+                first = _keep_core(made, launches, call, keeping, failed)
             if first.direct is None:
                 launch_all(calls, made, call.q)
             else:
                 del launches, calls  # and with them their buffers: the kept call has its own
                 _run_kept(first, call, out, lse)
-            fastpath.keep(key, first)
+            keeping.keep(first, _seconds(failed))
     _last.set(made)
     return result
 
@@ -173,11 +221,12 @@ def run(
 def _run_kept(first: Kept, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Run a call by what is kept of it, without Triton's launchers, which would have to be made first."""
     inputs = [getattr(call, name) for name in first.given]
-    first(inputs, [tensor.data_ptr() for tensor in inputs], out, lse)
+    first(inputs, [tensor.data_ptr() for tensor in inputs], first.sizes, out, lse)
 
 
-def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None]:
-    """The plan of a call, and a core plan's launches, which compile here as far as is known; else None."""
+def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None, dict[str, Verdict]]:
+    """The plan of a call; a core plan's launches, which compile here as far as is known, else None; and the verdicts
+    on what does not."""
     device = call.q.device
     made = _planned(call.problem, device.type, device.index, settings)
     failed: dict[str, Verdict] = {}
@@ -190,10 +239,21 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None]:
         else:
             launches, failure = None, _variant_failure(variant, made, call, target, settings)
         if failure is None:
-            return made, launches
+            return made, launches, failed
         failed[made.key] = failure
         made = plan(call.problem, target, verdicts=failed, settings=settings)
-    return made, None
+    return made, None, failed
+
+
+def _settled(failed: Mapping[str, Verdict]) -> bool:
+    """Whether the plan holds for later calls too: no failure that may pass has led to it."""
+    return all(verdict.standing != "passing" for verdict in failed.values())
+
+
+def _seconds(failed: Mapping[str, Verdict]) -> float:
+    """How long the plan holds: until the first time-out that has led to it is over."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return min(((v.until - now).total_seconds() for v in failed.values() if v.until is not None), default=math.inf)
 
 
 def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Settings) -> Verdict | None:
@@ -232,7 +292,7 @@ def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.dev
 
 
 def _run_elsewhere(
-    made: Plan, call: Call, settings: Settings, key: Hashable | None, given: tuple[str, ...]
+    made: Plan, call: Call, keeping: Keeper | None, failed: Mapping[str, Verdict]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run on a path that is not the core's."""
     if made.path == "reference":
@@ -240,18 +300,18 @@ def _run_elsewhere(
     backend = Registry.load().backends[made.target.partition(":")[0]]
     variant = variantready.variant_of(made)
     if variant is not None:
-        if key is None or call.copied:
+        if keeping is None or call.copied:
             _, out, lse = run_variant(variant, call)
             return out, lse
         launch, inputs = variant.launcher(call), _tensors(call)
         out, lse = inputs["out"], inputs["lse"]
         with device_guard(call.q):
-            first = of_variant(made, settings, given, variant, launch, inputs, call.q.device)
+            first = _keep_variant(made, variant, launch, inputs, call, keeping, failed)
             if first.direct is None:
                 launch(inputs)
         if first.direct is not None:
             _run_kept(first, call, out, lse)
-        fastpath.keep(key, first)
+        keeping.keep(first, _seconds(failed))
         return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)
@@ -297,5 +357,5 @@ def _warn(made: Plan, settings: Settings) -> None:
     warnings.warn(
         f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
         FallbackWarning,
-        stacklevel=5,  # _warn, run, ops.perform, the op, its caller
+        stacklevel=6,  # _warn, _run, run, request.perform, the op, its caller
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portattn.planner import Rejection
@@ -20,6 +20,9 @@ class ArgumentError(PortattnError, ValueError):
         self.op, self.argument, self.value, self.limit = op, argument, value, limit
         super().__init__(f"{op}: {argument} is {value!r}, but {limit}")
 
+    def __reduce__(self) -> tuple[Any, ...]:  # as in all that are made of other things than their text: pools pickle
+        return type(self), (self.op, self.argument, self.value, self.limit)
+
 
 class SettingError(PortattnError, ValueError):
     """An environment variable or a setting is unknown or holds a value outside its vocabulary."""
@@ -32,16 +35,26 @@ class DataError(PortattnError, ValueError):
         self.path, self.line, self.problem = str(path), line, problem
         super().__init__(f"{path}:{line}: {problem}" if line else f"{path}: {problem}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.line, self.problem)
+
 
 class QuirkConflict(PortattnError):
     """Two active quirks set one choice differently, so no plan can be made."""
 
     def __init__(self, choice: str, first: tuple[str, object], second: tuple[str, object]) -> None:
-        self.choice, self.quirks = choice, (first[0], second[0])
+        self.choice, self.quirks, self._settings = choice, (first[0], second[0]), (first, second)
         super().__init__(
             f"quirks {first[0]} and {second[0]} both apply and set {choice} differently: "
             f"{first[1]!r} and {second[1]!r}. Narrow one of them, or switch one off with PORTATTN_QUIRKS=-<id>"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.choice, *self._settings)
+
+
+class TracingError(PortattnError, RuntimeError):
+    """A call is recorded by a tracer, or transformed by torch.func: neither would see what is written to its output."""
 
 
 class PathUnavailable(PortattnError):

@@ -6,14 +6,17 @@ import contextlib
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from portattn import fastpath
 from portattn.config import Settings
 from portattn.errors import CompileWarning
 from portattn.launch import triton_runtime
+from portattn.launch.kernelcall import POINTER_ALIGNMENT
 
 if TYPE_CHECKING:
     from portattn.request import Request
@@ -65,24 +68,26 @@ def counting() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def watching(request: Request, key: Any) -> Iterator[None]:
+def watching(request: Request) -> Iterator[None]:
     """Around what a call does that none was kept for: warns, where that is wanted, about what it compiled."""
     if not wanted(request.settings):
         yield
         return
     before, begun = _specialisations(), time.perf_counter()
-    nearest = fastpath.nearest(key, request.settings, tuple(request.tensors), tuple(request.values))
+    near = nearest(request)
     try:
         yield
     finally:
         new = _specialisations() - before - _warned
         _warned.update(new)
         if new:
-            _warn(request, sorted({name for name, _ in new}), time.perf_counter() - begun, nearest)
+            _warn(request, sorted({name for name, _ in new}), time.perf_counter() - begun, near)
 
 
 def _warn(request: Request, kernels: list[str], seconds: float, nearest: list[str] | None) -> None:
-    made = fastpath.last_plan.get()
+    from portattn.dispatch import last_plan
+
+    made = last_plan()
     of_call = made is not None and made.problem.op == request.op
     about = f"{made.problem} on the {made.path} path" if made is not None and of_call else request.op
     key = f", key {made.key}" if made is not None and of_call and made.key else ""
@@ -98,6 +103,78 @@ def _warn(request: Request, kernels: list[str], seconds: float, nearest: list[st
         CompileWarning,
         stacklevel=6,  # _warn, watching, contextlib, perform, the op, its caller
     )
+
+
+_FACTS = ("shape", "strides", "type", "device", f"address modulo {POINTER_ALIGNMENT}")
+Facts = dict[str, Any]
+
+
+def nearest(request: Request) -> list[str] | None:
+    """In what a call differs from the kept one of its operation that differs in least; None where there is none."""
+    if not request.keepable():
+        return None
+    from portattn.request import CALLED, Keeping
+
+    mine, found = Keeping(request), None
+    for kind in fastpath.every_kind():
+        if kind.op != request.op:
+            continue
+        for kept in kind.classes:
+            called = CALLED.get(kind.op, {})
+            differing = _differences(_facts(mine.kind, mine.inputs, called), _facts(kind, kept.inputs, called))
+            differing += [
+                f"the setting {name}: {getattr(request.settings, name)!r} instead of {getattr(kept.settings, name)!r}"
+                for name in request.settings.__struct_fields__
+                if getattr(request.settings, name) != getattr(kept.settings, name) and name != "monitor"
+            ]
+            if found is None or len(differing) < len(found):
+                found = differing
+    return found
+
+
+def _facts(kind: fastpath.Kind, inputs: Sequence[int], called: Mapping[str, str]) -> Facts:
+    """What a call of a kind is: tensors as _FACTS, other arguments as they are. called: what its caller calls them,
+    where kernels have other names."""
+    numbers, layouts = iter(inputs), []
+    for one in kind.kinds:
+        shape = tuple(next(numbers) for _ in range(one.ndim))
+        strides = tuple(next(numbers) for _ in range(one.ndim))
+        layouts.append((shape, strides, one.dtype, one.device, one.residue))
+    facts: Facts = {
+        called.get(name, name): None if place is None else layouts[place] for name, place in kind.places.items()
+    }
+    facts |= dict(zip(kind.value_names, kind.values, strict=False))
+    facts |= {name: None if given is None else next(numbers) for name, given in kind.lengths.items()}
+    return facts | {"gradients": any(one.requires_grad for one in kind.kinds)}
+
+
+def _differences(mine: Facts, theirs: Facts) -> list[str]:
+    found = []
+    for name, one in mine.items():
+        two = theirs.get(name)
+        if fastpath.identical(one, two):
+            continue
+        if name == "gradients":
+            found.append(f"gradients are {'' if one else 'not '}asked for")
+        elif one is not None and two is not None and _is_layout(one) and _is_layout(two):
+            found += [
+                f"{name}'s {fact}: {_said(a)} instead of {_said(b)}"
+                for fact, a, b in zip(_FACTS, one, two, strict=True)
+                if a != b and not (fact == "strides" and one[0] != two[0])  # they mostly follow from the shape
+            ]
+        elif _is_layout(one) or _is_layout(two):
+            found.append(f"{name} is {'not ' if one is None else ''}given")
+        else:
+            found.append(f"{name}: {one!r} instead of {two!r}")
+    return found
+
+
+def _is_layout(fact: Any) -> bool:
+    return type(fact) is tuple and len(fact) == len(_FACTS) and isinstance(fact[2], torch.dtype)
+
+
+def _said(fact: Any) -> str:
+    return str(tuple(fact)) if isinstance(fact, tuple) else str(fact)
 
 
 def _specialisations() -> set[tuple[str, str]]:

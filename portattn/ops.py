@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from portattn import validate as building
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.pagetable import PageTable
@@ -98,9 +97,6 @@ def attention(
     }  # fmt: skip
     request = Request(
         "attention", settings, {"q": q, "k": k, "v": v, **features}, values,
-        lambda: building.attention_call(
-            "attention", q, k, v, names=("q", "k", "v"), settings=settings, **values, **features
-        ),
         (backend, validate),
     )  # fmt: skip
     return perform(request)
@@ -142,7 +138,8 @@ def varlen_attention(
     found = again(
         "varlen_attention",
         (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
-        (max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, return_lse, backend, validate),
+        (scale, causal, window, softcap, return_lse, backend, validate),
+        (max_seqlen_q, max_seqlen_k),
     )
     if found is not None:
         return found
@@ -155,7 +152,6 @@ def varlen_attention(
     request = Request(
         "varlen_attention", settings,
         {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features}, values,
-        lambda: building.varlen_call(q, k, v, cu_seqlens_q, cu_seqlens_k, settings=settings, **values, **features),
         (backend, validate),
     )  # fmt: skip
     return perform(request)
@@ -195,7 +191,7 @@ def decode_attention(
     bias, mask  broadcast to (B, Hq, Sq, Smax)
 
     The rest as in `attention`. Where keys are split over programs, float32 partial results of
-    splits·B·Hq·Sq·(Dv + 1) elements are allocated beside the output. Raises as `attention` does.
+    splits·B·Hq·Sq·(Dv + 2) elements are allocated beside the output. Raises as `attention` does.
     """
     found = again(
         "decode_attention",
@@ -215,10 +211,6 @@ def decode_attention(
     }  # fmt: skip
     request = Request(
         "decode_attention", settings, {"q": q, "k": k_cache, "v": v_cache, **features}, values,
-        lambda: building.attention_call(
-            "decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), settings=settings, **values,
-            **features,
-        ),
         (backend, validate),
     )  # fmt: skip
     return perform(request)
@@ -264,13 +256,14 @@ def paged_attention(
 
     Nothing waits for the device. The rest as in `attention` and `decode_attention`. Returns out like q with Dv columns,
     and with return_lse the LSE (B, Hq, Sq), or (Hq, Tq) of packed queries. Where keys are split over programs, float32
-    partial results of splits·B·Hq·Sq·(Dv + 1) elements (packed: splits·Hq·Tq·(Dv + 1)) are allocated beside the output.
+    partial results of splits·B·Hq·Sq·(Dv + 2) elements (packed: splits·Hq·Tq·(Dv + 2)) are allocated beside the output.
     """
     table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate)
     found = again(
         "paged_attention",
         (q, k_pages, v_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
-        (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
+        (max_seqlen_q,),
     )
     if found is not None:
         return found
@@ -289,9 +282,6 @@ def paged_attention(
     request = Request(
         "paged_attention", settings,
         {"q": q, "k": k_pages, "v": v_pages, "page_table": table, "seqlens_k": seqlens_k, **features}, values,
-        lambda: building.paged_call(
-            q, k_pages, v_pages, table, seqlens_k, settings=settings, **values, **features
-        ),
         (backend, validate),
     )  # fmt: skip
     return perform(request)
@@ -338,7 +328,7 @@ def sparse_attention(
     alibi_slopes (Hq,) or (B, Hq) float32; the query's position is that of the last key
 
     A causal mask, a window, a mask or a bias are choices of tokens or log_weights here. The rest as in
-    `decode_attention`, with partial results of splits·B·Hq·(Dv + 1) float32 elements where tokens are split.
+    `decode_attention`, with partial results of splits·B·Hq·(Dv + 2) float32 elements where tokens are split.
     """
     op = "sparse_attention"
     table: Any = None
@@ -371,10 +361,6 @@ def sparse_attention(
             "seqlens_k": seqlens_k, **features, **sampling,
         },
         values | {"magicpig": constants},
-        lambda: building.sparse_call(
-            q, k_cache, v_cache, indices, counts, settings=settings, page_table=table, seqlens_k=seqlens_k,
-            magicpig=None if bits is None or tables is None else (bits, tables), **values, **features,
-        ),
         (backend, validate),
     )  # fmt: skip
     return perform(request)
@@ -421,7 +407,8 @@ def mla_attention(
     found = again(
         op,
         (q_nope, q_rope, kv_pages, kv_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
-        (max_seqlen_q, scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+        (max_seqlen_q,),
     )
     if found is not None:
         return found
@@ -444,9 +431,6 @@ def mla_attention(
             "seqlens_k": seqlens_k, **features,
         },
         values,
-        lambda: building.mla_call(
-            q_nope, q_rope, kv_pages, table, seqlens_k, settings=settings, **values, **features
-        ),
         (backend, validate),
     )  # fmt: skip
     return perform(request)

@@ -15,7 +15,7 @@ from portattn.launch import has_rows
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.launch.run import DescriptorMemory, device_guard
 from portattn.planned import Plan
-from portattn.request import Collected, Request, Result, _collected, finished
+from portattn.request import Collected, Keeping, Request, Result, _collected, admitted, finished
 from portattn.validate import wants_gradients
 
 
@@ -38,29 +38,30 @@ class Prepared:
 
     def __init__(self, op: Callable[..., Any], request: Request) -> None:
         call = request.build()
-        self._op, self._settings, self._key = op, request.settings, request.key()
+        self._op, self._settings = op, request.settings
         self._kept: Kept | None = None
-        self._entry: fastpath.Entry | None = None
+        self._kind: fastpath.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
         self._name = self.plan.problem.op
-        self._types = tuple(map(type, request.values.values()))
         self._description = _description(request)
         self._out_shape, self._lse_shape = results(self.plan.problem)
         q = request.tensors["q"]
         self._dtype, self._device = q.dtype, q.device
         ours = self.plan.kernel or variantready.variant_of(self.plan) is not None
-        if not ours or self._key is None or call.copied or not has_rows(self.plan):
+        if not ours or not request.launched_by_address() or call.copied or not has_rows(self.plan):
             return
         # What must not run here is planned past. A run of what is left then warns, as a plain call does.
-        self.plan, self._kept = dispatch.prepared(call, request.settings, request.given)
+        keeping = Keeping(request, only=True)
+        self.plan, self._kept = dispatch.prepared(call, request.settings, keeping)
         if self._kept is None:
             return
+        self._sizes = self._kept.sizes
         with device_guard(q):
-            self._memory = self._kept.memory()
+            self._memory = self._kept.memory(self._sizes)
         self._descriptors = DescriptorMemory(q.device, held={})
-        if request.settings.validate != "always":
-            values = (*request.values.values(), *request.asked)
-            self._entry = fastpath.Entry(tuple(request.tensors.values()), values, current(), self._kept)
+        if request.keepable():
+            keeping.kind.add(self._kept)
+            self._kind = keeping.kind
 
     def run(
         self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
@@ -81,25 +82,21 @@ class Prepared:
         if not running:
             return found
         request = running[0]
+        shapes = admitted(request)
         self._check(request)
         self._check_results(out, lse)
         if lse is not None and not request.return_lse:
             raise ArgumentError(self._name, "lse", tuple(lse.shape), "return_lse is False: none is computed")
-        if self._kept is not None:
+        if shapes is None and self._kept is not None:
             if self._settings.validate == "always":
                 request.build()  # reads lengths and ids back, as asked
             dispatch.note(self.plan)
             given = [tensor for tensor in request.tensors.values() if tensor is not None]
             return self._again(given, [tensor.data_ptr() for tensor in given], out, lse)
-        kept = None if self._key is None else dispatch.kept(self._key, request.settings)
-        result: Any
-        if kept is None:
+        result: Any = shapes
+        if shapes is None:
             call = request.build()
-            result = finished(call, *dispatch.run(call, request.settings, self._key, request.given))
-        else:
-            given = [tensor for tensor in request.tensors.values() if tensor is not None]
-            pair = kept(given, [tensor.data_ptr() for tensor in given])
-            result = pair if request.return_lse else pair[0]
+            result = finished(call, *dispatch.run(call, request.settings, None))
         values = result if isinstance(result, tuple) else (result,)
         places = [
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)
@@ -110,7 +107,7 @@ class Prepared:
         self, given: Sequence[torch.Tensor], addresses: list[int], out: torch.Tensor | None, lse: torch.Tensor | None
     ) -> Result:
         assert self._kept is not None
-        found, sums = self._kept(given, addresses, out, lse, self._memory, self._descriptors)
+        found, sums = self._kept(given, addresses, self._sizes, out, lse, self._memory, self._descriptors)
         return found if sums is None else (found, sums)
 
     def _check(self, request: Request) -> None:
@@ -119,12 +116,9 @@ class Prepared:
                 now, was = getattr(request.settings, name), getattr(self._settings, name)
                 if now != was:
                     raise ArgumentError(self._name, name, now, f"the call was prepared with {was!r}")
-        # Types first: a value that is no plain one (a tensor, say) may not even compare.
-        if tuple(map(type, request.values.values())) == self._types and request.key() == self._key is not None:
-            return
         now = _description(request)
         for name, was in self._description.items():
-            if type(now[name]) is not type(was) or now[name] != was:
+            if not fastpath.identical(now[name], was):
                 raise ArgumentError(self._name, name, now[name], f"the call was prepared with {was!r}")
 
     def _check_results(self, out: Any, lse: Any) -> None:
@@ -150,42 +144,33 @@ class _Running(Collected):
         super().__init__()
         self._handle, self._out, self._lse = handle, out, lse
 
-    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Any:
         handle, out, lse, settings = self._handle, self._out, self._lse, current()
-        entry = handle._entry
-        if entry is None or (lse is not None and handle.plan.problem.return_lse is False):
+        kind = handle._kind
+        if kind is None or (lse is not None and handle.plan.problem.return_lse is False):
             return None
-        if entry.hit is not None and isinstance(tensors[0], torch.Tensor):
+        if kind.hit is not None and isinstance(tensors[0], torch.Tensor):
             handle._check_results(out, lse)
-            done = entry.hit(tensors, values, settings, out, lse, handle._memory)
+            done = kind.hit(tensors, values, lengths, settings, out, lse, handle._memory)
             if done is not NotImplemented:
                 return done
-        found = entry.match(tensors, values, settings)
+        found = kind.match(tensors, values, lengths, settings)
         if found is None:
             return None
-        given, addresses = found
+        given, addresses, _ = found
         handle._check_results(out, lse)
         dispatch.note(handle.plan)
         return handle._again(given, addresses, self._out, self._lse)
 
 
-# What the caller knows tensors and the other arguments by, where kernels have other names or none.
-_CACHE = {"k": "k_cache", "v": "v_cache"}
-_TENSORS = {
-    "decode_attention": _CACHE,
-    "paged_attention": {"k": "k_pages", "v": "v_pages"},
-    "sparse_attention": _CACHE | {"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
-    "mla_attention": {"q": "q_nope", "k": "kv_pages", "v": "kv_pages"},
-}
-
-
 def _description(request: Request) -> dict[str, Any]:
     """Everything of a request but its data, by the names that its caller uses."""
-    names = _TENSORS.get(request.op, {})
     found: dict[str, Any] = dict(request.values)
-    for name, t in request.tensors.items():
-        given, name = isinstance(t, torch.Tensor), names.get(name, name)
+    for name, t in request.named_tensors.items():
+        given = isinstance(t, torch.Tensor)
         found[name] = (tuple(t.shape), t.stride(), t.dtype, str(t.device)) if given else type(t).__name__
+        if given:
+            found[f"whether {name} is a view to be negated"] = t.is_neg()
         if given and t.device.type != "cpu":
             found[f"{name}'s address, modulo {POINTER_ALIGNMENT}"] = t.data_ptr() % POINTER_ALIGNMENT
     tensors = [t for t in request.tensors.values() if isinstance(t, torch.Tensor)]

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from portattn.errors import ArgumentError
+from portattn.sizes import is_size
 
 Op = Literal[
     "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention"
@@ -114,7 +115,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if value is None and name.startswith("total_"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            if not is_size(value) or not least <= value <= most:
                 raise ArgumentError(self.op, name, value, f"must be an integer from {least} to {most}")
         if self.heads_q % self.heads_k:
             raise ArgumentError(
@@ -171,7 +172,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
 
     def features(self) -> dict[str, Any]:
-        """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`."""
+        """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`. Not to be
+        changed: planning asks for them again and again, and the last ones are kept."""
+        global _last_features
+        whose, found = _last_features
+        if whose is not self:
+            found = self._features()
+            _last_features = self, found
+        return found
+
+    def _features(self) -> dict[str, Any]:
         seq_q = rows = self.seq_q
         seq_k = self.seq_k
         if self.num_splits and self.op != "decode_attention":
@@ -257,6 +267,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return " ".join([self.op, shape, f"kv {keys}", self.dtype, *sizes, *causal, *window, *flags])
 
 
+_last_features: tuple[Problem | None, dict[str, Any]] = (None, {})
 # Ops whose kernels pack the query heads of one key/value head into the rows of a tile.
 GROUPED = ("decode_attention", "paged_attention", "mla_attention")
 _RAGGED = ("paged_attention", "mla_attention")  # ops whose queries may be packed over a paged cache

@@ -16,6 +16,7 @@ from portattn.errors import DataError, SettingError
 from portattn.lowering import Launch, Lowering
 from portattn.problem import Problem
 from portattn.quirk_checks import EFFECTS, NUMBER, PATH_EFFECTS
+from portattn.sizes import pinned
 from portattn.target import Target
 from portattn.toolchain import Toolchain
 
@@ -244,6 +245,7 @@ def _parsed(features: tuple[str, ...]) -> tuple[conditions.Condition, ...]:
 
 def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
     """Whether a launch value is the one wanted, or compares as wanted (">=4"). An option that is not set never does."""
+    seen = pinned(seen)
     match = NUMBER.match(wanted) if isinstance(wanted, str) else None
     if not match:
         return type(seen) is type(wanted) and bool(seen == wanted)

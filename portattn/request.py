@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,18 +11,38 @@ from typing import Any
 
 import msgspec
 import torch
-from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from portattn import dispatch, fastpath, monitoring
 from portattn.call import Call
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.kept import Kept
+from portattn.launch.guards import in_mode
 from portattn.planned import Plan
+from portattn.sizing import Recipe
+from portattn.target import Target
+from portattn.tracing import refuse_what_no_kernel_sees, shapes_alone
+from portattn.validate.builders import BUILDERS
+from portattn.verdict import Verdict
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_recent = fastpath.recent
+# Arguments that are sizes, as the tensors' sizes are; by operation.
+LENGTHS: dict[str, tuple[str, ...]] = {
+    "varlen_attention": ("max_seqlen_q", "max_seqlen_k"),
+    "paged_attention": ("max_seqlen_q",),
+    "mla_attention": ("max_seqlen_q",),
+}
+
+# What the caller knows tensors by, where kernels have other names or none; by operation.
+_CACHE = {"k": "k_cache", "v": "v_cache"}
+CALLED: dict[str, dict[str, str]] = {
+    "decode_attention": _CACHE,
+    "paged_attention": {"k": "k_pages", "v": "v_pages"},
+    "sparse_attention": _CACHE | {"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
+    "mla_attention": {"q": "q_nope", "k": "kv_pages", "v": "kv_pages"},
+}
 
 
 @dataclass(slots=True)
@@ -31,7 +51,6 @@ class Request:
 
     tensors  by the names that they have in kernels' arguments; None for those that are not given
     values   everything else that decides the plan, by the caller's names
-    build    validates and makes the Call
     asked    `backend` and `validate` as the caller gave them
     """
 
@@ -39,8 +58,11 @@ class Request:
     settings: Settings
     tensors: dict[str, Any]
     values: dict[str, Any]
-    build: Callable[[], Call]
     asked: tuple[Any, Any] = (None, None)
+
+    def build(self) -> Call:
+        """Validate, and make the Call. Raises ArgumentError."""
+        return BUILDERS[self.op](self.settings, self.tensors, self.values)
 
     @property
     def return_lse(self) -> bool:
@@ -51,25 +73,68 @@ class Request:
         """Names of the tensors that the caller gave."""
         return tuple(name for name, tensor in self.tensors.items() if tensor is not None)
 
-    def key(self) -> Hashable | None:
-        """The key under which the call is kept; None for what is never kept.
+    @property
+    def named_tensors(self) -> dict[str, Any]:
+        """The tensors by the names that the caller knows them by."""
+        called = CALLED.get(self.op, {})
+        return {called.get(name, name): tensor for name, tensor in self.tensors.items()}
 
-        Those are calls on a CPU, of what is no tensor, and of tensors that do not simply lie in memory: subclasses
-        (fake tensors have no memory at all) and views whose negation is still to be done.
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The arguments that are sizes."""
+        return {name: self.values[name] for name in LENGTHS.get(self.op, ())}
+
+    @property
+    def fixed_values(self) -> tuple[Any, ...]:
+        """All other arguments, and what the call asked for."""
+        lengths = LENGTHS.get(self.op, ())
+        return (*(value for name, value in self.values.items() if name not in lengths), *self.asked)
+
+    def keepable(self) -> bool:
+        """Whether calls like it may be kept.
+
+        Not those on a CPU, of what is no tensor, and of tensors that do not simply lie in memory: subclasses (fake
+        tensors have no memory at all) and views whose negation is still to be done. Nor calls that are validated each
+        time, have arguments of unusual types, or are made inside forward-mode differentiation or where a mode of
+        torch's sees every operator: no later call would be found to be like them.
         """
+        if self.settings.validate == "always" or not fastpath.plain_values(self.fixed_values):
+            return False
+        if forward_ad._current_level >= 0 or in_mode():
+            return False
+        return self.launched_by_address()
+
+    def launched_by_address(self) -> bool:
+        """Whether kernels get the tensors' addresses as they are, and each has one."""
+        if any(length is not None and type(length) is not int for length in self.lengths.values()):
+            return False
+        tensors = [tensor for tensor in self.tensors.values() if tensor is not None]
+        plain = all(type(tensor) in _PLAIN and not tensor.is_neg() for tensor in tensors)
+        return plain and self._on_accelerator() and all(tensor.data_ptr() for tensor in tensors)
+
+    def _on_accelerator(self) -> bool:
         q = self.tensors["q"]
-        if not isinstance(q, torch.Tensor) or q.device.type == "cpu":
-            return None
-        for tensor in self.tensors.values():
-            if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
-                return None
-        return fastpath.key_of(self.op, self.tensors, self.values)
+        return isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "meta")
+
+    def kind(self) -> fastpath.Kind:
+        """The kind of the call: one that is known, or a new one, which is not remembered yet."""
+        settings, values, lengths = current(), self.fixed_values, self.lengths
+        for known in fastpath.kinds(self.op, values):
+            if known.match(tuple(self.tensors.values()), values, tuple(lengths.values()), settings) is not None:
+                return known
+        return self.new_kind()
+
+    def new_kind(self, only: list[int] | None = None) -> fastpath.Kind:
+        """The kind of the call anew; of calls with these sizes alone where some are given."""
+        lengths = self.lengths
+        names = [name for name in self.values if name not in lengths]
+        return fastpath.Kind(self.op, self.tensors, self.fixed_values, lengths, current(), only, names)
 
 
 class Collected(list[Request]):
     """Requests of operations that are not to be performed."""
 
-    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Any:
         """What to do with a call before a request is made of it: a result ends it, None makes and adds the request."""
         return None
 
@@ -88,27 +153,36 @@ def collecting(collected: Collected | None = None) -> Iterator[Collected]:
         _collected.reset(token)
 
 
-def again(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Result | None:
-    """Perform a call like one of the last few of its operation; None where there was none like it.
+def again(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...] = ()) -> Result | None:
+    """Perform a call of a kind that is known, with sizes of a class that is known; None where it is none.
 
-    tensors, values  as the Request has them, in its order; `backend` and `validate` come last. Nothing is known of them
+    tensors, values, lengths  as the Request has them, in its order; `backend` and `validate` come last among values.
+                              Nothing is known of them
     """
     collected = _collected.get()
     if collected is not None:
-        return collected.again(op, tensors, values)
+        return collected.again(op, tensors, values, lengths)
+    known = fastpath.kinds(op, values)
+    if not known:
+        return None
     settings = current()
-    for entry in _recent.get(op, ()):
-        hit = entry.hit
+    for kind in known:
+        hit = kind.hit
         if hit is not None:
-            found = hit(tensors, values, settings, None, None, None)
+            found = hit(tensors, values, lengths, settings, None, None, None)
             if found is not NotImplemented:
                 if found is not None:
                     return found
                 continue
-        matched = entry.match(tensors, values, settings)
-        if matched is not None:
-            dispatch.note(entry.kept.plan)
-            out, lse = entry.kept(*matched)
+        matched = kind.match(tensors, values, lengths, settings)
+        if matched is None:
+            continue
+        given, addresses, inputs = matched
+        its_class = kind.find(inputs)
+        if its_class is not None:
+            kept, sizes = its_class
+            dispatch.note(kept.note(inputs))
+            out, lse = kept(given, addresses, sizes)
             return out if lse is None else (out, lse)
     return None
 
@@ -119,30 +193,49 @@ def perform(request: Request) -> Result:
     if collected is not None:
         collected.append(request)
         return None  # type: ignore[return-value]  # the collector never looks at it
-    key = request.key()
-    if key is not None:
-        kept = dispatch.kept(key, request.settings)
-        if kept is not None:
-            _remember(request, kept)
-            given = [tensor for tensor in request.tensors.values() if tensor is not None]
-            out, lse = kept(given, [tensor.data_ptr() for tensor in given])
-            return out if lse is None else (out, lse)
+    shapes = admitted(request)
+    if shapes is not None:
+        return shapes
     call = request.build()
-    if any(isinstance(tensor, FakeTensor) for tensor in request.tensors.values()):
-        return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
-    with monitoring.watching(request, key):
-        out, lse = dispatch.run(call, request.settings, key, request.given)
-    if key is not None:
-        kept = fastpath.find(key, request.settings)
-        if kept is not None:
-            _remember(request, kept)
+    keeping = Keeping(request) if request.keepable() else None
+    with monitoring.watching(request):
+        out, lse = dispatch.run(call, request.settings, keeping)
     return finished(call, out, lse)
 
 
-def _remember(request: Request, kept: Kept) -> None:
-    if request.settings.validate != "always":
-        values = (*request.values.values(), *request.asked)
-        fastpath.remember(request.op, tuple(request.tensors.values()), values, current(), kept)
+def admitted(request: Request) -> Result | None:
+    """What a call gives that computes shapes alone; None where it is to be carried out.
+
+    Raises where no kernel could see its tensors (tracing.py).
+    """
+    refuse_what_no_kernel_sees(request.op, request.named_tensors)
+    if not shapes_alone(request.tensors.values()):
+        return None
+    call = request.build()
+    return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
+
+
+class Keeping:
+    """Keeps what a call launches, for calls of its kind."""
+
+    def __init__(self, request: Request, only: bool = False) -> None:
+        self._request = request
+        self.kind, self.given = request.kind(), request.given
+        self.inputs = fastpath.sizes_of(self._distinct()) + [n for n in request.lengths.values() if n is not None]
+        if only:
+            self.kind = request.new_kind(self.inputs)
+
+    def _distinct(self) -> list[torch.Tensor]:
+        """Each tensor once."""
+        return list({id(t): t for t in self._request.tensors.values() if t is not None}.values())
+
+    def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> Recipe:
+        request = self._request
+        return self.kind.recipe(request.settings, request.values, tuple(request.lengths), target, failed)
+
+    def keep(self, kept: Kept, seconds: float) -> None:
+        self.kind.add(kept)
+        fastpath.remember(self.kind, seconds)
 
 
 def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:

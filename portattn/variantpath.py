@@ -18,6 +18,7 @@ from portattn.planned import Applied, Rejection
 from portattn.problem import Problem
 from portattn.quirk import Quirk, parse_overrides
 from portattn.registry import Registry
+from portattn.sizes import pinned
 from portattn.target import Target
 from portattn.verdict import Verdicts
 
@@ -57,7 +58,7 @@ def choose(
         raise Refused(
             Rejection(
                 path=variant.name,
-                reason=f"it failed here on {verdict.date}: {verdict.reason}",
+                reason=f"it {verdict.told()}",
                 hint=f"see incident {verdict.incident}" if verdict.incident else "",
                 incident=verdict.incident,
             )
@@ -99,7 +100,7 @@ def key_of(variant: Variant, problem: Problem, schedule: dict[str, Any], target:
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
     }
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]
 
 
 def source_digest(variant: Variant) -> str:

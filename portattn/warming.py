@@ -15,22 +15,24 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn import compiling, dispatch, fastpath, monitoring, variantready
+from portattn import compiling, dispatch, monitoring, variantready
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable
+from portattn.kept import Kept
 from portattn.launch import Signature, kernel_calls, signature
 from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.ops import make_request
 from portattn.pagetable import PageTable
 from portattn.planned import Plan
 from portattn.problem import OPS
-from portattn.request import Request
+from portattn.request import Keeping, Request
 from portattn.target import Target
 from portattn.worker.client import Worker
 
 Spec = Mapping[str, Any]
 Say = Callable[[str], None]
-_TENSOR = re.compile(r"(\w+)\[([\d,\s]*)\](?::([\d,\s]*))?")
+_NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
+_TENSOR = re.compile(rf"(\w+)\[({_NUMBERS})\](?::({_NUMBERS}))?")
 _DTYPES = TORCH_DTYPE | {"i32": torch.int32, "bool": torch.bool}
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 MOST_JOBS = 8
@@ -50,6 +52,7 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     loaded    kernels that this process compiled or loaded from Triton's cache for it
     seconds   that it took here, after its compile in a child process
     kept      whether the next call like it finds everything done
+    sizes     why a call of other sizes does not; empty where it does, as long as they are of the same class
     failed    why it could not be warmed up
     """
 
@@ -63,6 +66,7 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     loaded: tuple[str, ...] = ()
     seconds: float = 0.0
     kept: bool = False
+    sizes: str = ""
     failed: str = ""
 
 
@@ -93,16 +97,20 @@ def warmup(
             where a first compile is isolated (the setting `isolate`); else this process compiles
     say     is told what is being done
 
-    After it a call with tensors of the same shapes, strides, types, alignment (to 16 bytes) and the same other
-    arguments, under the same settings, neither compiles nor waits for the device, and can be captured in a CUDA graph
-    at its first time. The monitor is armed: a later compile warns (`portattn.monitor`).
+    After it a call of the same kind (other arguments, types, alignment to 16 bytes, settings) neither compiles nor
+    waits for the device, and can be captured in a CUDA graph at its first time, where its sizes are of the same class
+    as a spec's: its own shapes and strides are, and so are others for which the same kernels are launched in the same
+    way (other lengths and batches mostly; not once keys are split, or strides lose a multiple of 16). Where `sizes` of
+    the report is not empty its own alone are. The monitor is armed: a later compile warns (`portattn.monitor`).
 
     Each spec is run once here. A spec that no path can run, or whose tensors do not fit the device, is reported with
     `failed`, and warned about (CompileWarning); the others are warmed up. Raises ArgumentError on a spec that is none,
     before anything is compiled.
     """
     begun, say = time.perf_counter(), say or _nothing
-    where = torch.device(device) if device is not None else _here()
+    if jobs is not None and (type(jobs) is not int or jobs < 1):
+        raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
+    where = _here() if device is None else _device(device)
     made = [_Warming(place, spec, where) for place, spec in enumerate(specs)]
     with monitoring.silenced():
         for place, one in enumerate(made):
@@ -183,8 +191,7 @@ class _Warming:
 
             request = self._request()
             perform(request)
-            key = request.key()
-            self._kept = None if key is None else fastpath.find(key, request.settings)
+            self._kept = _kept_of(request)
             self.kept, self.made = self._kept is not None, dispatch.last_plan()
             _synchronise(request.tensors["q"].device)
         self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
@@ -211,7 +218,8 @@ class _Warming:
             key=self.made.key if self.made else "",
             way="" if kept is None else "triton" if direct is None else direct.way,
             why="" if direct is None else direct.reason, compiled=self.compiled, loaded=self.loaded,
-            seconds=round(self.seconds, 3), kept=self.kept, failed=self.failed,
+            seconds=round(self.seconds, 3), kept=self.kept, sizes="" if kept is None else kept.why_fixed,
+            failed=self.failed,
         )  # fmt: skip
 
 
@@ -290,6 +298,14 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     return same
 
 
+def _kept_of(request: Request) -> Kept | None:
+    """What launches the next call like a request's; None where none is kept."""
+    if not request.keepable():
+        return None
+    found = request.kind().find(Keeping(request).inputs)
+    return None if found is None else found[0]
+
+
 def _here() -> torch.device:
     """The current accelerator, as torch sees it; the CPU where there is none."""
     from portattn.registry import Registry
@@ -299,6 +315,14 @@ def _here() -> torch.device:
         if module is not None and module.is_available():
             return torch.device(kind, module.current_device())
     return torch.device("cpu")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        limit = f"must be a device of torch's: {compiling.first_line(str(error))}"
+        raise ArgumentError("warmup", "device", device, limit) from error
 
 
 def _index(device: torch.device) -> int | None:

@@ -50,8 +50,9 @@ def tell(kernels: Direct) -> None:
         fake.describe(kernel.compiled.function, triton_runtime.ptx_sizes(kernel.compiled.asm["ptx"]))
 
 
-def compare(name: str, steps: list[Step], others: list[Step], names: list[str], addresses: list[int]) -> Direct:
-    """`steps` are kept; `others` are the same with the tensors that `addresses` are of."""
+def compare(name: str, steps: list[Step], others: list[Step], names: list[str], addresses: list[int]) -> list[Direct]:
+    """`steps` are kept; `others` are the same with the tensors that `addresses` are of. Returns the kept launches by
+    Python and by native.c."""
     direct, by_c = Direct(steps, names), Direct(steps, names, in_c)
     tell(direct)
     launch_steps(others)
@@ -59,7 +60,7 @@ def compare(name: str, steps: list[Step], others: list[Step], names: list[str], 
     direct(7, addresses)
     launches["driver"] = fake.launches()
     for kernel in direct._kernels:
-        kernel.run(7, addresses)
+        kernel.run(7, addresses, direct._constants)
     launches["launcher"] = fake.launches()
     for stream in (5, 7):
         fake.launches()
@@ -69,7 +70,7 @@ def compare(name: str, steps: list[Step], others: list[Step], names: list[str], 
         "ways": [direct.way, by_c.way], "reasons": [direct.reason, by_c.reason], "scratch": direct.scratch,
         **{way: seen(recorded) for way, recorded in launches.items()},
     }  # fmt: skip
-    return by_c
+    return [direct, by_c]
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ def step(x: torch.Tensor, y: torch.Tensor, **changes: object) -> Step:
 
 
 x, y, u, v = *tensors(), *tensors()
-direct = compare("copy", [step(x, y)], [step(u, v)], ["y", "unused", "x"], [v.data_ptr(), 0, u.data_ptr()])
+_, direct = compare("copy", [step(x, y)], [step(u, v)], ["y", "unused", "x"], [v.data_ptr(), 0, u.data_ptr()])
 swapped = {"x": "y", "y": "x"}
 twice = [step(x, y), step(y, x, plain=1, scale=float("inf"))]
 others = [step(u, v), step(v, u, plain=1, scale=float("inf"))]
@@ -120,19 +121,28 @@ if triton_runtime.version() >= (3, 5):
         return Step(by_host, (1,), arguments, {}, {"source": "source", "target": "target"})
 
     a, b, c = (torch.zeros(64, 64, dtype=torch.float16) for _ in range(3))
-    maps = compare(
+    both = compare(
         "host descriptor", [hosted(a, c)], [hosted(b, c)], ["source", "target"], [b.data_ptr(), c.data_ptr()]
     )
-    for base in [a, b, a]:
-        maps(7, [base.data_ptr(), c.data_ptr()])
+    for maps in both:
+        for base in [a, b, a]:
+            maps(7, [base.data_ptr(), c.data_ptr()])
     found["maps"] = [
         [int.from_bytes(launch.parameters[:8], "little") == base.data_ptr() for base in (a, b)]
         for launch in fake.launches()
     ]
+    by_python = Direct([hosted(a, c)], ["source", "target"])
     for place in range(200):
-        maps(7, [16 * (place + 1), c.data_ptr()])
+        both[1](7, [16 * (place + 1), c.data_ptr()])
+        by_python(7, [16 * (place + 1), c.data_ptr()])
     fake.launches()
-    found["maps kept"] = len(maps._maps[0])
+    # native.c makes its own; a mapping is asked where that one does not make what Triton makes.
+    found["maps kept"] = [len(both[1]._maps[0]), len(by_python._maps[0])]
+    found["maps by C"] = both[1]._maps[0].encoding(both[1].native) is not None
+    both[1]._maps[0]._sample = (47, *both[1]._maps[0]._sample[1:])
+    other = both[1]._maps[0]._bytes
+    both[1]._maps[0]._bytes = lambda key: other((key[0], 48, *key[2:]))  # type: ignore[method-assign]
+    found["maps of another make"] = both[1]._maps[0].encoding(both[1].native) is not None
 
 # Hooks of Triton's are called, and by them alone.
 called: list[str] = []

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
-enum { KERNELS = 64, PARAMETERS = 256, RECORD = 1 << 20 };
+enum { KERNELS = 4096, PARAMETERS = 256, RECORD = 1 << 20 };
 
 static long functions = 0;
 static int counts[KERNELS];
@@ -15,6 +15,9 @@ static size_t recorded = 0;
 static int context_missing = 0, refusals = 0;
 /* Launchers let go of the interpreter's lock: without this one, launches of several threads would mix. */
 static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER;
+/* 1: the next launch waits, as where the driver's queue is full; 2: one does. */
+static int holding = 0;
+static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
 
 /* How many bytes each parameter of a function has: cuLaunchKernelEx itself does not know. */
 EXPORT void fake_describe(long function, int count, const size_t *bytes) {
@@ -25,6 +28,14 @@ EXPORT const unsigned char *fake_record(size_t *bytes) { *bytes = recorded; retu
 EXPORT void fake_clear(void) { recorded = 0; }
 EXPORT void fake_lose_context(void) { context_missing = 1; }
 EXPORT void fake_refuse(int times) { refusals = times; }
+EXPORT void fake_hold(void) { holding = 1; }
+EXPORT int fake_held(void) { return holding == 2; }
+EXPORT void fake_release(void) {
+  pthread_mutex_lock(&recording);
+  holding = 0;
+  pthread_cond_broadcast(&released);
+  pthread_mutex_unlock(&recording);
+}
 
 static void put(const void *data, size_t bytes) {
   if (recorded + bytes > RECORD) abort();
@@ -41,6 +52,8 @@ static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, uns
     if (*(const int *)&attributes[i].value) head[5] |= 1u << attributes[i].id;
   long who[2] = {(long)function, (long)stream};
   pthread_mutex_lock(&recording);
+  if (holding == 1)
+    for (holding = 2; holding;) pthread_cond_wait(&released, &recording);
   put(head, sizeof head);
   put(who, sizeof who);
   for (int i = 0; i < counts[index]; i++) put(p[i], sizes[index][i]);

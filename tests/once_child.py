@@ -19,14 +19,11 @@ import fakedriver
 import torch
 
 fake = fakedriver.install()
+import fakechip
 import triton
 from triton.runtime import driver
 
 import portattn
-from portattn import Target, dispatch, kept
-from portattn.backends.cuda import counters
-from portattn.launch import devices
-from portattn.request import Request
 
 launchers: list[str] = []
 make = driver.active.launcher_cls
@@ -38,19 +35,7 @@ def launcher(source: Any, metadata: Any) -> Any:
 
 
 driver.active.launcher_cls = launcher
-target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
-dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
-Request.key = fakedriver.key  # type: ignore[method-assign]
-torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
-
-
-def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
-
-
-runtime = devices.Runtime(current=lambda: None, stream=lambda index: 7, empty=empty)
-devices.runtime = kept.runtime = lambda device_type: runtime  # type: ignore
-counters._of_device[None] = counters.Counters(lambda count: torch.zeros(count, dtype=torch.int32))  # type: ignore[index]
+fakechip.pretend()
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

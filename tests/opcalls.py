@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,7 @@ class _Interpreted:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel, self.arg_names = kernel, kernel.arg_names
+        self.fn, self.do_not_specialize = kernel.fn, kernel.kwargs.get("do_not_specialize", ())
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *arguments, **options: self._kernel[grid](*arguments)
@@ -202,12 +204,14 @@ class _Interpreted:
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors count as an H100's: plans are for one, calls are kept, and the core's kernels run under the
     interpreter (which has nothing to run a variant's with)."""
-    from portattn import Target, compiling, fastpath, kept
+    from portattn import Target, compiling, kept
     from portattn.launch.run import has_rows, load_kernels
-    from portattn.request import _PLAIN, Request
+    from portattn.request import Request
+    from portattn.validate import values
 
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
 
+    @functools.cache  # one object a kernel, as Triton has it
     def kernels(module: str, interpreted: bool) -> Any:
         loaded = load_kernels(module, interpreted=True)
         return SimpleNamespace(**{n: _Interpreted(k) for n, k in vars(loaded).items() if hasattr(k, "arg_names")})
@@ -217,15 +221,12 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
             kernel = getattr(load_kernels(launch.module, interpreted=True), launch.function)
             kernel[launch.grid](**launch.arguments, **launch.constexprs)
 
-    def key(request: Request) -> Any:
-        if not all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in request.tensors.values()):
-            return None
-        return fastpath.key_of(request.op, request.tensors, request.values)
-
     monkeypatch.setattr(Registry.load().backends["cuda"], "variants", ())
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
     monkeypatch.setattr(dispatch, "launch_all", launch_all)
-    monkeypatch.setattr(Request, "key", key)
+    monkeypatch.setattr(Request, "_on_accelerator", lambda request: True)
+    # As on an accelerator: lengths are read back only where that is asked for.
+    monkeypatch.setattr(values, "reads", lambda settings, tensor: settings.validate == "always")
     monkeypatch.setattr(kept, "load_kernels", kernels)
     monkeypatch.setattr(kept, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is

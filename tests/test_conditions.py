@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from portattn import conditions
@@ -105,6 +107,24 @@ def test_all_must_hold() -> None:
 def test_refuses(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         conditions.parse(text)
+
+
+def known(text: str) -> str:
+    """What the complaint about a condition lists as known."""
+    with pytest.raises(ValueError, match="condition") as caught:
+        conditions.parse(text)
+    return re.split("known: |compared by = or != with ", str(caught.value))[1]
+
+
+def test_a_complaint_lists_what_is_known() -> None:
+    assert known("casual") == ", ".join(sorted(conditions.FLAGS))
+    assert known("headdim>3") == ", ".join(sorted({*conditions.NUMBERS, *conditions.WORDS}))
+    assert known("dtype=fp64") == "bf16, fp16, fp32"
+
+
+@pytest.mark.parametrize("text", ["causal", "!gqa", "head_dim>=64", "dtype=fp16|bf16"])
+def test_a_condition_knows_its_own_text(text: str) -> None:
+    assert conditions.parse(text).text == text
 
 
 def test_vocabulary_is_what_problems_have() -> None:

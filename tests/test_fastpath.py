@@ -1,26 +1,194 @@
-"""What a kept call is found by: everything that decides its plan and its kernels' specialisation."""
+"""What a kind of call is: everything about a call but its sizes."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
-from portattn.fastpath import key_of
-
-
-def test_the_alignment_of_every_pointer_is_part_of_the_key() -> None:
-    """Triton compiles another kernel for a base that is no multiple of 16 bytes, lengths' bases included."""
-    memory, lengths = torch.zeros(2 * 64 + 8), torch.zeros(8, dtype=torch.int32)
-    aligned, shifted = memory[:128].view(1, 1, 2, 64), memory[1:129].view(1, 1, 2, 64)
-
-    def key(k: torch.Tensor, seqlens_k: torch.Tensor) -> object:
-        return key_of("attention", {"q": aligned, "k": k, "v": aligned, "leftpad_k": None, "seqlens_k": seqlens_k}, {})
-
-    plain = key(aligned, lengths[:1])
-    assert plain == key(aligned, lengths[4:5])
-    assert plain != key(aligned, lengths[1:2])
-    assert plain != key(shifted, lengths[:1])
+import portattn
+from portattn import fastpath
+from portattn.config import current
+from portattn.fastpath import Kind, identical, plain_values
+from portattn.launch import guards
 
 
-def test_values_of_different_types_are_different_calls() -> None:
-    given = dict.fromkeys("qkv", torch.zeros(1, 1, 2, 64))
-    assert key_of("attention", given, {"causal": True}) != key_of("attention", given, {"causal": 1})
+def kind(tensors: dict[str, Any], values: tuple[Any, ...] = (None, False), lengths: Any = None, **more: Any) -> Kind:
+    return Kind("attention", tensors, values, lengths or {}, current(), **more)
+
+
+def matches(
+    one: Kind, *tensors: Any, values: tuple[Any, ...] = (None, False), lengths: tuple[Any, ...] = ()
+) -> list[int] | None:
+    """The sizes of a call that is of the kind; None of one that is not."""
+    found = one.match(tensors, values, lengths, current())
+    return None if found is None else found[2]
+
+
+@pytest.fixture(params=["torch's guards", "in Python"])
+def q(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """A tensor, where tensors are compared by torch's guards, and where this torch has none that can be used."""
+    if request.param == "in Python":
+        monkeypatch.setattr(guards, "_usable", lambda: False)
+    return torch.zeros(1, 2, 4, 16)
+
+
+def test_torchs_guards_are_passed_over_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "_made", lambda tensors: pytest.fail("torch's guards are used"))
+    monkeypatch.setattr(guards, "_usable", lambda: False)
+    x = torch.zeros(2, 3)
+    assert guards.guard([x])(torch.ones(4, 5))
+
+
+def test_sizes_and_strides_are_no_part_of_it(q: torch.Tensor) -> None:
+    one = kind({"q": q, "k": q.clone(), "sinks": None})
+    sizes = matches(one, q, torch.zeros(3, 2, 7, 16)[:, :, 2:], None)
+    assert sizes == [1, 2, 4, 16, 128, 64, 16, 1, 3, 2, 5, 16, 224, 112, 16, 1]
+
+
+def test_what_else_differs_makes_another_kind(q: torch.Tensor) -> None:
+    one = kind({"q": q, "k": q.clone(), "sinks": None})
+    k = torch.ones_like(q)
+    assert matches(one, q, k, None)
+    assert not matches(one, q, k.half(), None)
+    assert not matches(one, q, k[0], None)
+    assert not matches(one, q, k, torch.zeros(2))
+    assert not matches(one, q, None, None)
+    assert not matches(one, q, 3, None)
+    assert not matches(one, q, torch.zeros(129)[1:].view(1, 2, 4, 16), None), "another alignment"
+    freed = k.clone()
+    freed.untyped_storage().resize_(0)
+    assert not matches(one, q, freed, None), "nothing may be launched at address 0"
+    assert not matches(one, q, torch.nn.Parameter(k), None)
+    assert not matches(one, q, torch._neg_view(k), None)
+    assert not matches(one, q, k, None, values=(None, True))
+    with portattn.settings(fallback="error"):
+        assert not matches(one, q, k, None)
+    with portattn.settings(fallback=current().fallback):
+        assert matches(one, q, k, None), "equal settings"
+
+
+def test_a_tensor_that_is_given_twice_is_given_twice_again(q: torch.Tensor) -> None:
+    one = kind({"q": q.clone(), "k": q, "v": q})
+    k = torch.ones_like(q)
+    assert matches(one, q, k, k)
+    assert not matches(one, q, k, k.clone())
+
+
+def test_values_of_other_types_are_other_values(q: torch.Tensor) -> None:
+    one = kind({"q": q}, values=(1, (5, 1), 1.0))
+    assert matches(one, q, values=(1, (5, 1), 1.0))
+    for values in ((True, (5, 1), 1.0), (1, (5, True), 1.0), (1, (5, 1), 1), (1.0, (5, 1), 1.0), (1, [5, 1], 1.0)):
+        assert not matches(one, q, values=values), values
+    assert not matches(one, q, values=(torch.ones(2), (5, 1), 1.0)), "what does not compare is named by validation"
+
+
+def test_a_length_is_a_size(q: torch.Tensor) -> None:
+    one = kind({"q": q}, lengths={"max_seqlen_q": 7, "max_seqlen_k": None})
+    assert matches(one, q, lengths=(9, None)) == [1, 2, 4, 16, 128, 64, 16, 1, 9]
+    for other in ((None, None), (9, 9), (True, None), (9.0, None), (9,)):
+        assert not matches(one, q, lengths=other), other
+
+
+def test_forward_mode_differentiation_is_another_kind(q: torch.Tensor) -> None:
+    one = kind({"q": q})
+    with forward_ad.dual_level():
+        assert not matches(one, forward_ad.make_dual(q, torch.ones_like(q)))
+        assert not matches(one, q), "another tensor may have a tangent"
+    assert matches(one, q)
+
+
+def test_whether_gradients_are_recorded_is_part_of_it(q: torch.Tensor) -> None:
+    leaf = q.clone().requires_grad_()
+    with torch.no_grad():
+        one = kind({"q": leaf})
+        assert matches(one, leaf)
+    assert not matches(one, leaf), "a kernel without a backward must not answer where gradients are recorded"
+    assert not matches(kind({"q": q}), leaf)
+
+
+def test_modes_of_torch_are_other_kinds(q: torch.Tensor) -> None:
+    """Fake tensors, tracers and transforms: what is kept would answer them with uninitialised memory."""
+    one, inside = kind({"q": q}), []
+    mode = FakeTensorMode()
+    with mode:
+        inside.append(matches(one, mode.from_tensor(q)))
+        inside.append(matches(one, q))
+    torch.func.vmap(lambda x: inside.append(matches(one, x)) or x)(q[None])
+    torch.func.grad(lambda x: inside.append(matches(one, x)) or x.sum())(q)
+    with torch.inference_mode():
+        inside.append(matches(one, q))
+    assert inside == [None] * 5
+    assert matches(one, q)
+
+
+def test_a_kind_can_be_of_one_size(q: torch.Tensor) -> None:
+    sizes = matches(kind({"q": q}), q)
+    one = kind({"q": q}, only=sizes)
+    assert matches(one, q) == sizes
+    assert not matches(one, torch.zeros(1, 2, 5, 16))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (1, 1, True), (1, True, False), (1, 1.0, False), ((1, (2, "a")), (1, (2, "a")), True),
+        ((1, (2, "a")), (1, (2.0, "a")), False), ((1,), (1, 2), False), (float("nan"), 0.5, False), ("a", "b", False),
+    ],
+)  # fmt: skip
+def test_identical(a: Any, b: Any, same: bool) -> None:
+    assert identical(a, b) is same
+
+
+def test_only_plain_values_are_kept() -> None:
+    import numpy as np
+
+    assert plain_values((None, 1, 2.5, "x", True, (1, None), np.float64(0.125)))
+    assert not plain_values((torch.ones(1),))
+    assert not plain_values(((1, [2]),))
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds are forgotten one by one, the oldest first."""
+    monkeypatch.setattr(fastpath, "MAX_KINDS", 3)
+    fastpath.forget()
+    try:
+        q = torch.zeros(1, 2, 4, 16)
+        made = [kind({"q": q}, values=(number // 2, 0.5)) for number in range(5)]
+        for one in made:
+            fastpath.remember(one)
+            fastpath.remember(one)
+        assert fastpath.every_kind() == made[2:]
+        assert fastpath.kinds("attention", (0, 0.5)) == ()
+        assert fastpath.kinds("attention", (1, 0.5)) == (made[3], made[2])
+        assert fastpath.kinds("attention", ([], 0.5)) == ()
+        assert fastpath.kinds("decode_attention", (1, 0.5)) == ()
+    finally:
+        fastpath.forget()
+
+
+def test_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastpath, "MAX_CLASSES", 3)
+    one = kind({"q": torch.zeros(1, 2, 4, 16)})
+    classes: list[Any] = [type("Class", (), {"native": lambda self: None})() for _ in range(5)]
+    for kept in classes:
+        one.add(kept)
+    assert one.classes == (classes[4], classes[3], classes[2])
+
+
+def test_native_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list is native.c's own, which moves what was used last to the front."""
+    monkeypatch.setattr(fastpath, "MAX_CLASSES", 3)
+    one, lists = kind({"q": torch.zeros(1, 2, 4, 16)}), []
+    monkeypatch.setattr(Kind, "_native", lambda self, kept: lists.append(self._natives) or "hit")
+    for number in range(4):
+        kept: Any = type("Class", (), {"native": lambda self, number=number: number})()
+        one.add(kept)
+    assert lists == [[3, 2, 1]], "one list, given once"
+    assert one.hit == "hit"
+    lists[0].insert(0, lists[0].pop())  # 1 was used
+    one.add(type("Class", (), {"native": lambda self: 4})())  # type: ignore[arg-type]
+    assert lists == [[4, 1, 3]]

@@ -129,6 +129,7 @@ def test_a_refused_arch_is_planned_with_its_reason() -> None:
     made = plan(problem(), Target.parse("ascend:ascend310p", "triton-ascend==3.2.1"))
     assert made.path != "triton"
     assert "ascend310p" in made.rejected[0].reason
+    assert made.rejected[0].hint == "", "nothing helps"
 
 
 def test_a_negative_verdict_leads_to_the_next_path() -> None:
@@ -164,6 +165,15 @@ def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
     assert any("100 programs" in note for note in made.notes)
     launches, _, _ = kernel_calls(made, meta_call(made.problem), with_limit.arch.cores)
     assert launches[0].grid[0] <= with_limit.arch.cores
+
+
+@pytest.mark.parametrize(("fewer", "grid"), [(0, "tiles"), (1, "persistent")])
+def test_as_many_programs_as_the_chip_launches_are_not_too_many(fewer: int, grid: str) -> None:
+    """The grid stays one program a tile up to the limit itself."""
+    p = problem(**BIG)
+    tiles = CORES["attention"].tiles(p, plan(p, sm_80()).launch)
+    where = msgspec.structs.replace(sm_80(), arch=msgspec.structs.replace(sm_80().arch, max_programs=tiles - fewer))
+    assert plan(p, where).lowering.grid == grid
 
 
 def test_descriptors_only_when_aligned() -> None:

@@ -118,10 +118,11 @@ def test_partial_results_are_the_handles(device: Device, monkeypatch: pytest.Mon
     arguments = given(call)
     handle = portattn.prepare(call.problem.op, **arguments)
     assert handle.plan.launch.splits == 3
-    buffers = handle._kept.buffers(handle._memory)
+    buffers = handle._kept.buffers(handle._memory, handle._sizes)
     batch, rows = call.problem.query_rows
     shape = (3, batch, 4, rows)
-    assert sorted(tuple(t.shape) for t in buffers.values()) == sorted([shape, (*shape, call.problem.head_dim_v)])
+    # Of each row a maximum and a sum, and its columns.
+    assert sorted(tuple(t.shape) for t in buffers.values()) == sorted([(*shape, 2), (*shape, call.problem.head_dim_v)])
     assert {t.dtype for t in buffers.values()} == {torch.float32}
     expected = handle.run(**arguments)
     for buffer in buffers.values():
@@ -189,6 +190,16 @@ def test_values_that_do_not_even_compare_are_named(place: str) -> None:
         with pytest.raises(portattn.ArgumentError) as error:
             handle.run(q, k, v, **({"causal": True, "scale": 1.0} | changes))
         assert str(error.value).startswith(f"attention: {what}")
+
+
+def test_values_of_other_types_inside_a_tuple_are_named(place: str) -> None:
+    """5 == 5.0 and 1 == True: the operation refuses them, and so does its handle."""
+    q, k, v = (torch.randn(1, 2, 3, 16, device=place) for _ in range(3))
+    handle = portattn.prepare("attention", q, k, v, window=(5, 1))
+    for window in ((5, True), (5.0, 1)):
+        with pytest.raises(portattn.ArgumentError, match="attention: window"):
+            handle.run(q, k, v, window=window)
+    handle.run(q, k, v, window=(5, 1))
 
 
 FEATURED = {
@@ -422,11 +433,10 @@ def test_what_does_not_compile_takes_the_next_path(
     """Found when it is prepared, and said when it runs, as a plain call says it."""
     if device.path != "interpreter":
         pytest.skip("another device is pretended here")
-    from portattn import fastpath
     from portattn.request import Request
 
     requests = compiler("error")
-    monkeypatch.setattr(Request, "key", lambda r: fastpath.key_of(r.op, r.tensors, r.values))
+    monkeypatch.setattr(Request, "_on_accelerator", lambda request: True)
     q, k, v = (torch.randn(2, 4, 33, 64, generator=torch.Generator().manual_seed(i)).half() for i in range(3))
     handle = portattn.prepare("attention", q, k, v)
     assert (handle.plan.path, handle.plan.fell_back) == ("sdpa", True)

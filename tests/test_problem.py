@@ -196,12 +196,15 @@ def test_survives_json(fields: dict) -> None:
 
 
 def test_random_calls_hold_nan_exactly_in_their_padding() -> None:
-    """What the other tests rest on: padding is poisoned, and nothing else is."""
-    call = random_call(problem(seqlens_k=True, leftpad_k=True, batch=4), seed=3)
+    """What the other tests rest on: padding is poisoned, in keys, in values, or in both, and nothing else is."""
     j = torch.arange(37)
-    for b in range(4):
-        first, length = int(call.leftpad_k[b]), int(call.seqlens_k[b])
-        valid = (j >= first) & (j < first + length)
-        assert torch.equal(call.k[b, 0, :, 0].isfinite(), valid)
-        assert torch.equal(call.v[b, 1, :, 3].isfinite(), valid)
-    assert call.q.isfinite().all()
+    for poison in ("apart", "k", "v"):
+        call = random_call(problem(seqlens_k=True, leftpad_k=True, batch=4), seed=3, poison=poison)
+        for b in range(4):
+            first, length = int(call.leftpad_k[b]), int(call.seqlens_k[b])
+            padding = (j < first) | (j >= first + length)
+            in_k, in_v = call.k[b, 0, :, 0].isnan(), call.v[b, 0, :, 3].isnan()
+            assert torch.equal(in_k | in_v, padding)
+            if poison != "apart":
+                assert not (in_v if poison == "k" else in_k).any()
+        assert call.q.isfinite().all()

@@ -183,6 +183,19 @@ def test_broken_file(tmp_path: Path, case: str) -> None:
         assert str(error).startswith(f"{path}:{error.line}: ")
 
 
+@pytest.mark.parametrize("probe", ["plan", "script: mine", "probes/x.py: mine"])
+def test_a_probe_of_no_known_form(tmp_path: Path, probe: str) -> None:
+    path = write(tmp_path, GOOD.replace("none: planted by a test", probe))
+    with pytest.raises(DataError, match=r"key 'evidence\.probe'.* is not \"probes/<name>\.py\""):
+        load_quirk(path, BACKENDS)
+
+
+@pytest.mark.parametrize("symptom", ["wrong-result", "slow", "hang"])
+def test_what_shows_no_text_needs_no_signature(tmp_path: Path, symptom: str) -> None:
+    text = GOOD.replace('signature = "boom"\n', "").replace('"compile-error"', f'"{symptom}"')
+    assert load_quirk(write(tmp_path, text), BACKENDS).evidence.signature == ""
+
+
 def test_unknown_backend(tmp_path: Path) -> None:
     text = GOOD.replace("rocm-0042", "rcom-0042").replace('backend   = "rocm"', 'backend   = "rcom"')
     text = text.replace(", kpack = 2", "")  # an option of rocm
@@ -243,6 +256,15 @@ def test_all_complaints_of_a_file(tmp_path: Path) -> None:
         (9, "key 'when.toolchain.triton'"),
         (12, "key 'when.lowering.load'"),
     ]
+
+
+def test_complaints_about_evidence_do_not_hide_each_other(tmp_path: Path) -> None:
+    text = GOOD.replace('source    = "planted by a test"', 'source = ""\nlast_seen = "triton 3.4"\nstand_in = "x==1"')
+    _, errors = check_file(write(tmp_path, text), BACKENDS)
+    told = [str(error).partition("key ")[2] for error in errors]
+    assert [complaint.partition(":")[0] for complaint in told] == [
+        "'evidence.source'", "'evidence.last_seen'", "'evidence.stand_in'",
+    ]  # fmt: skip
 
 
 def test_not_utf8(tmp_path: Path) -> None:

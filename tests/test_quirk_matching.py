@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from quirk_files import DECODE, PROBLEM, active, planned, plant, registry
 
-from portattn.errors import QuirkConflict, SettingError
+from portattn.corepath import hint
+from portattn.errors import PathUnavailable, QuirkConflict, SettingError
 from portattn.planner import Plan, plan
 from portattn.registry import Registry
 from portattn.toolchain import Toolchain
@@ -116,6 +117,16 @@ def test_kernel_problem_and_launch(tmp_path: Path, when: str, applies: set[str])
     assert {p.op for p in (PROBLEM, DECODE) if ID in active(planned(known, problem=p))} == applies
 
 
+def test_the_compile_environment_is_part_of_the_key(tmp_path: Path) -> None:
+    """Code that was compiled with another environment is other code: no verdict about one is taken for the other's."""
+    plant(tmp_path, ID, 'env = { DISABLE_PTXAS_OPT = "1" }')
+    known = registry(tmp_path)
+    made, plain = planned(known), planned(known, quirks=f"-{ID}")
+    assert (made.env, plain.env) == ({"DISABLE_PTXAS_OPT": "1"}, {})
+    assert made.specialised == plain.specialised
+    assert made.key != plain.key
+
+
 def test_chain(tmp_path: Path) -> None:
     """The effect of one makes another apply, whatever the order in which they were read."""
     plant(tmp_path, "cuda-0901-second", "launch = { num_warps = 8 }", "launch = { num_stages = 1 }")
@@ -178,6 +189,48 @@ def test_a_conflict_that_is_only_assumed_speaks_against_the_core_path(tmp_path: 
     assert made.path == "sdpa"
     assert "cuda-0901-one and cuda-0902-three" in made.rejected[0].reason
     assert "both are assumed to apply, since pytorch-triton-xpu==3.5.0" in made.rejected[0].reason
+
+
+def test_a_conflict_where_the_versions_are_known_is_an_error(tmp_path: Path) -> None:
+    """Nothing is assumed of a compiler that says its version: somebody made a mistake, and must hear of it."""
+    plant(tmp_path, "cuda-0901-one", "launch = { num_stages = 1 }", 'toolchain = { triton = "<3.7" }', evidence="")
+    plant(tmp_path, "cuda-0902-three", "launch = { num_stages = 3 }", 'toolchain = { triton = "==3.6.*" }', evidence="")
+    with pytest.raises(QuirkConflict):
+        planned(registry(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("symptom", "when", "expected"),
+    [
+        ("hang", "", ""),
+        ("hang", 'toolchain = { triton = "<3.7" }', "concerns triton <3.7"),
+        (
+            "wrong-result", 'toolchain = { triton = "<3.7", numpy = ">=2.4" }',
+            "concerns triton <3.7, numpy >=2.4",
+        ),
+        ("slow", "", "the vendor path is the better plan"),
+        ("slow", 'toolchain = { triton = "<3.7" }', "the vendor path is the better plan; concerns triton <3.7"),
+    ],
+)  # fmt: skip
+def test_what_would_help_where_a_quirk_speaks_against_a_path(
+    tmp_path: Path, symptom: str, when: str, expected: str
+) -> None:
+    plant(tmp_path, ID, 'path = "vendor"', when, symptom=symptom)
+    known = registry(tmp_path)
+    assert hint(known.quirks[ID]) == expected
+
+
+def test_what_an_effect_does_is_said_in_words(tmp_path: Path) -> None:
+    for number, (effect, words) in enumerate(
+        (
+            ("launch = { num_stages = 1, num_warps = 8 }", "sets num_stages = 1, num_warps = 8"),
+            ('path = "vendor"', "the vendor path is taken"),
+            ('note = "look twice"', "nothing is changed: look twice"),
+        )
+    ):
+        name = f"cuda-090{number}-planted"
+        plant(tmp_path, name, effect, title="It stops", symptom="hang")
+        assert registry(tmp_path).quirks[name].sentence() == f"It stops (hang); {words}"
 
 
 SHORT = msgspec.structs.replace(PROBLEM, seq_q=5)
@@ -256,6 +309,32 @@ def test_a_hard_limit_overrules_the_tuning(tmp_path: Path) -> None:
     assert planned(known).specialised[0].load == "descriptor"
 
 
+def test_a_tile_that_was_never_timed_is_said_to_be_whose(tmp_path: Path) -> None:
+    """The arch's own tuning, or that of the arch that its table names."""
+    known = starting_from(registry(tmp_path))
+    told = "the tile comes from the tuning of sm_90, never timed"
+    assert told in planned(known).notes
+    for arch, tuning in (("sm_80", "sm_90"), ("sm_90", "sm_90")):
+        target = known.target(f"cuda:{arch}", "triton==3.6.0")
+        target = msgspec.structs.replace(target, arch=msgspec.structs.replace(target.arch, tuning=tuning))
+        assert told in plan(PROBLEM, target, known).notes
+
+
+def test_fp32_products_are_of_a_precision_that_the_chip_has(tmp_path: Path) -> None:
+    """A tuning entry's precision stays where the chip has it; otherwise the chip's first is taken, for fp32 only."""
+    known = starting_from(registry(tmp_path), dot_precision="tf32")
+    target = known.target("cuda:sm_90", "triton==3.6.0")
+
+    def precision(dtype: str, *there: str) -> str:
+        where = msgspec.structs.replace(target, arch=msgspec.structs.replace(target.arch, dot_precisions=there))
+        made = plan(msgspec.structs.replace(PROBLEM, dtype=dtype), where, known)
+        return made.specialised[0].dot_precision
+
+    assert precision("fp32", "ieee", "tf32") == "tf32"
+    assert precision("fp32", "tf32x3", "ieee") == "tf32x3"
+    assert precision("fp16", "tf32x3", "ieee") == "tf32"
+
+
 def test_note_changes_nothing_and_is_listed(tmp_path: Path) -> None:
     plain = planned(registry(tmp_path))
     plant(tmp_path, ID, 'note = "look twice"')
@@ -289,6 +368,16 @@ def test_the_most_restrictive_of_two_paths_is_taken(tmp_path: Path, paths: tuple
     assert [(r.path, r.quirk) for r in made.rejected] == [("triton", strict), ("sdpa", strict)]
 
 
+def test_a_slow_kernel_is_right_and_runs_where_it_is_asked_for(tmp_path: Path) -> None:
+    plant(tmp_path, ID, 'path = "vendor"', symptom="slow")
+    known = registry(tmp_path)
+    assert planned(known).path == "sdpa"
+    assert planned(known, backend="triton").path == "triton"
+    plant(tmp_path, "cuda-0901-wrong", 'path = "vendor"', symptom="wrong-result")
+    with pytest.raises(PathUnavailable, match="planted"):
+        planned(registry(tmp_path), backend="triton")
+
+
 def test_every_path_quirk_is_listed(tmp_path: Path) -> None:
     plant(tmp_path, "cuda-0901-one", 'path = "vendor"')
     plant(tmp_path, "cuda-0902-two", 'path = "vendor"', symptom="slow")
@@ -304,6 +393,7 @@ def test_overrides(tmp_path: Path) -> None:
     assert active(planned(known, quirks="-cuda-0901-on")) == set()
     assert active(planned(known, quirks="+cuda-0902-off")) == {"cuda-0901-on", "cuda-0902-off"}
     assert active(planned(known, quirks=" -cuda-0901-on , +cuda-0902-off ")) == {"cuda-0902-off"}
+    assert active(planned(known, quirks=", ,-cuda-0901-on,,+cuda-0902-off,")) == {"cuda-0902-off"}
 
 
 def test_override_cannot_move_a_quirk_to_another_backend(tmp_path: Path) -> None:
@@ -315,6 +405,7 @@ def test_override_cannot_move_a_quirk_to_another_backend(tmp_path: Path) -> None
     ("text", "complaint"),
     [
         ("-cuda-0900-plantet", "names no quirk; did you mean cuda-0900-planted"),
+        ("-cuda-0900-pxanted", "names no quirk; did you mean cuda-0900-planted"),
         ("+nothing", "names no quirk$"),
         ("cuda-0900-planted", r"must start with \+ \(apply\) or - \(switch off\)"),
         (f"+{ID},-{ID}", "both applies and switches off cuda-0900-planted"),

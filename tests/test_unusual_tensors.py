@@ -9,9 +9,10 @@ import torch
 from opcalls import pretend_accelerator
 from support import Device
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import portattn
-from portattn import dispatch, fastpath, request
+from portattn import dispatch, fastpath
 from portattn.errors import ArgumentError
 
 
@@ -26,6 +27,13 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
     assert view.is_neg()
     assert torch.equal(view, tensor)
     return view
+
+
+class _Counting(TorchDispatchMode):
+    """A mode that looks at operators, and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("validate", [None, True])
@@ -45,19 +53,23 @@ def test_fake_tensors_never_reach_a_kept_launch(device: Device, monkeypatch: pyt
     real = dense(device.name)
     if device.path == "interpreter":
         pretend_accelerator(monkeypatch)
-    calls: list[Any] = []
-    original = dispatch.kept
-    monkeypatch.setattr(fastpath, "recent", {})
-    monkeypatch.setattr(request, "_recent", {})
-    monkeypatch.setattr(dispatch, "kept", lambda *given: calls.append(original(*given)) or calls[-1])
+    planned: list[Any] = []
+    run = dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda *given: planned.append(given) or run(*given))
+    fastpath.forget()
     portattn.attention(*real)
     portattn.attention(*real)
-    assert [call is not None for call in calls] == [False, True]
+    assert len(planned) == 1, "the second call is a kept one"
     with FakeTensorMode() as mode:
         out = portattn.attention(*(mode.from_tensor(t) for t in real))
     assert isinstance(out, torch._subclasses.FakeTensor)
     portattn.attention(negated(real[0]), *real[1:])
-    assert len(calls) == 2
+    assert len(planned) == 2, "a view to be negated is no kept call"
+    kinds = len(fastpath.every_kind())
+    with _Counting():
+        portattn.attention(*real)
+    assert len(planned) == 3, "a mode sees operators, and a launch is none"
+    assert len(fastpath.every_kind()) == kinds
 
 
 @pytest.mark.parametrize("path", ["reference", "kernels"])
@@ -79,3 +91,98 @@ def test_nested_tensors_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.randn(4, 5, 16)], layout=torch.jagged)
     with pytest.raises(ArgumentError, match=r"q is 'a nested tensor'.*varlen_attention takes packed rows"):
         portattn.attention(nested, *dense()[1:])
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor that wraps another, as DTensors do: no memory of its own, and an address of 0."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        size, stride = inner.shape, inner.stride()
+        made = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} runs on a tensor that was to be refused")
+
+    def __repr__(self, **other: Any) -> str:  # type: ignore[override]
+        return "_Wrapper()"
+
+
+def given_back(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory was freed under it, as sharded training does with parameters."""
+    found = tensor.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+def test_wrappers_of_tensors_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would read from address 0: on a device that ends the process's context."""
+    pretend_accelerator(monkeypatch)
+    q, k, v = dense()
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    arguments = {"q": q, "k_cache": k, "v_cache": v, "seqlens_k": lengths, "backend": path}
+    handle = portattn.prepare("decode_attention", **arguments)
+    for perform in (portattn.decode_attention, handle.run):
+        expected = perform(**arguments)
+        for name in ("q", "k_cache", "v_cache", "seqlens_k"):
+            with pytest.raises(ArgumentError, match=f"{name} is .* must lie in memory"):
+                perform(**(arguments | {name: _Wrapper(arguments[name])}))
+        assert torch.equal(perform(**arguments), expected)
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+def test_a_first_call_of_a_tensor_whose_memory_was_freed_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_accelerator(monkeypatch)
+    q, k, v = dense()
+    fastpath.forget()
+    with pytest.raises(ArgumentError, match=r"k is 'a Tensor without memory of its own', but must lie in memory"):
+        portattn.attention(q, given_back(k), v, backend=path)
+
+
+def test_a_prepared_run_of_fake_tensors_gives_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_accelerator(monkeypatch)
+    real = dense()
+    handle = portattn.prepare("attention", *real)
+    mode = FakeTensorMode()
+    out = handle.run(*(mode.from_tensor(t) for t in real))
+    assert (type(out), out.shape) == (torch._subclasses.FakeTensor, real[0].shape)
+
+
+def test_real_tensors_among_fake_ones_give_shapes(device: Device) -> None:
+    """In such a mode what is allocated is fake: a kernel would write to address 0."""
+    real = dense(device.name)
+    portattn.attention(*real, backend=device.path)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = portattn.attention(*real, backend=device.path)
+    assert (type(out), out.shape) == (torch._subclasses.FakeTensor, real[0].shape)
+
+
+def test_a_negated_view_is_another_argument_of_a_prepared_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory holds the negated values, and its shape and strides are those of what was prepared."""
+    pretend_accelerator(monkeypatch)
+    q, k, v = dense()
+    handle = portattn.prepare("attention", q, k, v)
+    with pytest.raises(ArgumentError, match=r"whether k is a view to be negated is True.*prepared with False"):
+        handle.run(q, torch._neg_view(k), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    """The reference path's products would be of that type: scores of 10⁵ are infinite in float16."""
+    q, k, v = (t * 100 for t in dense())
+    expected = portattn.attention(q, k, v)
+    handle = portattn.prepare("attention", q, k, v)
+    asking = q.clone().requires_grad_()
+    [gradient] = torch.autograd.grad(portattn.attention(asking, k, v).sum(), asking)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(portattn.attention(q, k, v), expected)
+        assert torch.equal(handle.run(q, k, v), expected)
+        assert (q @ k[:, :1].transpose(2, 3)).dtype == dtype, "autocast is on again"
+        out = portattn.attention(asking, k, v)
+    assert torch.equal(torch.autograd.grad(out.sum(), asking)[0], gradient)

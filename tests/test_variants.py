@@ -4,7 +4,9 @@ run, plans and cells say how they are scheduled. Where one does not apply the co
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from quirk_files import planned, plant, registry
 
 import portattn
-from portattn import Problem, Target, canary, compiling, dispatch, variantpath
+from portattn import Problem, Target, Verdict, canary, compiling, dispatch, variantpath
 from portattn.backends.cuda import CudaBackend
 from portattn.config import Settings, current
 from portattn.launch import Signature
@@ -141,6 +143,53 @@ def test_a_key_is_of_one_schedule_type_and_toolchain() -> None:
     assert len({made.key for made in others} | {plan(P, SM_90).key}) == 6
 
 
+def test_a_variant_leaves_a_problem_to_the_core_but_for_two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs it where it was asked for by name, and where the core cannot."""
+    monkeypatch.setattr(type(VARIANTS[NAME]), "leaves", lambda variant, problem: "it is small")
+    left = plan(P, SM_90)
+    assert left.path == "triton"
+    assert "not gluon_forward: it leaves such problems to the core: it is small" in left.notes
+    named = plan(P, SM_90, settings=Settings(backend=NAME))
+    assert named.path == NAME
+    failed = Verdict(
+        key=left.key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
+        passed=False, date=datetime.date(2026, 11, 21), reason="boom", incident="20261121-x-1",
+    )  # fmt: skip
+    made = plan(P, SM_90, verdicts={failed.key: failed})
+    assert made.path == NAME
+    why = "not triton: this specialisation failed here on 2026-11-21: boom [20261121-x-1]"
+    assert made.notes == (*named.notes, why)
+
+
+def test_keys_are_digests_of_one_length() -> None:
+    """They name files."""
+    for made in (plan(P, SM_90), plan(P, SM_90, settings=Settings(backend="triton"))):
+        assert re.fullmatch("[0-9a-f]{32}", made.key)
+
+
+@pytest.mark.parametrize(("incident", "told"), [("20261121-x-1", "see incident 20261121-x-1"), ("", "")])
+def test_a_refused_variant_says_what_would_help(tmp_path: Path, incident: str, told: str) -> None:
+    """Where it was asked for by name, and so nothing else is taken."""
+    failed = Verdict(
+        key=plan(P, SM_90).key, kernel=NAME, target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
+        passed=False, date=datetime.date(2026, 11, 21), reason="boom", incident=incident,
+    )  # fmt: skip
+    with pytest.raises(portattn.PathUnavailable) as caught:
+        plan(P, SM_90, verdicts={failed.key: failed}, settings=Settings(backend=NAME))
+    (no,) = caught.value.rejected
+    assert (no.path, no.hint, no.incident) == (NAME, told, incident)
+    assert no.reason == "it failed here on 2026-11-21: boom"
+    passed = msgspec.structs.replace(failed, passed=True)
+    assert plan(P, SM_90, verdicts={failed.key: passed}).path == NAME
+
+    plant(tmp_path, "cuda-0901-x", 'path = "core"', 'kernels = ["gluon_*"]\ntoolchain = { triton = "<3.7" }',
+          title="it hangs", evidence="")  # fmt: skip
+    with pytest.raises(portattn.PathUnavailable) as caught:
+        planned(registry(tmp_path, variants=True), problem=P, backend=NAME)
+    (no,) = caught.value.rejected
+    assert (no.path, no.reason, no.hint, no.quirk) == (NAME, "it hangs", "concerns triton <3.7", "cuda-0901-x")
+
+
 def test_the_source_of_a_variant_is_part_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "variant.py").write_text("one")
     monkeypatch.setattr(variantpath.inspect, "getfile", lambda kind: str(tmp_path / "variant.py"))
@@ -212,9 +261,11 @@ def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytes
     assert len(child.asked) == count  # sizes do not make another kernel
 
 
-@pytest.mark.parametrize("outcome", ["error", "crash", "hang"])
-def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcome: str) -> None:
-    reply = Reply(outcome=outcome, stage="ttgir", kind="planted", message="boom", log="boom")
+@pytest.mark.parametrize(
+    ("outcome", "kind"), [("error", "CompilationError"), ("crash", "SIGABRT"), ("hang", "timeout")]
+)
+def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcome: str, kind: str) -> None:
+    reply = Reply(outcome=outcome, stage="ttgir", kind=kind, message="boom", log="boom")
     child = Compiler("scheduled_forward", reply)
     monkeypatch.setattr(compiling, "compile_in", child)
     silently(lambda: portattn.attention(*tensors()))

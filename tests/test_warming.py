@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from opcalls import pretend_accelerator
+from support import Device
 
 import portattn
 from portattn import monitoring, warming
 from portattn.cli import main
-from portattn.fastpath import keep, key_of, nearest
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
+from portattn.monitoring import nearest
+from portattn.request import collecting, perform
 
 SMALL = {"op": "attention", **dict.fromkeys("qkv", "fp32[1,2,8,16]")}
 
@@ -70,6 +74,7 @@ def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> 
     [
         ([SMALL | {"q": "fp33[1,2,8,16]"}], r"specs\[0\].q is 'fp33\[1,2,8,16\]', but must be of a type among fp16"),
         ([SMALL, SMALL | {"k": "fp32[1,2,"}], r"specs\[1\].k is 'fp32\[1,2,', but describes a tensor"),
+        ([SMALL, SMALL | {"k": "fp32[1,,2,8,16]"}], r"specs\[1\].k is 'fp32\[1,,2,8,16\]', but describes a tensor"),
         ([SMALL | {"v": "fp32[1,2,8,16]:1,1"}], r"specs\[0\].v .* must have as many strides as its 4 axes"),
         ([{"op": "attend"}], r"specs\[0\].op is 'attend', but must be one of attention"),
         (["attention"], r"specs\[0\] is 'attention', but must be a mapping"),
@@ -84,6 +89,21 @@ def test_a_spec_that_is_none_is_named_before_anything_runs(
     monkeypatch.setattr(warming._Warming, "run", lambda self: pytest.fail("something ran"))
     with pytest.raises(portattn.ArgumentError, match=said):
         portattn.warmup(specs, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"jobs": 0}, "warmup: jobs is 0, but must be None or an integer from 1 on"),
+        ({"jobs": -1}, "warmup: jobs is -1, but must be None or an integer from 1 on"),
+        ({"jobs": 2.0}, "warmup: jobs is 2.0, but must be None or an integer from 1 on"),
+        ({"device": "gpu"}, "warmup: device is 'gpu', but must be a device of torch's: "),
+        ({"device": 1.5}, "warmup: device is 1.5, but must be a device of torch's: "),
+    ],
+)
+def test_what_is_no_device_or_no_count_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(portattn.ArgumentError, match=re.escape(said)):
+        portattn.warmup([SMALL], **given)
 
 
 def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
@@ -120,29 +140,48 @@ def test_it_arms_the_monitor() -> None:
         assert monitoring.wanted(changed)
 
 
-def test_the_nearest_kept_call_is_the_one_that_differs_in_least() -> None:
+def test_the_nearest_kept_call_is_the_one_that_differs_in_least(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.path != "interpreter":
+        pytest.skip("kernels are interpreted here only")
+    pretend_accelerator(monkeypatch)
     memory = torch.zeros(300)
 
-    def key(first: int, rows: int, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
+    def call(first: int, rows: int, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
         q = memory[first : first + rows * 8].view(1, 1, rows, 8).to(dtype)
-        return key_of("attention", {"q": q, "sinks": None}, {"causal": False, "scale": None} | values)
+        with collecting() as requests:
+            portattn.attention(q, q, q, **values)
+        return requests[0]
 
-    settings = portattn.config.current()
-    kept = type("Kept", (), {"settings": settings})()
-    names: Any = (("q", "sinks"), ("causal", "scale"))
-    assert nearest(key(0, 4), settings, *names) is None
-    keep(key(0, 4, causal=True, scale=2.0), kept)
-    keep(key(0, 4), kept)
-    assert nearest(key(0, 4), settings, *names) == []
-    assert nearest(key(0, 5), settings, *names) == ["q's shape: (1, 1, 5, 8) instead of (1, 1, 4, 8)"]
-    shifted = [
-        f"q's address modulo {POINTER_ALIGNMENT}: {(memory.data_ptr() + 4) % 16} instead of {memory.data_ptr() % 16}"
-    ]
-    assert nearest(key(1, 4), settings, *names) == shifted
-    assert nearest(key(0, 4, torch.float16), settings, *names)[0] == "q's type: torch.float16 instead of torch.float32"
-    assert nearest(key(0, 4, causal=1), settings, *names) == ["causal: 1 instead of False"]
-    with portattn.settings(fallback="error") as changed:
-        assert nearest(key(0, 4), changed, *names) == ["the setting fallback: 'error' instead of 'warn'"]
+    assert nearest(call(0, 4)) is None
+    perform(call(0, 4, causal=True, scale=2.0))
+    perform(call(0, 4))
+    assert nearest(call(0, 4)) == []
+    assert nearest(call(0, 5)) == [f"{name}'s shape: (1, 1, 5, 8) instead of (1, 1, 4, 8)" for name in "qkv"]
+    shifted = f"address modulo {POINTER_ALIGNMENT}: {(memory.data_ptr() + 4) % 16} instead of {memory.data_ptr() % 16}"
+    assert nearest(call(1, 4)) == [f"{name}'s {shifted}" for name in "qkv"]
+    assert nearest(call(0, 4, torch.float16))[0] == "q's type: torch.float16 instead of torch.float32"
+    assert nearest(call(0, 4, causal=1)) == ["causal: 1 instead of False"]
+    assert nearest(call(0, 4, sinks=torch.zeros(1))) == ["sinks is given"]
+    with portattn.settings(fallback="error"):
+        assert nearest(call(0, 4)) == ["the setting fallback: 'error' instead of 'warn'"]
+
+
+def test_what_differs_is_named_as_the_caller_does(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.path != "interpreter":
+        pytest.skip("kernels are interpreted here only")
+    pretend_accelerator(monkeypatch)
+
+    def call(keys: int) -> Any:
+        cache = torch.zeros(1, 1, keys, 16)
+        with collecting() as requests:
+            portattn.decode_attention(torch.zeros(1, 1, 1, 16), cache, cache, None)
+        return requests[0]
+
+    perform(call(4))
+    found = nearest(call(5))
+    assert found == [f"{name}'s shape: (1, 1, 5, 16) instead of (1, 1, 4, 16)" for name in ("k_cache", "v_cache")]
 
 
 def test_the_command(tmp_path: Path) -> None:

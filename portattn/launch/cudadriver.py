@@ -1,4 +1,4 @@
-"""A block of memory with everything that cuLaunchKernelEx reads, made once: a launch then only writes addresses.
+"""A block of memory with everything that cuLaunchKernelEx reads, made once. A launch then writes addresses and sizes.
 
 Layouts are those of CUDA's cuda.h (CUlaunchConfig, CUlaunchAttribute); the tests compare them with its header.
 """
@@ -21,6 +21,7 @@ _ALIGNMENT = 128
 # gridDim, blockDim, sharedMemBytes; padding; hStream, attrs; numAttrs and padding
 _CONFIG = struct.Struct("7I4xQQI4x")
 _STREAM_OFFSET = 32
+_AXIS = 4  # bytes of each of gridDim's numbers
 # id and padding; a union of 64 bytes, of which the attributes used here read one int
 _ATTRIBUTE = struct.Struct("I4xI60x")
 _COOPERATIVE, _SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, …_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -41,7 +42,17 @@ def launch_function() -> Callable[..., int]:
     return _library().cuLaunchKernelEx
 
 
-def launch_again(refused: Refused, block: Block, stream: int, addresses: Sequence[int]) -> None:
+@functools.lru_cache(maxsize=1)
+def encode_function() -> int:
+    """Address of cuTensorMapEncodeTiled."""
+    found = ctypes.cast(_library().cuTensorMapEncodeTiled, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def launch_again(
+    refused: Refused, block: Block, stream: int, addresses: Sequence[int], sizes: Sequence[int] = ()
+) -> None:
     """What to do about a refused launch: go on from it where this thread had no device yet, else raise RuntimeError.
 
     A thread in which nothing has yet called CUDA's run-time library has no current context. Triton's launcher looks at
@@ -55,7 +66,7 @@ def launch_again(refused: Refused, block: Block, stream: int, addresses: Sequenc
         error = _library().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
         error = error or _library().cuCtxSetCurrent(context)
         if not error:
-            again = block.launch(stream, addresses, kernel)
+            again = block.launch(stream, addresses, sizes, kernel)
             error = again[0] if again else 0
     if error:
         refuse(error)
@@ -78,15 +89,16 @@ class Kernel:
     """One kernel of a block.
 
     function    CUfunction
+    grid        programs of each axis; ("size", i) for the i-th of a launch's sizes
     parameters  in the kernel's order
     values      of each parameter: a number; ("role", i) for the i-th address of a launch; ("map", i) for the i-th
-                tensor map; None for a null pointer
+                tensor map; ("size", i) for the i-th of its sizes, an integer; None for a null pointer
     threads     of a program; shared: bytes of shared memory that it gets
     dependent   may start before the kernel before it has ended (programmatic dependent launch)
     """
 
     function: int
-    grid: tuple[int, int, int]
+    grid: tuple[Any, Any, Any]
     threads: int
     shared: int
     dependent: bool
@@ -95,25 +107,40 @@ class Kernel:
     values: tuple[Any, ...]
 
 
+@dataclass(slots=True, frozen=True)
+class Map:
+    """A tensor map of a block.
+
+    role      whose address it is of
+    sizes     places among a launch's sizes of its sizes, and then of its strides
+    of_key    gives it for (address, sizes and strides)
+    encoding  what native.c makes it of; None where only `of_key` does
+    """
+
+    role: int
+    sizes: tuple[int, ...]
+    of_key: Mapping[tuple[int, ...], bytes]
+    encoding: tuple[Any, ...] | None = None
+
+
 class Block:
     """Parameters and configurations of kernels that are launched one after the other.
 
-    launch  `launch(stream, addresses, first=0)` launches all kernels, or those from a place on, on a stream with these
-            addresses, as many as there are roles: None, or what the driver refused. By native.c where it is given
+    launch  `launch(stream, addresses, sizes=(), first=0)` launches all kernels, or those from a place on, on a stream
+            with these addresses, as many as there are roles, and these sizes: None, or what the driver refused. By
+            native.c where it is given
 
     One thread at a time.
     """
 
-    __slots__ = ("_configs", "_launches", "_maps", "_memory", "_seen", "_start", "_stream", "_write", "launch", "maps")
+    __slots__ = (
+        "_configs", "_launches", "_maps", "_memory", "_seen", "_sizes", "_start", "_stream", "_write", "_writes",
+        "launch", "maps",
+    )  # fmt: skip
 
-    def __init__(
-        self, kernels: Sequence[Kernel], roles: int, maps: Sequence[tuple[int, Mapping[int, bytes]]], native: Any = None
-    ) -> None:
-        """Lay the kernels out.
-
-        maps    of each tensor map the role whose address it is of, and what gives it for an address
-        native  the module of native.c; None to launch from Python. It raises ValueError on too many kernels
-        """
+    def __init__(self, kernels: Sequence[Kernel], roles: int, maps: Sequence[Map], native: Any = None) -> None:
+        """Lay the kernels out. native: the module of native.c; None to launch from Python. It raises ValueError on too
+        many kernels."""
         self.maps = maps
         size = _size(kernels, roles, len(maps))
         owner = ctypes.create_string_buffer(size + _ALIGNMENT)
@@ -130,7 +157,10 @@ class Block:
         roles_at = take(roles * _POINTER, _POINTER)
         assert roles_at == self._start
         self._maps = [take(TENSOR_MAP_BYTES, _ALIGNMENT) for _ in maps]
-        self._seen: list[int | None] = [None] * len(maps)
+        self._seen: list[tuple[int, ...] | None] = [None] * len(maps)
+        # (place, bytes, which size) of everything that a launch's sizes are written to
+        self._writes: list[tuple[int, int, int]] = []
+        self._sizes: Sequence[int] | None = None
         self._write = struct.Struct(f"{roles}Q").pack_into
         self._stream = 0
         self._configs: list[int] = []
@@ -139,11 +169,14 @@ class Block:
         for kernel in kernels:
             pointers = []
             for parameter, value in zip(kernel.parameters, kernel.values, strict=True):
-                if isinstance(value, tuple):
+                if isinstance(value, tuple) and value[0] != "size":
                     kind, index = value
                     place = self._maps[index] if kind == "map" else roles_at + index * _POINTER
                 else:
                     place = take(parameter.size, parameter.size)
+                    if isinstance(value, tuple):
+                        self._writes.append((place, parameter.size, value[1]))
+                        value = 0
                     data = _packed(parameter.type, value)
                     self._memory[place : place + len(data)] = data
                 pointers.append(base + place)
@@ -155,8 +188,12 @@ class Block:
             for index, identity in enumerate(attributes):
                 _ATTRIBUTE.pack_into(self._memory, attributes_at + index * _ATTRIBUTE.size, identity, 1)
             config = take(_CONFIG.size, _POINTER)
+            for axis, size in enumerate(kernel.grid):
+                if isinstance(size, tuple):
+                    self._writes.append((config + axis * _AXIS, _AXIS, size[1]))
+            grid = [0 if isinstance(size, tuple) else size for size in kernel.grid]
             _CONFIG.pack_into(
-                self._memory, config, *kernel.grid, kernel.threads, 1, 1, kernel.shared, 0, base + attributes_at,
+                self._memory, config, *grid, kernel.threads, 1, 1, kernel.shared, 0, base + attributes_at,
                 len(attributes),
             )  # fmt: skip
             self._configs.append(config)
@@ -165,21 +202,33 @@ class Block:
         self.launch: Callable[..., Refused | None] = self._launch
         if native is not None:
             function = ctypes.cast(launch_function(), ctypes.c_void_p).value  # type: ignore[arg-type]
-            described = tuple((base + place, *one) for place, one in zip(self._maps, maps, strict=True))
-            self.launch = native.Launches(self._memory, function, base + roles_at, roles, tuple(found), described)
+            described = tuple(
+                (base + place, one.role, one.sizes, one.of_key, one.encoding)
+                for place, one in zip(self._maps, maps, strict=True)
+            )
+            writes = tuple((base + place, count, size) for place, count, size in self._writes)
+            self.launch = native.Launches(
+                self._memory, function, base + roles_at, roles, tuple(found), described, writes
+            )
 
-    def _launch(self, stream: int, addresses: Sequence[int], first: int = 0) -> Refused | None:
+    def _launch(
+        self, stream: int, addresses: Sequence[int], sizes: Sequence[int] = (), first: int = 0
+    ) -> Refused | None:
         self._write(self._memory, self._start, *addresses)
+        if self._sizes is not sizes:
+            for place, count, size in self._writes:
+                self._memory[place : place + count] = (sizes[size] & ((1 << 8 * count) - 1)).to_bytes(count, "little")
+            self._sizes = sizes
         if self._stream != stream:
             for config in self._configs:
                 struct.pack_into("Q", self._memory, config + _STREAM_OFFSET, stream)
             self._stream = stream
-        for index, (role, of_address) in enumerate(self.maps):
-            address = addresses[role]
-            if self._seen[index] != address:
+        for index, one in enumerate(self.maps):
+            key = (addresses[one.role], *[sizes[size] for size in one.sizes])
+            if self._seen[index] != key:
                 place = self._maps[index]
-                self._memory[place : place + TENSOR_MAP_BYTES] = of_address[address]
-                self._seen[index] = address
+                self._memory[place : place + TENSOR_MAP_BYTES] = one.of_key[key]
+                self._seen[index] = key
         launch = launch_function()
         for kernel in range(first, len(self._launches)):
             error = launch(*self._launches[kernel])

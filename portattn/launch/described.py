@@ -58,7 +58,7 @@ def step_signature(step: Step, tensors: Mapping[str, torch.Tensor | None]) -> Si
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible, small = [], []
-    fixed, unspecialised = _constexprs(step.kernel), _unspecialised(step.kernel)
+    fixed, general = constexprs(step.kernel), unspecialised(step.kernel)
     for name, value in zip(step.kernel.arg_names, step.values, strict=True):
         value = getattr(value, "value", value) if name in fixed else value  # tl.constexpr holds one
         if value is None or name in fixed:
@@ -75,11 +75,11 @@ def step_signature(step: Step, tensors: Mapping[str, torch.Tensor | None]) -> Si
             types[name] = "u1"
         elif isinstance(value, float):
             types[name] = "fp32"
-        elif value == 1 and name not in unspecialised:
+        elif value == 1 and name not in general:
             constants[name] = 1
         else:
             types[name] = "i32" if -INT32_MAX - 1 <= value <= INT32_MAX else "i64"
-            if value % POINTER_ALIGNMENT == 0 and name not in unspecialised:
+            if value % POINTER_ALIGNMENT == 0 and name not in general:
                 divisible.append(name)
     return Signature(
         module=step.kernel.fn.__module__,
@@ -97,13 +97,14 @@ def aligned(tensor: torch.Tensor | None) -> bool:
     return tensor is None or tensor.is_meta or tensor.data_ptr() % POINTER_ALIGNMENT == 0
 
 
-def _constexprs(kernel: Any) -> set[str]:
+def constexprs(kernel: Any) -> set[str]:
     """Names of a jit function's arguments that are tl.constexpr, also of one that is interpreted here."""
     parameters = inspect.signature(kernel.fn).parameters
     return {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
 
 
-def _unspecialised(kernel: Any) -> set[str]:
+def unspecialised(kernel: Any) -> set[str]:
+    """Names of a jit function's arguments that it is not specialised on."""
     named: Sequence[int | str]
     named = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
     return {kernel.arg_names[name] if isinstance(name, int) else name for name in named}

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from portattn.sizes import most
+
 
 @dataclass(slots=True, frozen=True)
 class Runtime:
@@ -54,5 +56,5 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
+        step = step * most(size, 1)
     return tuple(reversed(strides))

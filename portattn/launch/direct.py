@@ -1,8 +1,9 @@
-"""Kept launches: kernels that are launched again and again with other addresses, and nothing else changed.
+"""Kept launches: kernels that are launched again and again with other addresses and sizes, and nothing else changed.
 
 Triton's own way (`kernel[grid](…)`) looks at every argument anew, which takes tens of microseconds for one of 86
 arguments. Here the compiled kernel is found once, and what the driver reads lies ready in memory; a launch writes the
-addresses of this call's tensors into it and calls the driver, in one microsecond and the driver's own time.
+addresses of this call's tensors and its sizes into it and calls the driver, in one microsecond and the driver's own
+time.
 
 How a variant uses it
 ---------------------
@@ -19,9 +20,12 @@ A variant's kernel is described by `Step`s instead of being launched::
 
 `roles` name the tensors whose addresses change from call to call; everything else is taken from the steps: grid,
 numbers, and of a host-side TensorDescriptor its shape, strides, block and padding. Tensor maps are made once for each
-address and kept (`MAPS` of them a descriptor), so a call builds no descriptor. Where a kernel needs a second one's
-partial results, they are a role as well: allocate them before the call, and give the address. `addresses` come in the
-order of the names given to `Direct`; 0 stands for a tensor that is absent.
+address and its sizes and kept (`MAPS` of them a descriptor), so a call builds no descriptor. Where a kernel needs a
+second one's partial results, they are a role as well: allocate them before the call, and give the address. `addresses`
+come in the order of the names given to `Direct`; 0 stands for a tensor that is absent.
+
+Sizes that change from call to call come from a second list of steps, the same ones made of Sizes (portattn/sizes.py):
+what is a Size in them is taken from the `sizes` of a launch, in the order of the `Outputs` that Direct adds them to.
 
 Scratch memory (kernels that build descriptors for themselves) is a role too: give `direct.scratch` bytes as SCRATCH.
 
@@ -40,6 +44,7 @@ from typing import Any
 
 from portattn.launch import cudadriver, triton_runtime
 from portattn.launch.triton_runtime import TENSOR_MAP, TENSOR_MAP_BYTES, Unsupported
+from portattn.sizes import Outputs, Size, most, unpinned
 
 MAPS = 64  # tensor maps kept for a descriptor: 128 bytes each, made in 1 µs
 WARP = 32
@@ -88,17 +93,26 @@ class Direct:
              Triton's launcher of the compiled kernel is called
     reason   why it is not "native"; empty where that was not asked for
     scratch  bytes that a call must give for the role SCRATCH, where the kernels build descriptors for themselves; 0
-             where they need none
+             where they need none. A Size where it changes from call to call
+
+    sized, outputs   the same steps made of Sizes, and what those of their numbers are added to that a launch takes
 
     Looks the compiled kernels up, compiling what is not compiled, and loads them. Raises Unsupported where a Triton is
     not known or a kernel has what cannot be kept.
     """
 
     def __init__(
-        self, steps: Sequence[Step], names: Sequence[str], native: Callable[[], tuple[Any, str]] | None = None
+        self,
+        steps: Sequence[Step],
+        names: Sequence[str],
+        native: Callable[[], tuple[Any, str]] | None = None,
+        sized: Sequence[Step] | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         places = {name: index for index, name in enumerate(names)}
-        self._kernels = [_Kernel(step, places) for step in steps if 0 not in step.grid]
+        self._outputs = Outputs() if outputs is None else outputs
+        pairs = [pair for pair in zip(steps, sized or steps, strict=True) if 0 not in pair[1].grid]
+        self._kernels = [_Kernel(step, other, places, self._outputs) for step, other in pairs]
         self.hooked = triton_runtime.hook_watch()
         self.way, self.reason, self.scratch = "driver", "", 0
         self.native: Any = None
@@ -106,13 +120,14 @@ class Direct:
         self._pool: list[cudadriver.Block] = []
         self._names = len(names)
         try:
-            run = [step for step in steps if 0 not in step.grid]
             self._described = [
-                self._describe(*pair, places.get(SCRATCH)) for pair in zip(self._kernels, run, strict=True)
+                self._describe(kernel, other, places.get(SCRATCH))
+                for kernel, (_, other) in zip(self._kernels, pairs, strict=True)
             ]
         except Unsupported as error:
             self.way, self.reason = "compiled", str(error)
             return
+        self._constants = () if outputs is not None else tuple(unpinned(self._outputs.values))
         if native is not None:
             self.native, self.reason = native()
         try:
@@ -122,22 +137,25 @@ class Direct:
             self._pool.append(self.block())
         self.way = "driver" if self.native is None else "native"
 
-    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+    def __call__(self, stream: int, addresses: Sequence[int], sizes: Sequence[int] | None = None) -> None:
         """Launch on a stream, given as the driver's handle, with these addresses; 0 for a tensor that is absent.
+
+        sizes  the numbers of `outputs`; those of the steps themselves where nothing in them changes
 
         Raises RuntimeError with the driver's words where it refuses.
         """
+        given = self._constants if sizes is None else sizes
         if self.way == "compiled" or self.hooked():
             for kernel in self._kernels:
-                kernel.run(stream, addresses)
+                kernel.run(stream, addresses, given)
             return
         try:
             block = self._pool.pop()
         except IndexError:  # other threads are launching with all there are
             block = self.block()
-        refused = block.launch(stream, addresses)
+        refused = block.launch(stream, addresses, given)
         if refused is not None:
-            cudadriver.launch_again(refused, block, stream, addresses)
+            cudadriver.launch_again(refused, block, stream, addresses, given)
         self._pool.append(block)
 
     def asks_triton(self) -> bool:
@@ -146,8 +164,11 @@ class Direct:
 
     def block(self) -> cudadriver.Block:
         """A new block of parameters for the kernels."""
-        maps = [(one.role, one) for one in self._maps]
-        return cudadriver.Block(self._described, self._names, maps, self.native)
+        found = [
+            cudadriver.Map(one.role, one.places, one, one.encoding(self.native) if self.native else None)
+            for one in self._maps
+        ]
+        return cudadriver.Block(self._described, self._names, found, self.native)
 
     def _describe(self, kernel: _Kernel, step: Step, scratch: int | None) -> cudadriver.Kernel:
         """A kernel as CUDA's driver launches it; `scratch` is the place of that role."""
@@ -160,10 +181,10 @@ class Direct:
             raise Unsupported("it launches clusters of programs")
         if getattr(about, "profile_scratch_size", 0):
             raise Unsupported("it is instrumented for profiling")
-        needed = getattr(about, "global_scratch_size", 0) * math.prod(step.grid)
+        needed = getattr(about, "global_scratch_size", 0) * math.prod(step.grid)  # of Sizes a Size
         if needed and scratch is None:
             raise Unsupported("it needs scratch memory, and no role gives it any")
-        self.scratch = max(self.scratch, needed)
+        self.scratch = most(self.scratch, needed)
         added = iter([("role", scratch) if needed else None, None])
         parameters, described = triton_runtime.all_parameters(compiled), 0
         values: list[Any] = []
@@ -173,12 +194,12 @@ class Direct:
             if parameter.type == TENSOR_MAP:
                 if role is None:
                     raise Unsupported(f"descriptor {name} has no role")
-                fill = triton_runtime.fill_tensor_map(compiled, described, value)
+                made = triton_runtime.tensor_map(compiled, described, value)
                 described += 1
                 values.append(("map", len(self._maps)))
-                self._maps.append(_Maps(role, fill))
+                self._maps.append(_Maps(role, made, self._outputs))
             elif parameter.part:
-                values.append(getattr(value, parameter.part)[parameter.axis])
+                values.append(self._size(getattr(value, parameter.part)[parameter.axis]))
             elif not name:
                 values.append(next(added))
             elif role is not None:
@@ -186,41 +207,64 @@ class Direct:
             elif hasattr(value, "data_ptr"):
                 raise Unsupported(f"tensor {name} has no role")
             else:
-                values.append(value)
+                values.append(self._size(value))
+        grid = triton_runtime.three(step.grid)
         return cudadriver.Kernel(
-            function=compiled.function, grid=triton_runtime.three(step.grid), threads=warps * WARP, shared=shared,
+            function=compiled.function, grid=(self._size(grid[0]), self._size(grid[1]), self._size(grid[2])),
+            threads=warps * WARP, shared=shared,
             dependent=bool(getattr(about, "launch_pdl", False)),
             cooperative=bool(getattr(about, "launch_cooperative_grid", False)),
             parameters=tuple(parameters), values=tuple(values),
         )  # fmt: skip
 
+    def _size(self, value: Any) -> Any:
+        """A number as it is; for a Size where it is found among a launch's sizes."""
+        return ("size", self._outputs.of(value)) if isinstance(value, Size) else value
+
 
 class _Kernel:
-    """A step with its compiled kernel, for Triton's launcher."""
+    """A step with its compiled kernel, for Triton's launcher. `sized` is the same step made of Sizes."""
 
-    __slots__ = ("_arguments", "_changing", "compiled", "grid", "roles")
+    __slots__ = ("_arguments", "_changing", "_descriptors", "_grid", "_sizes", "compiled", "roles")
 
-    def __init__(self, step: Step, places: Mapping[str, int]) -> None:
-        values, names = step.values, step.kernel.arg_names
-        self.grid = step.grid
+    def __init__(self, step: Step, sized: Step, places: Mapping[str, int], outputs: Outputs) -> None:
+        values, others, names = step.values, sized.values, step.kernel.arg_names
+        self._grid = outputs.all_of(triton_runtime.three(sized.grid))
         self.compiled = triton_runtime.compiled_kernel(step.kernel, step.grid, values, step.options)
         self.roles = {argument: places[role] for argument, role in step.roles.items() if role in places}
         taken = triton_runtime.run_arguments(step.kernel, values)
         self._arguments = [values[place] for place in taken]
-        self._changing = [
-            (index, self.roles[names[place]], _moved(values[place], 0) if hasattr(values[place], "base") else None)
+        self._sizes = [
+            (index, outputs.of(others[place])) for index, place in enumerate(taken) if isinstance(others[place], Size)
+        ]
+        held = [
+            (index, place, self.roles[names[place]])
             for index, place in enumerate(taken)
             if names[place] in self.roles and values[place] is not None
         ]
-        for index, _, _ in self._changing:
+        self._changing = [(index, role) for index, place, role in held if not hasattr(values[place], "base")]
+        self._descriptors = [
+            (index, role, _moved(values[place], 0, (), ()), outputs.all_of(others[place].shape),
+             outputs.all_of(others[place].strides))
+            for index, place, role in held
+            if hasattr(values[place], "base")
+        ]  # fmt: skip
+        for index, _, _ in held:
             self._arguments[index] = None  # no tensor is held
 
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
+    def run(self, stream: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         """Launch through Triton's launcher, with its hooks."""
         arguments = self._arguments.copy()
-        for index, role, sample in self._changing:
-            arguments[index] = addresses[role] if sample is None else _moved(sample, addresses[role])
-        triton_runtime.run(self.compiled, self.grid, stream, arguments)
+        for index, size in self._sizes:
+            arguments[index] = sizes[size]
+        for index, role in self._changing:
+            arguments[index] = addresses[role]
+        for index, role, sample, shape, strides in self._descriptors:
+            arguments[index] = _moved(
+                sample, addresses[role], [sizes[size] for size in shape], [sizes[size] for size in strides]
+            )
+        x, y, z = (sizes[size] for size in self._grid)
+        triton_runtime.run(self.compiled, (x, y, z), stream, arguments)
 
 
 @dataclass(slots=True, frozen=True)
@@ -233,26 +277,43 @@ class _At:
         return self.address
 
 
-def _moved(descriptor: Any, address: int) -> Any:
+def _moved(descriptor: Any, address: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
     found = copy.copy(descriptor)
-    found.base = _At(address)
+    found.base, found.shape, found.strides = _At(address), shape, strides
     return found
 
 
-class _Maps(dict[int, bytes]):
-    """Tensor maps of one descriptor by address, the last MAPS that were asked for."""
+class _Maps(dict[tuple[int, ...], bytes]):
+    """Tensor maps of one descriptor by (address, sizes and strides), the last MAPS that were asked for.
 
-    def __init__(self, role: int, fill: Callable[[int], Any]) -> None:
+    places  of its sizes and strides among a launch's sizes
+    """
+
+    def __init__(self, role: int, made: triton_runtime.TensorMap, outputs: Outputs) -> None:
         super().__init__()
-        self.role, self._fill = role, fill
+        self.role, self._made = role, made
+        self.places = outputs.all_of((*made.shape, *made.strides))
+        self._sample = tuple(unpinned((*made.shape, *made.strides)))
 
-    def __missing__(self, address: int) -> bytes:
-        made = self._fill(address)
-        if type(made).__basicsize__ != _OBJECT_BYTES:
-            raise Unsupported(f"a tensor map of Triton's takes {type(made).__basicsize__} bytes")
-        data = ctypes.string_at(id(made) + TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)
+    def encoding(self, native: Any) -> tuple[Any, ...] | None:
+        """What native.c makes the maps of; None where what it makes is not what Triton makes."""
+        how = (cudadriver.encode_function(), *self._made.encoding)
+        address = 4096  # nothing is read there: any aligned one
+        if native.tensor_map(how, address, self._sample) != self._bytes((address, *self._sample)):
+            return None
+        return how
+
+    def __missing__(self, key: tuple[int, ...]) -> bytes:
+        data = self._bytes(key)
         if len(self) >= MAPS:
             oldest, *_ = list(self)  # in one step: other threads may change it meanwhile
             self.pop(oldest, None)
-        self[address] = data
+        self[key] = data
         return data
+
+    def _bytes(self, key: tuple[int, ...]) -> bytes:
+        axes = len(self._made.shape)
+        made = self._made.fill(key[0], list(key[1 : 1 + axes]), list(key[1 + axes :]))
+        if type(made).__basicsize__ != _OBJECT_BYTES:
+            raise Unsupported(f"a tensor map of Triton's takes {type(made).__basicsize__} bytes")
+        return ctypes.string_at(id(made) + TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,7 +67,8 @@ def load(compiled: Any, cache_dir: str) -> None:
 
 @contextlib.contextmanager
 def meanwhile(backend: str, cache_dir: str) -> Iterator[None]:
-    """Beside the block, in a thread, make ready what loading and launching will need; wait for it at the end.
+    """Beside the block, in a thread, make ready what loading and launching will need; wait for it at the end, unless
+    the block is interrupted.
 
     backend    of the target: only CUDA kernels are launched by native.c
     cache_dir  portattn's cache folder; empty for the platform's
@@ -79,15 +81,30 @@ def meanwhile(backend: str, cache_dir: str) -> Iterator[None]:
         thread.start()
     try:
         yield
-    finally:
-        if thread.ident is not None:
-            thread.join()
+    except Exception:
+        _wait(thread)
+        raise
+    _wait(thread)
+
+
+def _wait(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        thread.join()
 
 
 def _make(ready: list[Callable[[], object]]) -> None:
     for make in ready:
         with contextlib.suppress(Exception):  # who needs it asks again, and is told
             make()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # a thread that held it is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _triton_driver() -> None:

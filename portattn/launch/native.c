@@ -1,50 +1,222 @@
-/* The hot path of a kept call, for CUDA: what fastpath.Entry.match, kept.Kept and cudadriver.Block do, without Python.
+/* The hot path of a kept call, for CUDA: what fastpath.Kind, kept.Kept and cudadriver.Block do, without Python.
 
-   Launches   a Block's kernels: writes a call's addresses, and calls cuLaunchKernelEx for each kernel
-   Hit        a whole kept call: is this call like it? then allocate, and launch. It makes no decision that the Python
-              functions do not make, and hands back what it does not handle (NotImplemented)
+   Launches   a Block's kernels: writes a call's addresses and sizes, and calls cuLaunchKernelEx for each kernel
+   Sized      a class of sizes (kept.Kept): a program (portattn/sizes.py) says whether sizes belong to it, and what its
+              launches take of them
+   Kind       a kind of call (fastpath.Kind): is this call of it? Then the class of its sizes allocates, and launches
 
-   Built by native.py at run time. Nothing of CUDA or torch is included: functions come as addresses and callables. */
+   Nothing is decided here that the Python functions do not decide; what is not handled is handed back
+   (NotImplemented). Built by native.py at run time. Nothing of CUDA or torch is included: functions come as addresses
+   and callables. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST = 64, MAP_BYTES = 128, INVALID_CONTEXT = 201 };
+enum { MOST = 64, MAP_BYTES = 128, RANK = 5, INVALID_CONTEXT = 201, REGISTERS = 2048, INPUTS = 256, OUTPUTS = 512 };
 
 typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
+typedef int (*EncodeTiled)(void *map, int type, uint32_t rank, void *address, const uint64_t *dims,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                           int swizzle, int promotion, int fill);
 typedef struct { const void *config; void *function; void **parameters; uint64_t *stream; } Kernel;
-typedef struct { void *place; Py_ssize_t role; PyObject *of_address; uint64_t seen; } Map;
+typedef struct { void *place; Py_ssize_t bytes, output; } Write; /* a size in the kernels' memory */
 
-/* ---------------------------------------------------------------------------------------------------------------- */
+/* How cuTensorMapEncodeTiled makes a map of an address, sizes and strides (in elements), innermost axis last. */
+typedef struct { EncodeTiled encode; int type, rank, element, swizzle, promotion, fill; uint32_t box[RANK]; } Encoding;
+
+typedef struct {
+  void *place;
+  Py_ssize_t role, count;
+  Py_ssize_t outputs[2 * RANK]; /* its sizes and strides among the program's outputs */
+  int64_t seen[2 * RANK];
+  uint64_t address;
+  int made;
+  PyObject *of_key;             /* mapping from (address, sizes and strides) to the map's bytes */
+  Encoding how;                 /* where it can be made here */
+} Map;
+
+/* ------------------------------------------------------------------------------------------------ Programs: sizes.py */
+
+static const char *const OPERATIONS[] = {"eq", "ne", "lt", "ge", "le", "gt", "add", "sub", "mul", "floordiv", "mod",
+                                         "least", "most", "pow2", "split_evenly", "split_cheapest", NULL};
+enum { EQ, NE, LT, GE, LE, GT, ADD, SUB, MUL, FLOORDIV, MOD, LEAST, GREATEST, POW2, SPLIT_EVENLY, SPLIT_CHEAPEST, KINDS };
+static const int ARGUMENTS[KINDS] = {2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 4, 7};
+enum { NEARLY = 85 }; /* as in splits.py */
+
+static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+
+/* Of numbers below 2^26 (see `moderate`): 32-bit division takes a third of the time of 64-bit division. */
+static uint32_t up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+static int64_t split_evenly(uint32_t programs, uint32_t tiles, uint32_t slots, uint32_t limit) {
+  enum { SPLITS = 1024 };
+  uint32_t most = slots / programs > 1 ? slots / programs : 1;
+  uint64_t costs[SPLITS], best = UINT64_MAX;
+  most = most > limit / 2 ? limit : 2 * most;
+  if (most > tiles) most = tiles;
+  if (most > SPLITS || (uint64_t)programs * most > INT32_MAX) return 0;
+  for (uint32_t splits = 1; splits <= most; splits++) {
+    costs[splits - 1] = (uint64_t)up(programs * splits, slots) * up(tiles, splits);
+    if (costs[splits - 1] < best) best = costs[splits - 1];
+  }
+  for (uint32_t splits = 1; splits <= most; splits++)
+    if (100 * best >= NEARLY * costs[splits - 1]) return splits;
+  return 0;
+}
+
+static int64_t split_cheapest(uint32_t programs, uint32_t tiles, uint32_t cores, uint32_t limit, uint32_t ends,
+                              uint32_t once, uint32_t each) {
+  uint64_t best = UINT64_MAX;
+  uint32_t found = 0;
+  if ((uint64_t)programs * limit > INT32_MAX) return 0;
+  for (uint32_t splits = 1; splits <= limit; splits++) {
+    uint64_t cost = (uint64_t)up(programs * splits, cores) * (up(tiles, splits) + ends + (splits > 1 ? each : 0)) +
+                    (splits > 1 ? once : 0);
+    if (cost < best) { best = cost; found = splits; }
+  }
+  return found;
+}
+
+/* Numbers in which nothing above overflows: 2^26 is far beyond any count of programs or tiles. */
+static int moderate(const int64_t *r, const int32_t *a, int count) {
+  for (int i = 0; i < count; i++)
+    if (r[a[i]] < 0 || r[a[i]] > (int64_t)1 << 26) return 0;
+  return 1;
+}
+
+/* Run code over the registers r, inputs and constants in place, `next` the first free one: 1 where every comparison
+   holds, 0 where one does not, or a number is beyond what is computed here. */
+static int run(const int32_t *code, Py_ssize_t length, int64_t *r, Py_ssize_t next) {
+  for (const int32_t *at = code, *end = code + length; at < end; at += 1 + ARGUMENTS[*at]) {
+    const int32_t *a = at + 1;
+    int64_t x = r[a[0]], y = ARGUMENTS[*at] > 1 ? r[a[1]] : 0, *to = &r[next];
+    switch (*at) {
+      case EQ: if (x != y) return 0; continue;
+      case NE: if (x == y) return 0; continue;
+      case LT: if (x >= y) return 0; continue;
+      case GE: if (x < y) return 0; continue;
+      case LE: if (x > y) return 0; continue;
+      case GT: if (x <= y) return 0; continue;
+      case ADD: if (__builtin_add_overflow(x, y, to)) return 0; break;
+      case SUB: if (__builtin_sub_overflow(x, y, to)) return 0; break;
+      case MUL: if (__builtin_mul_overflow(x, y, to)) return 0; break;
+      case FLOORDIV: case MOD:
+        if (y == 0 || (y == -1 && x == INT64_MIN)) return 0;
+        if (*at == FLOORDIV) *to = floor_div(x, y);
+        else *to = x % y + (x % y != 0 && (x < 0) != (y < 0) ? y : 0);
+        break;
+      case LEAST: *to = x < y ? x : y; break;
+      case GREATEST: *to = x > y ? x : y; break;
+      case POW2:
+        if (x > (int64_t)1 << 62) return 0;
+        for (*to = 1; *to < x;) *to *= 2;
+        break;
+      case SPLIT_EVENLY:
+        if (!moderate(r, a, 4) || x < 1 || r[a[2]] < 1) return 0;
+        if (!(*to = split_evenly((uint32_t)x, (uint32_t)y, (uint32_t)r[a[2]], (uint32_t)r[a[3]]))) return 0;
+        break;
+      case SPLIT_CHEAPEST:
+        if (!moderate(r, a, 7) || r[a[2]] < 1) return 0;
+        if (!(*to = split_cheapest((uint32_t)x, (uint32_t)y, (uint32_t)r[a[2]], (uint32_t)r[a[3]], (uint32_t)r[a[4]],
+                                   (uint32_t)r[a[5]], (uint32_t)r[a[6]])))
+          return 0;
+        break;
+    }
+    next++;
+  }
+  return 1;
+}
+
+/* --------------------------------------------------------------------------------------------------------- Launches */
 
 typedef struct {
   PyObject_HEAD
   PyObject *memory;     /* keeps what the addresses below point into */
   LaunchKernelEx launch;
   uint64_t *roles;      /* where a launch's addresses go */
-  Py_ssize_t role_count, kernel_count, map_count;
-  Kernel kernels[MOST];
-  Map maps[MOST];
+  Py_ssize_t role_count, kernel_count, map_count, write_count;
+  int64_t output_count; /* outputs that maps and writes name: a program must have as many */
+  Kernel *kernels;
+  Map *maps;
+  Write *writes;
   int busy;             /* a thread is launching with it; guarded by the GIL */
 } Launches;
 
-static PyTypeObject LaunchesType;
+static PyTypeObject LaunchesType, SizedType;
 
 static uint64_t number(PyObject *owner, Py_ssize_t index) {
   return PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(owner, index)); /* -1 with an exception: looked for once, at the end */
 }
 
-/* Launches(memory, function, roles, role_count, kernels, maps): kernels of (config, function, parameters, stream), all
-   addresses; maps of (place, role, mapping from an address to the bytes of its tensor map) */
+static int64_t integer(PyObject *owner, Py_ssize_t index) { return PyLong_AsLongLong(PyTuple_GET_ITEM(owner, index)); }
+
+/* (function, type, element bytes, swizzle, promotion, fill, box): 0, or -1 with an exception */
+static int take_encoding(Encoding *how, PyObject *given) {
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 7 || !PyTuple_Check(PyTuple_GET_ITEM(given, 6)) ||
+      PyTuple_GET_SIZE(PyTuple_GET_ITEM(given, 6)) > RANK) {
+    PyErr_SetString(PyExc_TypeError, "a tensor map is made of seven values, with a box of at most five axes");
+    return -1;
+  }
+  PyObject *box = PyTuple_GET_ITEM(given, 6);
+  how->encode = (EncodeTiled)(uintptr_t)number(given, 0);
+  how->type = (int)integer(given, 1), how->element = (int)integer(given, 2), how->swizzle = (int)integer(given, 3);
+  how->promotion = (int)integer(given, 4), how->fill = (int)integer(given, 5), how->rank = (int)PyTuple_GET_SIZE(box);
+  for (int i = 0; i < how->rank; i++) how->box[how->rank - 1 - i] = (uint32_t)integer(box, i);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+static int encode(const Encoding *how, void *place, uint64_t address, const int64_t *numbers) {
+  uint64_t dims[RANK], strides[RANK];
+  uint32_t steps[RANK] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < how->rank; i++) dims[how->rank - 1 - i] = (uint64_t)numbers[i];
+  for (int i = 0; i + 1 < how->rank; i++) /* the innermost one is 1, and not given */
+    strides[how->rank - 2 - i] = (uint64_t)how->element * (uint64_t)numbers[how->rank + i];
+  return how->encode(place, how->type, (uint32_t)how->rank, (void *)(uintptr_t)address, dims, strides, how->box, steps,
+                     0, how->swizzle, how->promotion, how->fill);
+}
+
+/* tensor_map(encoding, address, numbers) -> the map's bytes, or the driver's error as an integer */
+static PyObject *tensor_map(PyObject *module, PyObject *args) {
+  PyObject *given, *numbers;
+  unsigned long long address;
+  Encoding how;
+  char place[2 * MAP_BYTES], *aligned = place + MAP_BYTES - (uintptr_t)place % MAP_BYTES;
+  int64_t values[2 * RANK];
+  if (!PyArg_ParseTuple(args, "OKO!", &given, &address, &PyTuple_Type, &numbers) || take_encoding(&how, given) < 0)
+    return NULL;
+  if (PyTuple_GET_SIZE(numbers) != 2 * how.rank)
+    return PyErr_Format(PyExc_ValueError, "%d sizes and strides are needed", 2 * how.rank);
+  for (Py_ssize_t i = 0; i < 2 * how.rank; i++) values[i] = integer(numbers, i);
+  if (PyErr_Occurred()) return NULL;
+  int error = encode(&how, aligned, address, values);
+  return error ? PyLong_FromLong(error) : PyBytes_FromStringAndSize(aligned, MAP_BYTES);
+}
+
+/* Whether an output can be one; an exception where not. */
+static int names_output(Launches *self, int64_t output) {
+  if (PyErr_Occurred()) return 0;
+  if (output < 0 || output >= OUTPUTS) {
+    PyErr_Format(PyExc_ValueError, "output %lld is none of %d", (long long)output, OUTPUTS);
+    return 0;
+  }
+  if (output >= self->output_count) self->output_count = output + 1;
+  return 1;
+}
+
+/* Launches(memory, function, roles, role_count, kernels, maps, writes): kernels of (config, function, parameters,
+   stream), all addresses; maps of (place, role, outputs, mapping, encoding or None); writes of (place, bytes, output) */
 static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *names) {
-  PyObject *memory, *kernels, *maps;
+  PyObject *memory, *kernels, *maps, *writes;
   unsigned long long launch, roles;
   Py_ssize_t count;
-  if (!PyArg_ParseTuple(args, "OKKnO!O!", &memory, &launch, &roles, &count, &PyTuple_Type, &kernels, &PyTuple_Type, &maps))
+  if (!PyArg_ParseTuple(args, "OKKnO!O!O!", &memory, &launch, &roles, &count, &PyTuple_Type, &kernels, &PyTuple_Type,
+                        &maps, &PyTuple_Type, &writes))
     return NULL;
-  if (count > MOST || PyTuple_GET_SIZE(kernels) > MOST || PyTuple_GET_SIZE(maps) > MOST)
+  Py_ssize_t length = PyTuple_GET_SIZE(writes), kernels_length = PyTuple_GET_SIZE(kernels),
+             maps_length = PyTuple_GET_SIZE(maps);
+  if (count < 0 || count > MOST || kernels_length > MOST || maps_length > MOST)
     return PyErr_Format(PyExc_ValueError, "at most %d roles, kernels and maps", MOST);
   Launches *self = (Launches *)type->tp_alloc(type, 0);
   if (!self) return NULL;
@@ -52,50 +224,101 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
   self->launch = (LaunchKernelEx)(uintptr_t)launch;
   self->roles = (uint64_t *)(uintptr_t)roles;
   self->role_count = count;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kernels); i++) {
+  self->kernels = PyMem_Calloc(kernels_length + 1, sizeof *self->kernels);
+  self->maps = PyMem_Calloc(maps_length + 1, sizeof *self->maps);
+  self->writes = PyMem_Calloc(length + 1, sizeof *self->writes);
+  if (!self->kernels || !self->maps || !self->writes) PyErr_NoMemory();
+  for (Py_ssize_t i = 0; i < kernels_length && !PyErr_Occurred(); i++) {
     PyObject *one = PyTuple_GET_ITEM(kernels, i);
     self->kernels[self->kernel_count++] = (Kernel){(void *)number(one, 0), (void *)number(one, 1), (void **)number(one, 2),
                                                    (uint64_t *)number(one, 3)};
   }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(maps); i++) {
-    PyObject *one = PyTuple_GET_ITEM(maps, i);
-    self->maps[self->map_count++] = (Map){(void *)number(one, 0), (Py_ssize_t)number(one, 1),
-                                          Py_NewRef(PyTuple_GET_ITEM(one, 2)), 0};
+  for (Py_ssize_t i = 0; i < maps_length && !PyErr_Occurred(); i++) {
+    PyObject *one = PyTuple_GET_ITEM(maps, i), *outputs = PyTuple_GET_ITEM(one, 2), *how = PyTuple_GET_ITEM(one, 4);
+    Map *map = &self->maps[self->map_count];
+    if (!PyTuple_Check(outputs) || PyTuple_GET_SIZE(outputs) > 2 * RANK) {
+      PyErr_SetString(PyExc_ValueError, "a tensor map has at most ten sizes and strides");
+      break;
+    }
+    map->place = (void *)number(one, 0), map->role = (Py_ssize_t)integer(one, 1);
+    for (; map->count < PyTuple_GET_SIZE(outputs); map->count++) {
+      map->outputs[map->count] = integer(outputs, map->count);
+      if (!names_output(self, map->outputs[map->count])) break;
+    }
+    if (!PyErr_Occurred() && (map->role < 0 || map->role >= count))
+      PyErr_Format(PyExc_ValueError, "a tensor map is of role %zd, and there are %zd", map->role, count);
+    if (how != Py_None && take_encoding(&map->how, how) < 0) break;
+    map->of_key = Py_NewRef(PyTuple_GET_ITEM(one, 3));
+    self->map_count++;
+  }
+  for (Py_ssize_t i = 0; i < length && !PyErr_Occurred(); i++) {
+    PyObject *one = PyTuple_GET_ITEM(writes, i);
+    Write write = {(void *)number(one, 0), integer(one, 1), integer(one, 2)};
+    if (!names_output(self, write.output)) break;
+    if (write.bytes < 1 || write.bytes > (Py_ssize_t)sizeof(int64_t)) {
+      PyErr_Format(PyExc_ValueError, "a size of %zd bytes is none", write.bytes);
+      break;
+    }
+    self->writes[self->write_count++] = write;
   }
   if (PyErr_Occurred()) Py_CLEAR(self);
   return (PyObject *)self;
 }
 
 static void launches_free(Launches *self) {
-  for (Py_ssize_t i = 0; i < self->map_count; i++) Py_XDECREF(self->maps[i].of_address);
+  for (Py_ssize_t i = 0; i < self->map_count; i++) Py_XDECREF(self->maps[i].of_key);
+  PyMem_Free(self->kernels);
+  PyMem_Free(self->maps);
+  PyMem_Free(self->writes);
   Py_XDECREF(self->memory);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* The tensor map of an address, from the mapping, which makes it where it has none. */
-static int set_map(Map *map, uint64_t address) {
-  PyObject *key = PyLong_FromUnsignedLongLong(address);
-  PyObject *data = key ? PyObject_GetItem(map->of_address, key) : NULL;
-  Py_XDECREF(key);
-  if (!data) return -1;
-  if (!PyBytes_Check(data) || PyBytes_GET_SIZE(data) != MAP_BYTES) {
-    PyErr_SetString(PyExc_TypeError, "a tensor map is 128 bytes");
+/* The tensor map of an address and sizes: made here, or by the mapping. */
+static int set_map(Map *map, uint64_t address, const int64_t *outputs) {
+  int64_t numbers[2 * RANK];
+  for (Py_ssize_t i = 0; i < map->count; i++) numbers[i] = outputs[map->outputs[i]];
+  if (map->made && map->address == address && !memcmp(numbers, map->seen, map->count * sizeof *numbers)) return 0;
+  map->made = 0;
+  if (map->how.encode) {
+    int error = encode(&map->how, map->place, address, numbers);
+    if (error) {
+      PyErr_Format(PyExc_RuntimeError, "CUDA's driver refused a tensor map: error %d", error);
+      return -1;
+    }
+  } else {
+    PyObject *key = PyTuple_New(1 + map->count), *data;
+    if (!key) return -1;
+    for (Py_ssize_t i = 0; i <= map->count; i++) {
+      PyObject *item = i ? PyLong_FromLongLong(numbers[i - 1]) : PyLong_FromUnsignedLongLong(address);
+      if (!item) { Py_DECREF(key); return -1; }
+      PyTuple_SET_ITEM(key, i, item);
+    }
+    data = PyObject_GetItem(map->of_key, key);
+    Py_DECREF(key);
+    if (!data) return -1;
+    if (!PyBytes_Check(data) || PyBytes_GET_SIZE(data) != MAP_BYTES) {
+      PyErr_SetString(PyExc_TypeError, "a tensor map is 128 bytes");
+      Py_DECREF(data);
+      return -1;
+    }
+    memcpy(map->place, PyBytes_AS_STRING(data), MAP_BYTES);
     Py_DECREF(data);
-    return -1;
   }
-  memcpy(map->place, PyBytes_AS_STRING(data), MAP_BYTES);
-  Py_DECREF(data);
-  map->seen = address;
+  memcpy(map->seen, numbers, map->count * sizeof *numbers);
+  map->address = address, map->made = 1;
   return 0;
 }
 
-/* Launch from the kernel `first` on. 0 when all are launched; -1 with a Python exception; or the driver's error, and
-   *first the kernel that it refused. The caller has set `busy`. */
-static int launch_all(Launches *self, uint64_t stream, const uint64_t *addresses, Py_ssize_t *first) {
+/* Launch from the kernel `first` on, with the sizes that a program's outputs say. 0 when all are launched; -1 with a
+   Python exception; or the driver's error, and *first the kernel that it refused. The caller has set `busy`. */
+static int launch_all(Launches *self, uint64_t stream, const uint64_t *addresses, const int64_t *outputs,
+                      Py_ssize_t *first) {
   for (Py_ssize_t i = 0; i < self->map_count; i++) /* first of all: it may run Python */
-    if (self->maps[i].seen != addresses[self->maps[i].role] && set_map(&self->maps[i], addresses[self->maps[i].role]) < 0)
-      return -1;
+    if (set_map(&self->maps[i], addresses[self->maps[i].role], outputs) < 0) return -1;
   memcpy(self->roles, addresses, self->role_count * sizeof *addresses);
+  for (Py_ssize_t i = 0; i < self->write_count; i++) /* of a little-endian number the first bytes are the low ones */
+    memcpy(self->writes[i].place, &outputs[self->writes[i].output], self->writes[i].bytes);
   int error = 0;
   Py_BEGIN_ALLOW_THREADS /* the driver waits where its queue is full */
   for (; *first < self->kernel_count; ++*first) {
@@ -108,80 +331,222 @@ static int launch_all(Launches *self, uint64_t stream, const uint64_t *addresses
   return error;
 }
 
-/* launches(stream, addresses, first) -> None, or (error, kernel) where the driver refused one. For one thread at a time. */
+/* launches(stream, addresses, outputs, first) -> None, or (error, kernel) where the driver refused one. For one thread
+   at a time. */
 static PyObject *launches_call(Launches *self, PyObject *args, PyObject *names) {
   unsigned long long stream;
-  PyObject *given;
-  Py_ssize_t first = 0;
-  if (!PyArg_ParseTuple(args, "KO|n", &stream, &given, &first)) return NULL;
-  PyObject *list = PySequence_Fast(given, "addresses must be a sequence");
-  if (!list) return NULL;
+  PyObject *given, *sizes;
+  Py_ssize_t first = 0, count;
   uint64_t addresses[MOST];
-  if (PySequence_Fast_GET_SIZE(list) != self->role_count) {
-    PyErr_Format(PyExc_ValueError, "%zd addresses are needed, not %zd", self->role_count, PySequence_Fast_GET_SIZE(list));
+  int64_t outputs[OUTPUTS];
+  if (!PyArg_ParseTuple(args, "KOO|n", &stream, &given, &sizes, &first)) return NULL;
+  PyObject *list = PySequence_Fast(given, "addresses must be a sequence"), *values = NULL;
+  if (list) values = PySequence_Fast(sizes, "outputs must be a sequence");
+  if (!values) { Py_XDECREF(list); return NULL; }
+  count = PySequence_Fast_GET_SIZE(values);
+  if (PySequence_Fast_GET_SIZE(list) != self->role_count || count > OUTPUTS) {
+    PyErr_Format(PyExc_ValueError, "%zd addresses are needed, not %zd, and at most %d outputs", self->role_count,
+                 PySequence_Fast_GET_SIZE(list), OUTPUTS);
   } else {
     for (Py_ssize_t i = 0; i < self->role_count; i++)
       addresses[i] = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(list, i));
+    for (Py_ssize_t i = 0; i < count; i++) outputs[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(values, i));
+    if (!PyErr_Occurred() && count < self->output_count) PyErr_SetString(PyExc_ValueError, "outputs are missing");
   }
   Py_DECREF(list);
+  Py_DECREF(values);
   if (PyErr_Occurred()) return NULL;
   if (self->busy) return PyErr_Format(PyExc_RuntimeError, "another thread is launching");
   self->busy = 1;
-  int error = launch_all(self, stream, addresses, &first);
+  int error = launch_all(self, stream, addresses, outputs, &first);
   self->busy = 0;
   if (error < 0) return NULL;
   if (error) return Py_BuildValue("(in)", error, first);
   Py_RETURN_NONE;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------- */
+/* ------------------------------------------------------------------------------------------------------------ Sized */
 
-/* What a Hit is made of, by the names that Python gives it: objects, and tuples of integers. */
-#define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(index) X(current) X(stream) X(empty) X(hooked) \
-  X(address) X(out) X(lse) X(memory) X(each) X(launches) X(noted) X(plan) X(refused)
-#define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues) X(offsets)
-typedef struct { Py_ssize_t count; uint64_t at[MOST]; } Integers;
 #define MEMBER(name) PyObject *name;
-#define COUNTED(name) Integers name;
-typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; OBJECTS(MEMBER) INTEGERS(COUNTED) } Hit;
+#define DROP(name) Py_XDECREF(self->name);
+#define FREE(name) PyMem_Free(self->name.at);
+#define TAKE(name) \
+  if (right && (right = (item = PyDict_GetItemString(named, #name)) != NULL)) self->name = Py_NewRef(item);
 
-static PyObject *hit_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names);
+typedef struct { Py_ssize_t count; int64_t *at; } Integers;
+
+/* dtype of out; launches; each: callables that give a launch's own memory; plan, of `inputs`; planner: what gives the
+   plan of other inputs */
+#define SIZED(X) X(dtype) X(lse_dtype) X(memory_dtype) X(each) X(launches) X(plan) X(planner)
+typedef struct {
+  PyObject_HEAD
+  SIZED(MEMBER)
+  int32_t *code;
+  Py_ssize_t code_length, inputs, constant_count;
+  int64_t *constants;
+  Integers registers;                                   /* of the outputs */
+  Integers out, lse, memory, offsets;                   /* places among the outputs: sizes and then strides; bytes */
+  int64_t *planned, *seen;                              /* inputs: of `plan`, and of the last call */
+  int64_t *outputs;                                     /* of the last call */
+  int used;
+  PyObject *noted;                                      /* what says the plan of the last call */
+} Sized;
 
 static int take_integers(Integers *to, PyObject *from) {
-  if (!PyTuple_Check(from) || PyTuple_GET_SIZE(from) > MOST) return -1;
-  for (; to->count < PyTuple_GET_SIZE(from); to->count++) to->at[to->count] = number(from, to->count);
+  if (!PyTuple_Check(from) || PyTuple_GET_SIZE(from) > OUTPUTS) return -1;
+  to->at = PyMem_Calloc(PyTuple_GET_SIZE(from) + 1, sizeof *to->at);
+  if (!to->at) return -1;
+  for (; to->count < PyTuple_GET_SIZE(from); to->count++) to->at[to->count] = integer(from, to->count);
   return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Hit(low_bits=…, and every name of OBJECTS and INTEGERS) */
-static PyObject *hit_new(PyTypeObject *type, PyObject *args, PyObject *named) {
-  Hit *self = (Hit *)type->tp_alloc(type, 0);
+static int64_t *take_array(PyObject *from, Py_ssize_t *count) {
+  if (!from || !PyTuple_Check(from)) return NULL;
+  *count = PyTuple_GET_SIZE(from);
+  int64_t *found = PyMem_Calloc(*count + 1, sizeof *found);
+  for (Py_ssize_t i = 0; found && i < *count; i++) found[i] = integer(from, i);
+  return found;
+}
+
+/* All registers that the code names are there, and the places of outputs are outputs. */
+static int sized_fits(Sized *self) {
+  Py_ssize_t next = self->inputs + self->constant_count;
+  for (Py_ssize_t at = 0; at < self->code_length;) {
+    int32_t operation = self->code[at];
+    if (operation < 0 || operation >= KINDS || at + ARGUMENTS[operation] >= self->code_length) return 0;
+    for (int i = 1; i <= ARGUMENTS[operation]; i++)
+      if (self->code[at + i] < 0 || self->code[at + i] >= next) return 0;
+    at += 1 + ARGUMENTS[operation];
+    next += operation > GT;
+  }
+  if (self->inputs > INPUTS || next > REGISTERS) return 0;
+  for (Py_ssize_t i = 0; i < self->registers.count; i++)
+    if (self->registers.at[i] < 0 || self->registers.at[i] >= next) return 0;
+  const Integers *all[] = {&self->out, &self->lse, &self->memory, &self->offsets};
+  for (int k = 0; k < 4; k++)
+    for (Py_ssize_t i = 0; i < all[k]->count; i++)
+      if (all[k]->at[i] < 0 || all[k]->at[i] >= self->registers.count) return 0;
+  if (((Launches *)self->launches)->output_count > self->registers.count) return 0;
+  return self->out.count % 2 == 0 && self->lse.count % 2 == 0 && self->memory.count <= 1;
+}
+
+/* Sized(inputs=…, constants=…, code=…, registers=…, out=…, lse=…, memory=…, offsets=…, and the names of SIZED) */
+static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+  Sized *self = (Sized *)type->tp_alloc(type, 0);
   PyObject *item = NULL;
   int right = self && named;
-#define TAKE(name) \
-  if (right && (right = (item = PyDict_GetItemString(named, #name)) != NULL)) self->name = Py_NewRef(item);
+  SIZED(TAKE)
 #define TAKE_INTEGERS(name) \
   right = right && (item = PyDict_GetItemString(named, #name)) && !take_integers(&self->name, item);
-  OBJECTS(TAKE)
-  INTEGERS(TAKE_INTEGERS)
-  if (right && (right = (item = PyDict_GetItemString(named, "low_bits")) != NULL)) self->low_bits = PyLong_AsUnsignedLongLong(item);
-  right = right && PyTuple_Check(self->values) && PyDict_Check(self->levels) && PyTuple_Check(self->out) &&
-    PyTuple_Check(self->lse) && PyTuple_Check(self->memory) && PyTuple_Check(self->each) &&
-    PyContextVar_CheckExact(self->noted) && Py_IS_TYPE(self->launches, &LaunchesType) &&
-    self->residues.count == self->given.count && ((Launches *)self->launches)->role_count ==
-    self->given.count + 1 + !!PyTuple_GET_SIZE(self->lse) + self->offsets.count + PyTuple_GET_SIZE(self->each);
+  TAKE_INTEGERS(registers) TAKE_INTEGERS(out) TAKE_INTEGERS(lse) TAKE_INTEGERS(memory) TAKE_INTEGERS(offsets)
+  right = right && (self->planned = take_array(PyDict_GetItemString(named, "inputs"), &self->inputs));
+  right = right && (self->constants = take_array(PyDict_GetItemString(named, "constants"), &self->constant_count));
+  right = right && (self->seen = PyMem_Calloc(self->inputs + 1, sizeof *self->seen));
+  right = right && (self->outputs = PyMem_Calloc(self->registers.count + 1, sizeof *self->outputs));
+  item = right ? PyDict_GetItemString(named, "code") : NULL;
+  right = right && item && PyBytes_Check(item) && PyBytes_GET_SIZE(item) % sizeof(int32_t) == 0;
+  if (right && (right = (self->code = PyMem_Malloc(PyBytes_GET_SIZE(item) + 1)) != NULL)) {
+    memcpy(self->code, PyBytes_AS_STRING(item), PyBytes_GET_SIZE(item));
+    self->code_length = PyBytes_GET_SIZE(item) / sizeof(int32_t);
+  }
+  right = right && !PyErr_Occurred() && PyTuple_Check(self->each) && Py_IS_TYPE(self->launches, &LaunchesType) &&
+    sized_fits(self);
   if (!right) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a Hit's fields are not all there, or do not fit");
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the fields of a Sized are not all there, or do not fit");
     Py_XDECREF(self);
     return NULL;
   }
-  self->call = hit_call;
   return (PyObject *)self;
 }
 
-static void hit_free(Hit *self) {
-#define DROP(name) Py_XDECREF(self->name);
+static void sized_free(Sized *self) {
+  SIZED(DROP)
+  Py_XDECREF(self->noted);
+  PyMem_Free(self->code);
+  PyMem_Free(self->constants);
+  PyMem_Free(self->planned);
+  PyMem_Free(self->seen);
+  PyMem_Free(self->outputs);
+  FREE(registers) FREE(out) FREE(lse) FREE(memory) FREE(offsets)
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Whether the sizes belong to the class: then its outputs are of them. */
+static int sized_takes(Sized *self, const int64_t *inputs, Py_ssize_t count) {
+  int64_t r[REGISTERS];
+  if (count != self->inputs) return 0;
+  memcpy(r, inputs, count * sizeof *r);
+  memcpy(r + count, self->constants, self->constant_count * sizeof *r);
+  if (!run(self->code, self->code_length, r, count + self->constant_count)) return 0;
+  for (Py_ssize_t i = 0; i < self->registers.count; i++) self->outputs[i] = r[self->registers.at[i]];
+  memcpy(self->seen, inputs, count * sizeof *inputs);
+  Py_CLEAR(self->noted);
+  self->used = 1;
+  return 1;
+}
+
+/* sized(inputs) -> its outputs as a tuple; None where the inputs are not of the class. For tests and tools. */
+static PyObject *sized_call(Sized *self, PyObject *args, PyObject *names) {
+  PyObject *given;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &given)) return NULL;
+  Py_ssize_t count = PyTuple_GET_SIZE(given);
+  int64_t inputs[INPUTS];
+  if (count > INPUTS) Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < count; i++) inputs[i] = integer(given, i);
+  if (PyErr_Occurred()) return NULL;
+  if (!sized_takes(self, inputs, count)) Py_RETURN_NONE;
+  PyObject *found = PyTuple_New(self->registers.count);
+  for (Py_ssize_t i = 0; found && i < self->registers.count; i++) {
+    PyObject *item = PyLong_FromLongLong(self->outputs[i]);
+    if (!item) Py_CLEAR(found); else PyTuple_SET_ITEM(found, i, item);
+  }
+  return found;
+}
+
+/* What says the plan of the last call: the plan itself, or (planner, inputs as int64). Borrowed. */
+static PyObject *sized_note(Sized *self) {
+  if (!memcmp(self->seen, self->planned, self->inputs * sizeof *self->seen)) return self->plan;
+  if (!self->noted)
+    self->noted = Py_BuildValue("(Oy#)", self->planner, (char *)self->seen, (Py_ssize_t)(self->inputs * sizeof *self->seen));
+  return self->noted;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- Kind */
+
+/* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
+   classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None */
+#define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(hooked) \
+  X(address) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused)
+#define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
+#define COUNTED(name) Integers name;
+typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;
+
+static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names);
+
+/* Kind(low_bits=…, and every name of OBJECTS and INTEGERS) */
+static PyObject *kind_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+  Kind *self = (Kind *)type->tp_alloc(type, 0);
+  PyObject *item = NULL;
+  int right = self && named;
+  OBJECTS(TAKE)
+  INTEGERS(TAKE_INTEGERS)
+  if (right && (right = (item = PyDict_GetItemString(named, "low_bits")) != NULL)) self->low_bits = PyLong_AsUnsignedLongLong(item);
+  right = right && !PyErr_Occurred() && PyTuple_Check(self->values) && PyTuple_Check(self->lengths) &&
+    PyDict_Check(self->levels) && PyList_Check(self->classes) && PyContextVar_CheckExact(self->noted) &&
+    (self->fixed == Py_None || PyBytes_Check(self->fixed)) && self->residues.count == self->given.count &&
+    self->given.count <= MOST && self->distinct.count <= self->given.count;
+  if (!right) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the fields of a Kind are not all there, or do not fit");
+    Py_XDECREF(self);
+    return NULL;
+  }
+  self->call = kind_call;
+  return (PyObject *)self;
+}
+
+static void kind_free(Kind *self) {
   OBJECTS(DROP)
+  INTEGERS(FREE)
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -192,13 +557,26 @@ static int equal(PyObject *a, PyObject *b) { /* a value that does not compare is
   return same;
 }
 
+/* Equal, and of the same types, also inside tuples. 1 == True == 1.0, and validation tells them apart. */
+static int identical(PyObject *a, PyObject *b) {
+  if (a == b) return 1;
+  if (Py_TYPE(a) != Py_TYPE(b)) return 0;
+  if (!PyTuple_CheckExact(a)) return equal(a, b);
+  if (PyTuple_GET_SIZE(a) != PyTuple_GET_SIZE(b)) return 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(a); i++) {
+    int same = identical(PyTuple_GET_ITEM(a, i), PyTuple_GET_ITEM(b, i));
+    if (same <= 0) return same;
+  }
+  return 1;
+}
+
 static int truth(PyObject *found) { /* of a new reference */
   int result = found ? PyObject_IsTrue(found) : -1;
   Py_XDECREF(found);
   return result;
 }
 
-static int address_of(Hit *self, PyObject *tensor, uint64_t *address) {
+static int address_of(Kind *self, PyObject *tensor, uint64_t *address) {
   PyObject *found = PyObject_Vectorcall(self->address, &tensor, 1, NULL);
   if (!found) return -1;
   *address = PyLong_AsUnsignedLongLong(found);
@@ -206,22 +584,8 @@ static int address_of(Hit *self, PyObject *tensor, uint64_t *address) {
   return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* The other arguments: equal, and of the same types. 1 == True == 1.0, and validation tells them apart. */
-static int same_values(Hit *self, PyObject *values, PyObject *settings) {
-  Py_ssize_t count = PyTuple_GET_SIZE(self->values);
-  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != count) return 0;
-  for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *expected = PyTuple_GET_ITEM(self->values, i), *found = PyTuple_GET_ITEM(values, i);
-    if (expected == found) continue;
-    if (Py_TYPE(expected) != Py_TYPE(found)) return 0;
-    int same = equal(expected, found);
-    if (same <= 0) return same;
-  }
-  return equal(self->settings, settings);
-}
-
-/* The tensors that are given, borrowed, and their addresses: 1 where all is as in the kept call, 0 where not. */
-static int same_tensors(Hit *self, PyObject *tensors, PyObject **given, uint64_t *addresses) {
+/* The tensors that are given, borrowed, and their addresses: 1 where all is as in the kind, 0 where not. */
+static int same_tensors(Kind *self, PyObject *tensors, PyObject **given, uint64_t *addresses) {
   for (Py_ssize_t i = 0; i < self->absent.count; i++)
     if (PyTuple_GET_ITEM(tensors, self->absent.at[i]) != Py_None) return 0;
   for (Py_ssize_t i = 0; i < self->given.count; i++) given[i] = PyTuple_GET_ITEM(tensors, self->given.at[i]);
@@ -233,32 +597,109 @@ static int same_tensors(Hit *self, PyObject *tensors, PyObject **given, uint64_t
   if (alike <= 0) return alike;
   PyObject *level = PyDict_GetItem(self->levels, self->level_name); /* of forward-mode differentiation; -1 outside */
   if (!level || PyLong_AsLong(level) >= 0) return 0;
+  int modes = truth(PyObject_CallNoArgs(self->modes)); /* that see every operator, as a launch is none */
+  if (modes) return modes < 0 ? -1 : 0;
   for (Py_ssize_t i = 0; i < self->given.count; i++) {
     if (address_of(self, given[i], &addresses[i]) < 0) return -1;
-    if ((addresses[i] & self->low_bits) != self->residues.at[i]) return 0;
+    if (!addresses[i]) return 0; /* its memory was freed, or it has no element */
+    if ((addresses[i] & self->low_bits) != (uint64_t)self->residues.at[i]) return 0;
   }
   return 1;
 }
 
-/* A result's or a buffer's memory: `place` where the caller gives it, else allocated by (shape, strides, dtype). */
-static PyObject *memory_for(Hit *self, PyObject *like, PyObject *place) {
-  if (place != Py_None) return Py_NewRef(place);
-  PyObject *arguments[] = {PyTuple_GET_ITEM(like, 0), PyTuple_GET_ITEM(like, 1), PyTuple_GET_ITEM(like, 2)};
-  return PyObject_Vectorcall(self->empty, arguments, 3, NULL);
+/* Numbers of a tuple after those that are there. -1 with an exception. */
+static int add_numbers(PyObject *found, int64_t *inputs, Py_ssize_t *count) {
+  if (!found) return -1;
+  int right = PyTuple_Check(found) && *count + PyTuple_GET_SIZE(found) <= INPUTS;
+  for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(found); i++) {
+    inputs[*count] = PyLong_AsLongLong(PyTuple_GET_ITEM(found, i));
+    if (inputs[(*count)++] == -1 && PyErr_Occurred()) right = 0;
+  }
+  Py_DECREF(found);
+  if (!right && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "more sizes than there is room for");
+  return right ? 0 : -1;
 }
 
-/* hit(tensors, values, settings, out, lse, memory): the results; None where the call is another one; NotImplemented
-   where it must go by Python: another device is current, a hook of Triton's is set, another thread is in here, or the
-   thread has no context. The last three arguments are None where they are to be allocated. */
-static PyObject *hit_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
-  Hit *self = (Hit *)callable;
-  Launches *launches = (Launches *)self->launches;
+/* Sizes and strides of each tensor, then the integers among `lengths`: 1; 0 where those are of other types. */
+static int inputs_of(Kind *self, PyObject *const *given, PyObject *lengths, int64_t *inputs, Py_ssize_t *count) {
+  for (Py_ssize_t i = 0; i < self->distinct.count; i++) {
+    PyObject *tensor = given[self->distinct.at[i]];
+    if (add_numbers(PyObject_GetAttr(tensor, self->shape), inputs, count) < 0) return -1;
+    if (add_numbers(PyObject_Vectorcall(self->strides, &tensor, 1, NULL), inputs, count) < 0) return -1;
+  }
+  if (!PyTuple_Check(lengths) || PyTuple_GET_SIZE(lengths) != PyTuple_GET_SIZE(self->lengths)) return 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lengths); i++) {
+    PyObject *expected = PyTuple_GET_ITEM(self->lengths, i), *found = PyTuple_GET_ITEM(lengths, i);
+    if (expected != Py_None) {
+      int overflow = 0;
+      if (!PyLong_CheckExact(found) || *count >= INPUTS) return 0;
+      inputs[(*count)++] = PyLong_AsLongLongAndOverflow(found, &overflow);
+      if (overflow) return 0;
+    } else if (found != Py_None) return 0;
+  }
+  return 1;
+}
+
+/* The class of these sizes, borrowed, with its outputs set; NULL where there is none. The latest is looked at first. */
+static Sized *class_of(Kind *self, const int64_t *inputs, Py_ssize_t count) {
+  if (self->fixed != Py_None && ((Py_ssize_t)(count * sizeof *inputs) != PyBytes_GET_SIZE(self->fixed) ||
+      memcmp(PyBytes_AS_STRING(self->fixed), inputs, count * sizeof *inputs)))
+    return NULL;
+  for (int evaluated = 0; evaluated < 2; evaluated++) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->classes); i++) {
+      PyObject **items = ((PyListObject *)self->classes)->ob_item, *one = items[i];
+      if (!Py_IS_TYPE(one, &SizedType)) continue;
+      Sized *sized = (Sized *)one;
+      if (((Launches *)sized->launches)->busy) continue; /* its outputs are being read */
+      int takes = evaluated ? sized_takes(sized, inputs, count) :
+        sized->used && sized->inputs == count && !memcmp(sized->seen, inputs, count * sizeof *inputs);
+      if (!takes) continue;
+      if (i) memmove(items + 1, items, i * sizeof *items), items[0] = one;
+      return sized;
+    }
+  }
+  return NULL;
+}
+
+/* A tuple of some of the outputs. */
+static PyObject *some(const Sized *sized, const Integers *places, Py_ssize_t first, Py_ssize_t count) {
+  PyObject *found = PyTuple_New(count);
+  for (Py_ssize_t i = 0; found && i < count; i++) {
+    PyObject *item = PyLong_FromLongLong(sized->outputs[places->at[first + i]]);
+    if (!item) Py_CLEAR(found); else PyTuple_SET_ITEM(found, i, item);
+  }
+  return found;
+}
+
+/* A result's or a buffer's memory: `place` where the caller gives it, else allocated. */
+static PyObject *memory_for(Kind *self, const Sized *sized, const Integers *places, PyObject *dtype, PyObject *place) {
+  if (place != Py_None) return Py_NewRef(place);
+  Py_ssize_t rank = places->count / 2;
+  PyObject *sizes = places->count > 1 ? some(sized, places, 0, rank) : some(sized, places, 0, 1);
+  PyObject *strides = places->count > 1 ? some(sized, places, rank, rank) : Py_BuildValue("(i)", 1);
+  PyObject *arguments[] = {sizes, strides, dtype};
+  PyObject *found = sizes && strides ? PyObject_Vectorcall(self->empty, arguments, 3, NULL) : NULL;
+  Py_XDECREF(sizes);
+  Py_XDECREF(strides);
+  return found;
+}
+
+/* kind(tensors, values, lengths, settings, out, lse, memory): the results; None where the call is of another kind;
+   NotImplemented where it must go by Python: no class has its sizes, another device is current, a hook of Triton's is
+   set, another thread is in here, or the thread has no context. The last three arguments are None where they are to be
+   allocated. */
+static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+  Kind *self = (Kind *)callable;
   PyObject *given[MOST], *kept[MOST], *result = NULL;
-  uint64_t addresses[MOST];
-  if (PyVectorcall_NARGS(flags) != 6 || !PyTuple_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a Hit takes six");
+  uint64_t addresses[2 * MOST];
+  int64_t inputs[INPUTS];
+  Py_ssize_t count = 0;
+  if (PyVectorcall_NARGS(flags) != 7 || !PyTuple_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a Kind takes seven");
   if (PyTuple_GET_SIZE(args[0]) != self->absent.count + self->given.count) Py_RETURN_NONE;
-  int same = same_values(self, args[1], args[2]);
+  int same = identical(self->values, args[1]);
+  if (same > 0) same = equal(self->settings, args[3]);
   if (same > 0) same = same_tensors(self, args[0], given, addresses);
+  if (same > 0) same = inputs_of(self, given, args[2], inputs, &count);
   if (same < 0) return NULL;
   if (!same) Py_RETURN_NONE;
 
@@ -267,28 +708,36 @@ static PyObject *hit_call(PyObject *callable, PyObject *const *args, size_t flag
   Py_XDECREF(found);
   int hooked = here > 0 ? truth(PyObject_CallNoArgs(self->hooked)) : 0;
   if (here < 0 || hooked < 0) return NULL;
-  if (!here || hooked || launches->busy) Py_RETURN_NOTIMPLEMENTED;
+  if (!here || hooked) Py_RETURN_NOTIMPLEMENTED;
+  Sized *sized = class_of(self, inputs, count);
+  if (!sized) Py_RETURN_NOTIMPLEMENTED;
+  Launches *launches = (Launches *)sized->launches;
+  const Py_ssize_t own_count = PyTuple_GET_SIZE(sized->each);
+  if (launches->role_count != self->given.count + 1 + !!sized->lse.count + sized->offsets.count + own_count ||
+      own_count + 3 > MOST)
+    return PyErr_Format(PyExc_RuntimeError, "a class of sizes has other roles than its kind");
   launches->busy = 1; /* until the end: what is called below may let other threads run */
+  Py_INCREF(sized);   /* which could be forgotten meanwhile */
 
   Py_ssize_t place = self->given.count, own = 0;
-  const int with_lse = PyTuple_GET_SIZE(self->lse) > 0, with_memory = PyTuple_GET_SIZE(self->memory) > 0;
-  PyObject *out = memory_for(self, self->out, args[3]), *lse = NULL;
+  PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4]), *lse = NULL;
   if (!out) goto end;
   kept[own++] = out;
   if (address_of(self, out, &addresses[place++]) < 0) goto end;
-  if (with_lse) {
-    if (!(lse = memory_for(self, self->lse, args[4]))) goto end;
+  if (sized->lse.count) {
+    if (!(lse = memory_for(self, sized, &sized->lse, sized->lse_dtype, args[5]))) goto end;
     kept[own++] = lse;
     if (address_of(self, lse, &addresses[place++]) < 0) goto end;
   }
   uint64_t base = 0;
-  if (with_memory) {
-    if (!(kept[own] = memory_for(self, self->memory, args[5]))) goto end;
+  if (sized->memory.count && sized->outputs[sized->memory.at[0]] > 0) {
+    if (!(kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6]))) goto end;
     if (address_of(self, kept[own++], &base) < 0) goto end;
   }
-  for (Py_ssize_t i = 0; i < self->offsets.count; i++) addresses[place++] = base + self->offsets.at[i];
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->each); i++) {
-    if (!(kept[own] = PyObject_CallNoArgs(PyTuple_GET_ITEM(self->each, i)))) goto end;
+  for (Py_ssize_t i = 0; i < sized->offsets.count; i++)
+    addresses[place++] = base + (uint64_t)sized->outputs[sized->offsets.at[i]];
+  for (Py_ssize_t i = 0; i < own_count; i++) {
+    if (!(kept[own] = PyObject_CallNoArgs(PyTuple_GET_ITEM(sized->each, i)))) goto end;
     if (address_of(self, kept[own++], &addresses[place++]) < 0) goto end;
   }
   if (!(found = PyObject_Vectorcall(self->stream, &self->index, 1, NULL))) goto end;
@@ -297,7 +746,7 @@ static PyObject *hit_call(PyObject *callable, PyObject *const *args, size_t flag
   if (stream == (uint64_t)-1 && PyErr_Occurred()) goto end;
 
   Py_ssize_t first = 0;
-  int error = launch_all(launches, stream, addresses, &first);
+  int error = launch_all(launches, stream, addresses, sized->outputs, &first);
   if (error == INVALID_CONTEXT && first == 0) { /* nothing is launched: the Python way makes a context */
     result = Py_NewRef(Py_NotImplemented);
     goto end;
@@ -306,11 +755,13 @@ static PyObject *hit_call(PyObject *callable, PyObject *const *args, size_t flag
     found = PyObject_CallFunction(self->refused, "i", error); /* raises */
     Py_XDECREF(found);
   }
-  if (error || !(found = PyContextVar_Set(self->noted, self->plan))) goto end;
+  PyObject *note = error ? NULL : sized_note(sized);
+  if (!note || !(found = PyContextVar_Set(self->noted, note))) goto end;
   Py_DECREF(found);
-  result = with_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
+  result = lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 end:
   launches->busy = 0;
+  Py_DECREF(sized);
   for (Py_ssize_t i = 0; i < own; i++) Py_DECREF(kept[i]);
   if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "CUDA's driver refused a launch");
   return result;
@@ -323,23 +774,35 @@ static PyTypeObject LaunchesType = {
   .tp_new = launches_new, .tp_dealloc = (destructor)launches_free, .tp_call = (ternaryfunc)launches_call,
 };
 
-static PyTypeObject HitType = {
-  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Hit", .tp_basicsize = sizeof(Hit),
-  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, .tp_vectorcall_offset = offsetof(Hit, call),
-  .tp_call = PyVectorcall_Call, .tp_new = hit_new, .tp_dealloc = (destructor)hit_free,
+static PyTypeObject SizedType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Sized", .tp_basicsize = sizeof(Sized), .tp_flags = Py_TPFLAGS_DEFAULT,
+  .tp_new = sized_new, .tp_dealloc = (destructor)sized_free, .tp_call = (ternaryfunc)sized_call,
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "portattn_native", NULL, -1, NULL};
+static PyTypeObject KindType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Kind", .tp_basicsize = sizeof(Kind),
+  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, .tp_vectorcall_offset = offsetof(Kind, call),
+  .tp_call = PyVectorcall_Call, .tp_new = kind_new, .tp_dealloc = (destructor)kind_free,
+};
+
+static PyMethodDef methods[] = {
+  {"tensor_map", tensor_map, METH_VARARGS, "tensor_map(encoding, address, sizes and strides)"}, {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "portattn_native", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_portattn_native(void) {
-  PyObject *made;
-  if (PyType_Ready(&LaunchesType) < 0 || PyType_Ready(&HitType) < 0 || !(made = PyModule_Create(&module))) return NULL;
-  Py_INCREF(&LaunchesType);
-  Py_INCREF(&HitType);
-  if (PyModule_AddObject(made, "Launches", (PyObject *)&LaunchesType) < 0 ||
-      PyModule_AddObject(made, "Hit", (PyObject *)&HitType) < 0) {
-    Py_DECREF(made);
-    return NULL;
+  PyTypeObject *types[] = {&LaunchesType, &SizedType, &KindType};
+  PyObject *names = PyTuple_New(KINDS), *made = names ? PyModule_Create(&module) : NULL;
+  for (int i = 0; made && i < KINDS; i++) {
+    PyObject *name = PyUnicode_FromString(OPERATIONS[i]);
+    if (!name) Py_CLEAR(made); else PyTuple_SET_ITEM(names, i, name);
+  }
+  if (made && PyModule_AddObject(made, "OPERATIONS", names) < 0) Py_CLEAR(made);
+  for (int i = 0; made && i < 3; i++) {
+    if (PyType_Ready(types[i]) < 0) { Py_CLEAR(made); break; }
+    Py_INCREF(types[i]);
+    if (PyModule_AddObject(made, types[i]->tp_name, (PyObject *)types[i]) < 0) Py_CLEAR(made);
   }
   return made;
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from portattn.call import Call
+from portattn.environment import compile_environment
 from portattn.errors import PortattnError
 from portattn.interpreter import mend_bf16
 from portattn.launch import decode, dense, sparse
@@ -68,25 +68,6 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     if interpreted:
         mend_bf16()
     return loaded
-
-
-_environment_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def compile_environment(env: dict[str, str]) -> Iterator[None]:
-    """Set the variables that a quirk asks the compiler to see, for the time of a compile; one compile at a time."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in env}
-        os.environ.update(env)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -151,8 +151,28 @@ def all_parameters(compiled: Any) -> list[Parameter]:
     return own + [Parameter("", "*i8")] * added
 
 
-def fill_tensor_map(compiled: Any, place: int, descriptor: Any) -> Callable[[int], Any]:
-    """What makes the tensor map of the kernel's `place`-th descriptor argument at another address.
+@dataclass(slots=True, frozen=True)
+class TensorMap:
+    """How the tensor maps of one descriptor argument are made.
+
+    shape, strides  of the descriptor, in elements
+    fill            (address, shape, strides) -> Triton's own tensor map
+    encoding        what cuTensorMapEncodeTiled takes beside them: element type, bytes of an element, swizzle, L2
+                    promotion, what is read out of bounds, and the block
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    fill: Callable[[int, list[int], list[int]], Any]
+    encoding: tuple[Any, ...]
+
+
+_L2_PROMOTION_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, which Triton's driver.c takes
+_NAN_FILL = 1  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
+
+
+def tensor_map(compiled: Any, place: int, descriptor: Any) -> TensorMap:
+    """How tensor maps of the kernel's `place`-th descriptor argument are made.
 
     descriptor  a TensorDescriptor whose shape, strides and padding are taken
     """
@@ -164,16 +184,17 @@ def fill_tensor_map(compiled: Any, place: int, descriptor: Any) -> Callable[[int
         raise Unsupported("descriptors of im2col are not kept")
     if getattr(descriptor, "round_f32_to_tf32", False):
         raise Unsupported("descriptors that round to tf32 are not kept")
-    fill = getattr(utilities, "fill_tma_descriptor", None) or utilities.fill_tma_descriptor_tiled
-    shape = list(descriptor.shape)
     if about["fp4_padded"]:
-        shape[-1] *= 2
+        raise Unsupported("descriptors of padded fp4 are not kept")
+    make = getattr(utilities, "fill_tma_descriptor", None) or utilities.fill_tma_descriptor_tiled
     # Numbers alone: a kept call must hold no tensor, and a descriptor has one.
-    numbers = (
-        about["swizzle"], about["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]], about["block_size"], shape,
-        list(descriptor.strides), 1 if getattr(descriptor, "padding", "zero") == "nan" else 0,
+    swizzle, size, block = about["swizzle"], about["elem_size"], tuple(about["block_size"])
+    kind, padding = TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]], int(getattr(descriptor, "padding", "zero") == "nan")
+    return TensorMap(
+        shape=tuple(descriptor.shape), strides=tuple(descriptor.strides),
+        fill=lambda address, shape, strides: make(address, swizzle, size, kind, list(block), shape, strides, padding),
+        encoding=(kind, size, swizzle, _L2_PROMOTION_128B, _NAN_FILL if padding else 0, block),
     )  # fmt: skip
-    return lambda address: fill(address, *numbers)
 
 
 def keys(kernel: Any) -> set[str]:

@@ -8,10 +8,10 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
-from portattn.core import next_power_of_two
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 from portattn.problem import MAX_HEAD_DIM, MAX_SPLITS
+from portattn.sizes import is_size, most, next_power_of_two
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -79,7 +79,7 @@ def check_splits(op: str, num_splits: Any) -> int:
 
 
 def check_size(op: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= INT32_MAX:
+    if not is_size(value) or not 0 <= value <= INT32_MAX:
         raise ArgumentError(op, name, value, f"must be an integer in 0..{INT32_MAX}")
     return value
 
@@ -145,7 +145,7 @@ def reachable(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_large(*tensors: torch.Tensor) -> bool:
     """Whether 32-bit byte offsets do not reach all of one of them."""
-    return max(map(spans, tensors)) >= TWO_GIB
+    return most(*map(spans, tensors)) >= TWO_GIB
 
 
 def wants_gradients(*tensors: torch.Tensor | None) -> bool:

@@ -10,6 +10,7 @@ from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.problem import MAX_LENGTH, Op
+from portattn.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
@@ -113,7 +114,7 @@ class Queries:
         else:
             self.batch = beginnings(op, "cu_seqlens_q", cu_seqlens_q, first.device)
             total = first.shape[0]
-            self.rows = total if max_seqlen_q is None else min(check_size(op, "max_seqlen_q", max_seqlen_q), total)
+            self.rows = total if max_seqlen_q is None else least(check_size(op, "max_seqlen_q", max_seqlen_q), total)
             if values.reads(settings, first):
                 values.cu_seqlens(op, "q", cu_seqlens_q, total, self.rows)
             self.tensors = [packed(t) for t in named.values()]

@@ -8,6 +8,7 @@ from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.problem import Op
+from portattn.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
@@ -101,8 +102,8 @@ def varlen_call(
             "heads_q": q.shape[1],
             "heads_k": k.shape[1],
             # No sequence is longer than all rows: what a caller claims beyond changes nothing.
-            "seq_q": min(max_seqlen_q, q.shape[0]),
-            "seq_k": min(max_seqlen_k, k.shape[0]),
+            "seq_q": least(max_seqlen_q, q.shape[0]),
+            "seq_k": least(max_seqlen_k, k.shape[0]),
             "head_dim": head_dim,
             "head_dim_v": v.shape[2],
             "total_q": q.shape[0],

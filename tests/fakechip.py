@@ -1,0 +1,124 @@
+"""CPU tensors that count as an H100's: plans are for one, calls are kept, and fakedriver's library takes the launches.
+
+For programs that run with that library; they install it before Triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fakedriver
+import opcalls
+import torch
+
+import portattn.kept
+from portattn import Target, dispatch
+from portattn.backends.cuda import counters
+from portattn.launch import devices, triton_runtime
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _zeros(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+def pretend(
+    current: Callable[[], int | None] = lambda: None,
+    stream: Callable[[int], int] = lambda index: 7,
+    empty: Callable[..., torch.Tensor] = _empty,
+    zeros: Callable[[int], torch.Tensor] = _zeros,
+) -> None:
+    """Calls on CPU tensors are planned for an H100 and kept.
+
+    current  index of the current device, None as a CPU tensor's is
+    stream   the current stream of a device
+    empty    allocates what a kept call needs, from a shape, strides and a dtype
+    zeros    allocates memory that variants' counters lie in
+    """
+    import triton
+
+    target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
+    dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
+    fakedriver.keep_everywhere()
+    runtime = devices.Runtime(current=current, stream=stream, empty=empty)
+    devices.runtime = portattn.kept.runtime = lambda device_type: runtime  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
+    counters._of_device[None] = counters.Counters(zeros)  # type: ignore[index]
+
+
+class Chip:
+    """The chip, and what is recorded of calls on it.
+
+    current         index of the current device, None as a CPU tensor's is
+    stream          the current stream
+    allocated       what kept calls allocated, in order
+    counters        memory that variants' counters lie in
+    allocating      called before each of them, where one is set: what another thread could do meanwhile
+    compiled_calls  one item for every call that was planned
+    """
+
+    def __init__(self, fake: fakedriver.Fake) -> None:
+        self.fake = fake
+        self.current: int | None = None
+        self.stream = 7
+        self.allocated: list[torch.Tensor] = []
+        self.counters: list[torch.Tensor] = []
+        self.allocating: Callable[[], None] | None = None
+        self.compiled_calls: list[str] = []
+        pretend(lambda: self.current, lambda index: self.stream, self._allocate, self._zeros)
+        compile_kernel = triton_runtime.compiled_kernel
+
+        def described(*given: Any) -> Any:
+            """A compiled kernel whose parameters the library knows."""
+            found = compile_kernel(*given)
+            fake.describe(found.function, triton_runtime.ptx_sizes(found.asm["ptx"]))
+            return found
+
+        triton_runtime.compiled_kernel = described
+        run = dispatch.run
+        dispatch.run = lambda *given: self.compiled_calls.append(given[0].problem.op) or run(*given)  # type: ignore
+
+    def _allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.allocating is not None:
+            self.allocating()
+        self.allocated.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return self.allocated[-1]
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        self.counters.append(torch.zeros(count, dtype=torch.int32))
+        return self.counters[-1]
+
+    def normal(self, launches: list[fakedriver.Launch], arguments: dict[str, Any]) -> list[list[Any]]:
+        """Launches with names in place of the addresses of what was allocated, since each call allocates anew."""
+        places = {one.data_ptr(): "counter" for made in self.counters for one in made.split(counters.APART)}
+        # Buffers lie in one piece of memory, each from a multiple of 256 bytes on.
+        places |= {
+            t.data_ptr() + offset: f"allocated {i}" + (f" + {offset}" if offset else "")
+            for i, t in enumerate(self.allocated)
+            for offset in range(0, max(t.untyped_storage().nbytes(), 1), 256)
+        }
+        places |= {t.data_ptr(): n for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+        seen = []
+        for launch in launches:
+            words = [launch.parameters[i : i + 8] for i in range(0, len(launch.parameters), 4)]
+            named = [places.get(int.from_bytes(w, "little"), "") for w in words]
+            plain = bytes(launch.parameters)
+            for i, n in enumerate(named):
+                if n:
+                    plain = plain[: 4 * i] + b"\xff" * 8 + plain[4 * i + 8 :]
+            seen.append([*launch[:5], launch.stream, [n for n in named if n], plain.hex()])
+        return seen
+
+    def once(self, op: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        """One call's launches, the shapes of its results, and whether they are what was allocated."""
+        self.allocated.clear()
+        self.fake.library.fake_clear()
+        result = opcalls.perform(op, arguments)
+        results = result if isinstance(result, tuple) else (result,)
+        ours = [any(r is t for t in self.allocated) for r in results]
+        layouts = [(tuple(r.shape), r.stride()) for r in results]
+        return self.normal(self.fake.launches(), arguments), layouts, ours

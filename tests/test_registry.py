@@ -1,0 +1,122 @@
+"""The registry's own errors: targets that nobody knows, broken files of arches and quirks, backend packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from quirk_files import plant
+
+from portattn import registry
+from portattn.backends.cpu import CpuBackend
+from portattn.errors import ArgumentError, DataError, PortattnError
+from portattn.registry import Registry, find_backends, load_arches, load_quirks
+
+KNOWN = Registry.load()
+
+
+@pytest.mark.parametrize(
+    ("text", "toolchain", "complaint"),
+    [
+        ("tpu:v5", None, f"target: backend is 'tpu', but must be one of {', '.join(KNOWN.backends)}"),
+        ("cuda:sm_9", None, f"target: arch is 'sm_9', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
+        ("cuda:sm_90:x", None, f"target: arch is 'sm_90:x', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
+        ("cuda", None, f"target: arch is '', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
+    ],
+)
+def test_a_target_that_nobody_knows(text: str, toolchain: str | None, complaint: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        KNOWN.target(text, toolchain)
+    assert str(caught.value) == complaint
+
+
+def test_a_toolchain_that_is_none() -> None:
+    with pytest.raises(ArgumentError, match=r"target: toolchain is 'triton=3', but .*NAME==VERSION") as caught:
+        KNOWN.target("cuda:sm_90", "triton=3")
+    assert (caught.value.argument, caught.value.value) == ("toolchain", "triton=3")
+    assert "toolchain" not in caught.value.limit, "the argument is named once"
+
+
+def test_targets_are_those_that_kernels_are_planned_for() -> None:
+    """No arch that is refused, no backend without Triton; each with the toolchain that was asked about."""
+    found = KNOWN.targets("triton==3.4.0")
+    names = {target.name for target in found}
+    assert {"cuda:sm_90", "rocm:gfx942", "ascend:ascend910b2"} <= names
+    assert not names & {"cpu:generic", "ascend:ascend310p"}
+    assert {target.toolchain.version for target in found} == {"3.4.0"}
+    assert KNOWN.arch("cuda:sm_90") == KNOWN.target("cuda:sm_90", "none").arch
+
+
+@pytest.mark.parametrize("backend", KNOWN.backends)
+def test_every_file_of_tuning_is_read(backend: str) -> None:
+    folder = KNOWN.backends[backend].folder / "tuning"
+    assert set(KNOWN.tunings[backend]) == {path.stem for path in folder.glob("*.toml")}
+    for tuning in {arch.tuning for arch in KNOWN.arches[backend].values()} - {""}:
+        assert tuning in KNOWN.tunings[backend]
+
+
+def test_broken_files_of_arches(tmp_path: Path) -> None:
+    path = tmp_path / "arches.toml"
+    path.write_text("# one\nfirst = 3\n")
+    with pytest.raises(DataError) as caught:
+        load_arches(path)
+    assert str(caught.value) == f"{path}:2: key 'first': every arch is a table"
+    path.write_text("# one\n\n[first]\ncores = 'many'\n")
+    with pytest.raises(DataError, match=r"key 'first\.cores'") as caught:
+        load_arches(path)
+    assert caught.value.line == 4
+
+
+def test_quirk_files_that_would_never_be_read_or_share_an_id(tmp_path: Path) -> None:
+    path = plant(tmp_path, "cuda-0900-planted", 'note = "x"')
+    assert list(load_quirks([tmp_path / "cuda"], ("cuda",))) == ["cuda-0900-planted"]
+    again = tmp_path / "again"
+    again.mkdir()
+    copy = again / path.name
+    copy.write_bytes(path.read_bytes())
+    with pytest.raises(DataError) as caught:
+        load_quirks([tmp_path / "cuda", again], ("cuda",))
+    assert str(caught.value) == f"{copy}: id 'cuda-0900-planted' is already taken by {path}"
+    with pytest.raises(DataError) as caught:
+        load_quirks([tmp_path], ("cuda",))
+    assert "this one would never be read" in str(caught.value)
+    assert caught.value.path in (str(path), str(copy))
+
+
+class Other(CpuBackend):
+    name = "other"
+
+
+def provides(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
+    """A package is installed that names a backend, in the group that portattn looks in."""
+
+    def entry_points(group: str) -> list[Any]:
+        return [SimpleNamespace(value="package:Backend", load=load)] if group == "portattn.backends" else []
+
+    monkeypatch.setattr(registry.metadata, "entry_points", entry_points)
+
+
+@pytest.mark.parametrize("given", [Other, Other()], ids=["class", "instance"])
+def test_a_backend_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    provides(monkeypatch, lambda: given)
+    found = find_backends()
+    assert isinstance(found["other"], Other)
+    assert set(found) == {*KNOWN.backends, "other"}
+
+
+def test_backend_packages_that_are_broken_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise ImportError("no such module")
+
+    provides(monkeypatch, broken)
+    with pytest.raises(PortattnError) as caught:
+        find_backends()
+    told = "backend package 'package:Backend' (portattn.backends) fails to load: no such module"
+    assert str(caught.value) == told
+    assert isinstance(caught.value.__cause__, ImportError)
+    provides(monkeypatch, lambda: CpuBackend)
+    with pytest.raises(PortattnError) as caught:
+        find_backends()
+    assert str(caught.value) == "backend package 'package:Backend' registers 'cpu', which exists already"
