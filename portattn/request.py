@@ -215,19 +215,21 @@ def admitted(request: Request) -> Result | None:
     return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
 
 
+def inputs_of(request: Request) -> list[int]:
+    """What decides the class of its sizes: sizes and strides of each tensor once, and the arguments that are sizes."""
+    distinct = list({id(t): t for t in request.tensors.values() if t is not None}.values())
+    return fastpath.sizes_of(distinct) + [n for n in request.lengths.values() if n is not None]
+
+
 class Keeping:
     """Keeps what a call launches, for calls of its kind."""
 
     def __init__(self, request: Request, only: bool = False) -> None:
         self._request = request
         self.kind, self.given = request.kind(), request.given
-        self.inputs = fastpath.sizes_of(self._distinct()) + [n for n in request.lengths.values() if n is not None]
+        self.inputs = inputs_of(request)
         if only:
             self.kind = request.new_kind(self.inputs)
-
-    def _distinct(self) -> list[torch.Tensor]:
-        """Each tensor once."""
-        return list({id(t): t for t in self._request.tensors.values() if t is not None}.values())
 
     def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> Recipe:
         request = self._request

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,31 +17,25 @@ import torch
 from portattn import compiling, dispatch, monitoring, variantready
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable
-from portattn.kept import Kept
+from portattn.fastpath import MAX_CLASSES, Kind
 from portattn.launch import Signature, kernel_calls, signature
-from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.ops import make_request
-from portattn.pagetable import PageTable
 from portattn.planned import Plan
-from portattn.problem import OPS
-from portattn.request import Keeping, Request
+from portattn.request import Request, inputs_of, perform
+from portattn.specs import Spec
 from portattn.target import Target
 from portattn.worker.client import Worker
 
-Spec = Mapping[str, Any]
 Say = Callable[[str], None]
-_NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
-_TENSOR = re.compile(rf"(\w+)\[({_NUMBERS})\](?::({_NUMBERS}))?")
-_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "bool": torch.bool}
-_PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 MOST_JOBS = 8
+SAY_SECONDS = 1.0  # between two reports of how far a range of sizes has been looked at
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one spec.
 
-    spec      its place among the specs
-    call      the problem, in words
+    spec      its place among the specs; one whose sizes vary has a report for each class of them
+    call      the problem, in words, and the sizes that vary
     path      that it takes
     key       of its kernels' specialisation, as in plans and verdicts; empty on a vendor's or the reference path
     way       how it is launched from now on: "native" (C), "driver" (Python, through ctypes), "compiled" (Triton's
@@ -83,7 +76,11 @@ class Warmup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warmup(
-    specs: Sequence[Spec], *, device: str | torch.device | None = None, jobs: int | None = None, say: Say | None = None
+    specs: Sequence[Mapping[str, Any]],
+    *,
+    device: str | torch.device | None = None,
+    jobs: int | None = None,
+    say: Say | None = None,
 ) -> Warmup:
     """Prepare calls to come: compile and load their kernels, run canaries as set, and keep how they are launched.
 
@@ -91,7 +88,9 @@ def warmup(
             tensor, or described: "bf16[8,32,1,128]", with strides "bf16[8,32,1,128]:4096,128,128,1"; types are fp16,
             bf16, fp32, i32 and bool. Tensors given as themselves are used as they are (nothing is written into them),
             so that a cache of keys and values that fills the device need not be there twice; what is described is
-            allocated for the time of its own warm-up, holding zeros: sequences of no keys
+            allocated for the time of its own warm-up, holding zeros: sequences of no keys. Sizes of described tensors
+            can be names, for which "sizes" has a list, a range, or both ends of one: "k": "bf16[8,8,S,128]" with
+            "sizes": {"S": "1..65536"}. An argument that is a length can be such a name, too
     device  where described tensors would be; None for the current accelerator, or the CPU where there is none
     jobs    child processes that compile side by side; None for half of the cores, at most MOST_JOBS. They are used
             where a first compile is isolated (the setting `isolate`); else this process compiles
@@ -103,15 +102,22 @@ def warmup(
     way (other lengths and batches mostly; not once keys are split, or strides lose a multiple of 16). Where `sizes` of
     the report is not empty its own alone are. The monitor is armed: a later compile warns (`portattn.monitor`).
 
-    Each spec is run once here. A spec that no path can run, or whose tensors do not fit the device, is reported with
-    `failed`, and warned about (CompileWarning); the others are warmed up. Raises ArgumentError on a spec that is none,
-    before anything is compiled.
+    Each spec is run once here, and where sizes vary once for each class of them (up to MAX_CLASSES): the largest first,
+    then what no class that was run covers. Serving meets no class for the first time then, which would cost it
+    milliseconds, and seconds where another kernel is compiled. A spec that no path can run, or whose tensors do not fit
+    the device, is reported with `failed`, and warned about (CompileWarning); the others are warmed up. Raises
+    ArgumentError on a spec that is none, before anything is compiled.
+
+    >>> tensors = {"q": "bf16[B,32,1,128]", "k_cache": "bf16[B,8,S,128]", "v_cache": "bf16[B,8,S,128]"}
+    >>> lengths = {"seqlens_k": "i32[B]", "sizes": {"B": [1, 2, 4, 8], "S": "1..8192"}}
+    >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths])
     """
     begun, say = time.perf_counter(), say or _nothing
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise ArgumentError("warmup", "jobs", jobs, "must be None or an integer from 1 on")
     where = _here() if device is None else _device(device)
-    made = [_Warming(place, spec, where) for place, spec in enumerate(specs)]
+    read = [Spec(place, spec) for place, spec in enumerate(specs)]
+    made = [_Warming(spec, spec.largest, where) for spec in read]
     with monitoring.silenced():
         for place, one in enumerate(made):
             say(f"planning {place + 1} of {len(made)}")
@@ -120,50 +126,46 @@ def warmup(
         for place, one in enumerate(made):
             say(f"running {place + 1} of {len(made)}: {one.call}")
             one.run()
+        made = [each for one in made for each in _classes(one, say)]
     monitoring.arm()
     report = Warmup(
         specs=tuple(one.report() for one in made), compile_seconds=round(compile_seconds, 3),
         seconds=round(time.perf_counter() - begun, 3),
     )  # fmt: skip
     for failed in report.failed:
-        text = f"warmup: specs[{failed.spec}] ({failed.call or made[failed.spec].op}): {failed.failed}"
+        text = f"warmup: specs[{failed.spec}] ({failed.call or read[failed.spec].op}): {failed.failed}"
         warnings.warn(text, CompileWarning, stacklevel=2)
     return report
 
 
 class _Warming:
-    """One spec on its way."""
+    """One spec at some sizes, on its way."""
 
-    def __init__(self, place: int, spec: Any, device: torch.device) -> None:
-        self.place, self.device = place, device
-        name = f"specs[{place}]"
-        if not isinstance(spec, Mapping):
-            raise ArgumentError("warmup", name, spec, 'must be a mapping of "op" and the operation\'s arguments')
-        self.op = spec.get("op")
-        if self.op not in OPS:
-            raise ArgumentError("warmup", f"{name}.op", self.op, f"must be one of {', '.join(OPS)}")
-        self._given = {str(key): _argument(f"{name}.{key}", key, value) for key, value in spec.items() if key != "op"}
-        self.call, self.failed, self.compiled, self.kept, self.seconds = "", "", False, False, 0.0
+    def __init__(self, spec: Spec, sizes: Mapping[str, int], device: torch.device) -> None:
+        self.spec, self.sizes, self.device = spec, dict(sizes), device
+        self.call, self.failed, self.why, self.compiled, self.kept, self.seconds = "", "", "", False, False, 0.0
         self.loaded: tuple[str, ...] = ()
         self.made: Plan | None = None
         self.launches: list[Signature] = []
         self.settings: Settings | None = None
+        self.kind: Kind | None = None
         self._kept: Any = None
 
-    def _request(self) -> Request:
-        """The request of a call with tensors on the device; allocates what is described."""
-        arguments = {n: v.allocate(self.device) if isinstance(v, _Described) else v for n, v in self._given.items()}
+    def request(self, device: torch.device, sizes: Mapping[str, int]) -> Request:
+        """The request of a call with tensors on a device; allocates what is described."""
+        arguments = self.spec.arguments(device, sizes)
         try:
-            return make_request("warmup", self.op, (), arguments)
+            return make_request("warmup", self.spec.op, (), arguments)
         except TypeError as error:  # an argument that the operation has not, or one that is missing
-            raise ArgumentError("warmup", f"specs[{self.place}]", sorted(arguments), str(error)) from None
+            raise ArgumentError("warmup", f"specs[{self.spec.place}]", sorted(arguments), str(error)) from None
 
     def plan(self) -> None:
         """Find what it will run, and what must be compiled for that. Raises ArgumentError on a spec that is none."""
         with self._failures():
-            request = self._request()
+            request = self.request(self.device, self.sizes)
             call = request.build()
-            self.call = str(call.problem)
+            at = f"; {_words(self.sizes)}" if self.sizes else ""
+            self.call = f"{call.problem}{at}"
             made = dispatch.plan_call(call, request.settings)
             self.made, self.settings = made, request.settings
             if made.path == "interpreter" or not made.key:
@@ -177,8 +179,8 @@ class _Warming:
 
     @property
     def target(self) -> Target:
-        tensors = [t for t in self._given.values() if isinstance(t, torch.Tensor)]
-        device = tensors[0].device if tensors else self.device
+        given = self.spec.tensors
+        device = given[0].device if given else self.device
         return dispatch.detect_target(device.type, _index(device))[0]
 
     def run(self) -> None:
@@ -187,14 +189,26 @@ class _Warming:
             return
         begun = time.perf_counter()
         with self._failures(), monitoring.counting() as loaded:
-            from portattn.request import perform
-
-            request = self._request()
+            request = self.request(self.device, self.sizes)
             perform(request)
-            self._kept = _kept_of(request)
+            if request.keepable():
+                self.kind = request.kind()
+                found = self.kind.find(inputs_of(request))
+                self._kept = None if found is None else found[0]
             self.kept, self.made = self._kept is not None, dispatch.last_plan()
             _synchronise(request.tensors["q"].device)
         self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
+
+    def needs_compile(self) -> bool:
+        """Whether nobody has compiled what it launches, and a child process is to do it first."""
+        if not self.launches or self.made is None or self.settings is None:
+            return False
+        return compiling.unseen(self.made, self.launches, self.settings)
+
+    @property
+    def why_not(self) -> str:
+        """Why a call of other sizes is not launched by what was kept; empty where it is."""
+        return "" if self._kept is None else self._kept.why_fixed
 
     @contextlib.contextmanager
     def _failures(self) -> Any:
@@ -203,7 +217,8 @@ class _Warming:
         except ArgumentError as error:
             if error.op == "warmup":
                 raise
-            raise ArgumentError("warmup", f"specs[{self.place}].{error.argument}", error.value, error.limit) from error
+            name = f"specs[{self.spec.place}].{error.argument}"
+            raise ArgumentError("warmup", name, error.value, error.limit) from error
         except PathUnavailable as error:
             self.failed = str(error)
         except torch.OutOfMemoryError as error:
@@ -214,53 +229,13 @@ class _Warming:
         kept = self._kept
         direct = None if kept is None else kept.direct
         return Warmed(
-            spec=self.place, call=self.call, path=self.made.path if self.made else "",
+            spec=self.spec.place, call=self.call, path=self.made.path if self.made else "",
             key=self.made.key if self.made else "",
             way="" if kept is None else "triton" if direct is None else direct.way,
             why="" if direct is None else direct.reason, compiled=self.compiled, loaded=self.loaded,
-            seconds=round(self.seconds, 3), kept=self.kept, sizes="" if kept is None else kept.why_fixed,
+            seconds=round(self.seconds, 3), kept=self.kept, sizes=self.why or self.why_not,
             failed=self.failed,
         )  # fmt: skip
-
-
-class _Described(msgspec.Struct, frozen=True):
-    """A tensor in words."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def allocate(self, device: torch.device) -> torch.Tensor:
-        """Zeros on the device. Elements may share memory, as those of an expanded tensor do."""
-        reached = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        elements = 0 if 0 in self.shape else reached + 1
-        return torch.zeros(elements, dtype=self.dtype, device=device).as_strided(self.shape, self.strides)
-
-
-def _argument(name: str, argument: str, value: Any) -> Any:
-    """An argument of a spec, with tensors that are not there as _Described."""
-    if isinstance(value, torch.Tensor) and value.is_meta:
-        return _Described(tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, (torch.Tensor, PageTable)) or not isinstance(value, (str, list)):
-        return value
-    if isinstance(value, list):
-        return tuple(_argument(name, argument, item) for item in value) if argument in _PAIRS else value
-    found = _TENSOR.fullmatch(value.strip())
-    if found is None:
-        if "[" in value:
-            raise ArgumentError("warmup", name, value, 'describes a tensor as "bf16[8,32,1,128]"')
-        return value
-    if found[1] not in _DTYPES:
-        raise ArgumentError("warmup", name, value, f"must be of a type among {', '.join(_DTYPES)}")
-    shape = _numbers(found[2])
-    strides = torch.empty(shape, device="meta").stride() if found[3] is None else _numbers(found[3])
-    if len(strides) != len(shape):
-        raise ArgumentError("warmup", name, value, f"must have as many strides as its {len(shape)} axes")
-    return _Described(shape, tuple(strides), _DTYPES[found[1]])
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
 
 
 def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
@@ -268,9 +243,8 @@ def _compile(made: Sequence[_Warming], jobs: int | None, say: Say) -> float:
     begun = time.perf_counter()
     wanted: dict[str, list[_Warming]] = {}
     for one in made:
-        if not one.launches or one.made is None or one.settings is None:
-            continue
-        if compiling.unseen(one.made, one.launches, one.settings):
+        if one.needs_compile():
+            assert one.made is not None
             wanted.setdefault(compiling.code_key(one.made, one.launches), []).append(one)
     if not wanted:
         return 0.0
@@ -298,12 +272,46 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
     return same
 
 
-def _kept_of(request: Request) -> Kept | None:
-    """What launches the next call like a request's; None where none is kept."""
-    if not request.keepable():
-        return None
-    found = request.kind().find(Keeping(request).inputs)
-    return None if found is None else found[0]
+def _classes(first: _Warming, say: Say) -> list[_Warming]:
+    """A spec at its largest sizes, which has run, and at sizes of every further class; runs those.
+
+    Stops where sizes decide something else than a class: a call that fails, or is not kept (on a CPU, and on paths that
+    are not portattn's own), and one that is kept for its own sizes alone.
+    """
+    made, kinds, spec = [first], [first.kind], first.spec
+    meta, said = torch.device("meta"), time.monotonic()
+    if not spec.sizes:
+        return made
+    for count, sizes in enumerate(spec.combinations()):
+        last = made[-1]
+        if last.failed or not last.kept or last.why_not:
+            break
+        if time.monotonic() - said > SAY_SECONDS:
+            said = time.monotonic()
+            say(f"{first.spec.op}: {count} of {spec.count} sizes looked at, {len(made)} classes")
+        inputs = inputs_of(first.request(meta, sizes))
+        if any(kind is not None and kind.find(inputs) for kind in kinds):
+            continue
+        if len(made) == MAX_CLASSES:
+            last.why = f"more than {MAX_CLASSES} classes of sizes: from {_words(sizes)} on they were not run"
+            break
+        one = _Warming(spec, sizes, first.device)
+        made.append(one)
+        try:
+            one.plan()
+        except ArgumentError as error:  # sizes that do not go together; what was run before it stays
+            one.failed = str(error).removeprefix("warmup: ")
+            break
+        one.compiled = one.needs_compile()
+        say(f"running {one.call}")
+        one.run()
+        if one.kind is not None and one.kind not in kinds:
+            kinds.append(one.kind)
+    return made
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())
 
 
 def _here() -> torch.device:

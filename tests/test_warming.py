@@ -14,7 +14,7 @@ from opcalls import pretend_accelerator
 from support import Device
 
 import portattn
-from portattn import monitoring, warming
+from portattn import monitoring, specs, warming
 from portattn.cli import main
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.monitoring import nearest
@@ -63,14 +63,14 @@ def test_a_tensor_is_described_given_or_meta() -> None:
     ],
 )
 def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> None:
-    made = warming._argument("q", "q", text).allocate(torch.device("cpu"))
+    made = specs._argument("q", "q", text).allocate(torch.device("cpu"), {})
     assert (tuple(made.shape), made.stride(), made.dtype) == (shape, strides, dtype)
     assert not made.any()
     assert made.untyped_storage().nbytes() <= 4096 * 9 * 2
 
 
 @pytest.mark.parametrize(
-    ("specs", "said"),
+    ("given", "said"),
     [
         ([SMALL | {"q": "fp33[1,2,8,16]"}], r"specs\[0\].q is 'fp33\[1,2,8,16\]', but must be of a type among fp16"),
         ([SMALL, SMALL | {"k": "fp32[1,2,"}], r"specs\[1\].k is 'fp32\[1,2,', but describes a tensor"),
@@ -80,15 +80,30 @@ def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> 
         (["attention"], r"specs\[0\] is 'attention', but must be a mapping"),
         ([SMALL | {"casual": True}], r"specs\[0\] is .*casual.*, but attention\(\) got an unexpected keyword"),
         ([{"op": "attention", "q": "fp32[1,2,8,16]"}], r"missing 2 required positional arguments"),
+        ([SMALL | {"q": "fp32[1,2,S,16]"}], r"specs\[0\].q's size is 'S', but must be a number or one of the"),
+        ([SMALL | {"sizes": {"S": [1]}}], r"specs\[0\].sizes is 'S', but must be the size of a tensor, or an argument"),
+        ([SMALL | {"sizes": "1..2"}], r"specs\[0\].sizes is '1..2', but must be a mapping of names to sizes"),
+        ([SMALL | {"sizes": {"1": [1]}}], r"specs\[0\].sizes's name is '1', but must be a letter"),
+        ([SMALL | {"sizes": {"S": "2..1"}}], r"specs\[0\].sizes.S is '2..1', but must be a range, as"),
+        ([SMALL | {"sizes": {"S": "1-2"}}], r"specs\[0\].sizes.S is '1-2', but must be a range, as"),
+        ([SMALL | {"sizes": {"S": []}}], r"specs\[0\].sizes.S is \[\], but must be integers from 0 on, or a range"),
+        ([SMALL | {"sizes": {"S": [1, -1]}}], r"specs\[0\].sizes.S is \[1, -1\], but must be integers from 0 on"),
+        ([SMALL | {"sizes": {"S": [True]}}], r"specs\[0\].sizes.S is \[True\], but must be integers from 0 on"),
+        ([SMALL | {"sizes": {"S": 5}}], r"specs\[0\].sizes.S is 5, but must be integers from 0 on, or a range"),
+        ([SMALL | {"sizes": {"S": "1..999999"}}], r"specs\[0\].sizes.S is range.*, but must be at most 131072 sizes"),
+        (
+            [SMALL | {"sizes": {"S": "1..1000", "B": "1..1000"}}],
+            r"specs\[0\].sizes is 1000000, but must be at most 131072 combinations",
+        ),
         ([SMALL, SMALL | {"k": "fp32[1,3,8,16]"}], r"warmup: specs\[1\].v's heads is 2, but must be k's, 3"),
     ],
 )  # fmt: skip
 def test_a_spec_that_is_none_is_named_before_anything_runs(
-    specs: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
+    given: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warming._Warming, "run", lambda self: pytest.fail("something ran"))
     with pytest.raises(portattn.ArgumentError, match=said):
-        portattn.warmup(specs, device="cpu")
+        portattn.warmup(given, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +121,29 @@ def test_what_is_no_device_or_no_count_is_named(given: dict[str, Any], said: str
         portattn.warmup([SMALL], **given)
 
 
+def test_sizes_that_vary_are_one_call_where_nothing_is_kept() -> None:
+    """On a CPU: the largest sizes, lists in any order, and a length that is an argument."""
+    told: list[str] = []
+    described = dict.fromkeys(("q", "k", "v"), "fp32[T,2,16]") | dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k"), "i32[3]"
+    )
+    spec = {"op": "varlen_attention", "max_seqlen_q": "M", "max_seqlen_k": "M", **described}
+    report = portattn.warmup([spec | {"sizes": {"T": [8, 2, 4], "M": "1..5"}}], device="cpu", say=told.append)
+    (one,) = report.specs
+    assert one.call == "varlen_attention q (8,2,16) kv (8,2,16) fp32 2 sequences; T = 8, M = 5"
+    assert (one.path, one.kept, one.failed) == ("reference", False, "")
+    assert len(told) == 2
+
+
+def test_a_range_has_both_ends_and_a_list_each_value_once() -> None:
+    read = specs.Spec(0, SMALL | {"q": "fp32[B,2,S,16]", "sizes": {"B": (3, 1, 3), "S": " 4 .. 6 "}})
+    assert read.sizes == {"B": (1, 3), "S": (4, 5, 6)}
+    assert (read.count, read.largest) == (6, {"B": 3, "S": 6})
+    assert list(read.combinations())[:2] == [{"B": 1, "S": 4}, {"B": 1, "S": 5}]
+    made = read.arguments(torch.device("meta"), {"B": 3, "S": 5})["q"]
+    assert (tuple(made.shape), made.device.type) == ((3, 2, 5, 16), "meta")
+
+
 def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
     with pytest.warns(portattn.CompileWarning, match=r"specs\[0\].*triton"):
         report = portattn.warmup([SMALL | {"backend": "triton"}, SMALL | {"window": [3, 0]}], device="cpu")
@@ -117,10 +155,10 @@ def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
 
 
 def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Any, device: Any) -> Any:
+    def full(self: Any, device: Any, sizes: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(warming._Described, "allocate", full)
+    monkeypatch.setattr(specs.Described, "allocate", full)
     with pytest.warns(portattn.CompileWarning, match="Tried to allocate 9 GiB; give tensors that are there already"):
         assert portattn.warmup([SMALL], device="cpu").failed
 

@@ -24,6 +24,8 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
     "causal": true}, with the operation's own arguments; a tensor is described by its type and shape, and where it is
     not contiguous by its strides: "bf16[2,8,4096,128]:8388608,128,1024,1". Types: fp16, bf16, fp32, i32, bool.
 
+    A size that varies is a name: "k": "bf16[2,8,S,128]" with "sizes": {"S": "1..4096"}, or a list of sizes.
+
     What is kept on disk (Triton's cache, verdicts, canaries, the launcher in C) spares later processes the compiles;
     what is kept in memory ends with this one: in the serving process, call portattn.warmup with the same specs.
 
