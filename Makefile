@@ -76,8 +76,8 @@ bench-docs: $(READY)
 
 # The pages under docs/ that are made from the registry.
 docs: $(READY)
-	$(PY) -m portattn.catalogue > docs/quirk-catalogue.md
-	$(PY) -m portattn.catalogue --verification > docs/quirk-verification.md
+	$(PY) -m portattn.tools.quirks.pages > docs/quirk-catalogue.md
+	$(PY) -m portattn.tools.quirks.pages --verification > docs/quirk-verification.md
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

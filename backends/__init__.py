@@ -1,10 +1,10 @@
 """portattn's own backends. Other packages add theirs through the entry-point group `portattn.backends`."""
 
 from portattn.backends.ascend import AscendBackend
-from portattn.backends.base import ENTRY_POINT_GROUP, Backend, VendorPath
 from portattn.backends.cpu import CpuBackend
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.rocm import RocmBackend
+from portattn.planning.backend import ENTRY_POINT_GROUP, Backend, VendorPath
 
 BUILTIN: tuple[Backend, ...] = (CudaBackend(), RocmBackend(), AscendBackend(), CpuBackend())
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portattn.backends.base import VendorPath
-from portattn.backends.refusal import features_check, first_refusal, op_check
+from portattn.planning.backend import VendorPath
+from portattn.planning.checks import features_check, first_refusal, op_check
 
 if TYPE_CHECKING:
     import torch
 
-    from portattn.call import Call
-    from portattn.planner import Rejection
-    from portattn.problem import Problem
-    from portattn.target import Target
+    from portattn.planning.planner import Rejection
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Target
 
 # Widest head of torch's FlashAttention kernels (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
 # check_head_dim_size_flash). Wider ones are left to a path that holds Sq × Sk scores in memory.

@@ -16,32 +16,32 @@ if not os.path.isdir(os.path.join(_here, "backends")) and os.path.isdir(os.path.
 
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {
-    "attention": "portattn.ops",
-    "varlen_attention": "portattn.ops",
-    "decode_attention": "portattn.ops",
-    "paged_attention": "portattn.ops",
-    "sparse_attention": "portattn.ops",
-    "mla_attention": "portattn.ops",
-    "merge_states": "portattn.merge",
-    "PageTable": "portattn.pagetable",
-    "plan": "portattn.ops",
-    "explain": "portattn.ops",
-    "prepare": "portattn.ops",
-    "warmup": "portattn.warming",
-    "monitor": "portattn.monitoring",
-    "Prepared": "portattn.prepared",
-    "last_plan": "portattn.dispatch",
+    "attention": "portattn.api.ops",
+    "varlen_attention": "portattn.api.ops",
+    "decode_attention": "portattn.api.ops",
+    "paged_attention": "portattn.api.ops",
+    "sparse_attention": "portattn.api.ops",
+    "mla_attention": "portattn.api.ops",
+    "merge_states": "portattn.api.merge_states",
+    "PageTable": "portattn.api.page_table",
+    "plan": "portattn.api.ops",
+    "explain": "portattn.api.ops",
+    "prepare": "portattn.api.ops",
+    "warmup": "portattn.api.warmup",
+    "monitor": "portattn.api.monitor",
+    "Prepared": "portattn.api.prepare",
+    "last_plan": "portattn.api.dispatch",
     "settings": "portattn.config",
-    "Problem": "portattn.problem",
-    "Target": "portattn.target",
-    "Toolchain": "portattn.toolchain",
-    "Plan": "portattn.planner",
-    "Quirk": "portattn.quirk",
-    "Lowering": "portattn.lowering",
-    "Launch": "portattn.lowering",
-    "Verdict": "portattn.verdict",
-    "Incident": "portattn.verdict",
-    "Registry": "portattn.registry",
+    "Problem": "portattn.schema.problem",
+    "Target": "portattn.schema.target",
+    "Toolchain": "portattn.schema.toolchain",
+    "Plan": "portattn.planning.planner",
+    "Quirk": "portattn.schema.quirk",
+    "Lowering": "portattn.schema.lowering",
+    "Launch": "portattn.schema.lowering",
+    "Verdict": "portattn.schema.outcome",
+    "Incident": "portattn.schema.outcome",
+    "Registry": "portattn.planning.registry",
     "PortattnError": "portattn.errors",
     "ArgumentError": "portattn.errors",
     "SettingError": "portattn.errors",
@@ -56,8 +56,22 @@ _PUBLIC = {
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
+    from portattn.api.dispatch import last_plan as last_plan
+    from portattn.api.merge_states import merge_states as merge_states
+    from portattn.api.monitor import monitor as monitor
+    from portattn.api.ops import attention as attention
+    from portattn.api.ops import decode_attention as decode_attention
+    from portattn.api.ops import explain as explain
+    from portattn.api.ops import mla_attention as mla_attention
+    from portattn.api.ops import paged_attention as paged_attention
+    from portattn.api.ops import plan as plan
+    from portattn.api.ops import prepare as prepare
+    from portattn.api.ops import sparse_attention as sparse_attention
+    from portattn.api.ops import varlen_attention as varlen_attention
+    from portattn.api.page_table import PageTable as PageTable
+    from portattn.api.prepare import Prepared as Prepared
+    from portattn.api.warmup import warmup as warmup
     from portattn.config import settings as settings
-    from portattn.dispatch import last_plan as last_plan
     from portattn.errors import ArgumentError as ArgumentError
     from portattn.errors import CompileWarning as CompileWarning
     from portattn.errors import DataError as DataError
@@ -67,30 +81,16 @@ if TYPE_CHECKING:
     from portattn.errors import QuirkConflict as QuirkConflict
     from portattn.errors import SettingError as SettingError
     from portattn.errors import TracingError as TracingError
-    from portattn.lowering import Launch as Launch
-    from portattn.lowering import Lowering as Lowering
-    from portattn.merge import merge_states as merge_states
-    from portattn.monitoring import monitor as monitor
-    from portattn.ops import attention as attention
-    from portattn.ops import decode_attention as decode_attention
-    from portattn.ops import explain as explain
-    from portattn.ops import mla_attention as mla_attention
-    from portattn.ops import paged_attention as paged_attention
-    from portattn.ops import plan as plan
-    from portattn.ops import prepare as prepare
-    from portattn.ops import sparse_attention as sparse_attention
-    from portattn.ops import varlen_attention as varlen_attention
-    from portattn.pagetable import PageTable as PageTable
-    from portattn.planner import Plan as Plan
-    from portattn.prepared import Prepared as Prepared
-    from portattn.problem import Problem as Problem
-    from portattn.quirk import Quirk as Quirk
-    from portattn.registry import Registry as Registry
-    from portattn.target import Target as Target
-    from portattn.toolchain import Toolchain as Toolchain
-    from portattn.verdict import Incident as Incident
-    from portattn.verdict import Verdict as Verdict
-    from portattn.warming import warmup as warmup
+    from portattn.planning.planner import Plan as Plan
+    from portattn.planning.registry import Registry as Registry
+    from portattn.schema.lowering import Launch as Launch
+    from portattn.schema.lowering import Lowering as Lowering
+    from portattn.schema.outcome import Incident as Incident
+    from portattn.schema.outcome import Verdict as Verdict
+    from portattn.schema.problem import Problem as Problem
+    from portattn.schema.quirk import Quirk as Quirk
+    from portattn.schema.target import Target as Target
+    from portattn.schema.toolchain import Toolchain as Toolchain
 
 
 def __getattr__(name: str) -> object:

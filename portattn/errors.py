@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from portattn.planner import Rejection
+    from portattn.planning.planner import Rejection
 
 
 class PortattnError(Exception):

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import
 import support  # noqa: E402
 
 from portattn import Target, config  # noqa: E402
-from portattn.lab import folders  # noqa: E402
-from portattn.registry import Registry  # noqa: E402
+from portattn.planning.registry import Registry  # noqa: E402
+from portattn.tools.lab import folders  # noqa: E402
 
 REAL_LAB = folders.root()  # before any test has a cache folder of its own
 
@@ -86,14 +86,15 @@ def real_lab(_own_settings: None, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left_over() -> Iterator[None]:
     """Plans, warnings given and the last plan are the process's: each test starts without any."""
-    from portattn import compiling, dispatch
+    from portattn.api import dispatch
+    from portattn.compile import ensure
 
     detect = dispatch.detect_target  # tests may put another in its place
     dispatch.forget_plans()
     detect.cache_clear()
     dispatch._warned.clear()
     dispatch._last.set(None)
-    compiling._ready.clear()
+    ensure._ready.clear()
     yield
     dispatch.forget_plans()
     detect.cache_clear()
@@ -115,7 +116,7 @@ def core_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
     """CPU tensors are planned as if they lay on an H100 with Triton 3.6.0."""
-    from portattn import dispatch
+    from portattn.api import dispatch
 
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
@@ -125,7 +126,7 @@ def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
 @pytest.fixture(scope="module")
 def gluon_compiler() -> Iterator[Any]:
     """A Worker of the Triton that the scheduled kernels are for."""
-    from portattn.toolchain import installed
+    from portattn.schema.toolchain import installed
     from portattn.worker.client import Worker
 
     if str(installed()) != "triton==3.6.0":
@@ -140,7 +141,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     Returns the file to which it adds a line for each request.
     """
-    from portattn import compiling
+    from portattn.compile import ensure
     from portattn.worker.client import Worker
 
     workers: list[Worker] = []
@@ -148,7 +149,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def plant(behaviour: str) -> Path:
         script, requests = support.fake_python(tmp_path, behaviour)
         workers.append(Worker(python=str(script)))
-        monkeypatch.setattr(compiling, "_worker", workers[-1])
+        monkeypatch.setattr(ensure, "_worker", workers[-1])
         return requests
 
     yield plant

@@ -30,8 +30,8 @@ import triton
 from fakechip import Chip
 
 import portattn
-from portattn import fastpath, ops
-from portattn.launch import native, triton_runtime
+from portattn.api import ops
+from portattn.launch import cache, native, triton_compat
 
 SECONDS = 60.0  # limit against a launch that never comes
 chip = Chip(fake)
@@ -39,23 +39,23 @@ found: dict[str, Any] = {"triton": triton.__version__, "why not": native.load(po
 ways: dict[str, list[str]] = {}
 found["ways"] = ways
 NOTHING = object()
-perform, match = ops.perform, fastpath.Kind.match
+perform, match = ops.perform, cache.Kind.match
 matched: list[bool] = []
 
 
-def counted(self: fastpath.Kind, *given: Any) -> Any:
+def counted(self: cache.Kind, *given: Any) -> Any:
     result = match(self, *given)
     matched.append(result is not None)
     return result
 
 
-def keep(op: str, arguments: dict[str, Any]) -> fastpath.Kind:
+def keep(op: str, arguments: dict[str, Any]) -> cache.Kind:
     """Make a call that is planned and kept; its kind."""
     ops.perform = perform
     opcalls.perform(op, arguments)
     ops.perform = lambda request: NOTHING
     fake.launches()
-    return [kind for kind in fastpath.every_kind() if kind.op == op][-1]
+    return [kind for kind in cache.every_kind() if kind.op == op][-1]
 
 
 def way(op: str, arguments: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ def way(op: str, arguments: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def only_python() -> Iterator[None]:
     """Inside the block no kind has a native one."""
-    hits = [(kind, kind.hit) for kind in fastpath.every_kind()]
+    hits = [(kind, kind.hit) for kind in cache.every_kind()]
     for kind, _ in hits:
         kind.hit = None
     yield
@@ -163,7 +163,7 @@ def driver(given: dict[str, Any]) -> None:
     chip.current, torch.cpu.device = 5, _Device  # type: ignore[attr-defined]
     tell("device", "attention", given)
     chip.current = None
-    holder = triton_runtime._holder()
+    holder = triton_compat._holder()
     before = holder.launch_enter_hook
     if hasattr(before, "add"):
         before.add(hook := lambda metadata: None)
@@ -222,19 +222,19 @@ def modes() -> None:
         tell("no_grad, none asked for", "attention", given)
     tell("after modes", "attention", given)
     for name, mode in (("inference", torch.inference_mode), ("autocast", lambda: torch.autocast("cpu"))):
-        fastpath.forget()
+        cache.forget()
         with mode():
             own = attention()
             keep("attention", own)
             tell(f"kept in {name}, inside", "attention", own)
         tell(f"kept in {name}, outside", "attention", given)
-    fastpath.forget()
-    count = len(fastpath.every_kind())
+    cache.forget()
+    count = len(cache.every_kind())
     with forward_ad.dual_level():
         for _ in range(3):
             ops.perform = perform
             opcalls.perform("attention", given)
-    found["kinds in a dual level"] = len(fastpath.every_kind()) - count
+    found["kinds in a dual level"] = len(cache.every_kind()) - count
     fake.launches()
 
 
@@ -264,7 +264,7 @@ def twins() -> None:
     tell("twins, both kept", "attention", same)
     tell("two, both kept", "attention", other)
     found["twins' launches"] = same_launches([("attention", same), ("attention", other)])
-    fastpath.forget()
+    cache.forget()
     keep("attention", given)
     tell("twins, two kept", "attention", same)
 
@@ -298,7 +298,7 @@ def prepared() -> None:
     kind = handle._kind
     assert kind is not None
     hit, found["handle"] = kind.hit, {"hit": kind.hit is not None}
-    assert kind.classes[0].program(fastpath.sizes_of([longer[n] for n in ("q", "k_cache", "v_cache", "seqlens_k")]))
+    assert kind.classes[0].program(cache.sizes_of([longer[n] for n in ("q", "k_cache", "v_cache", "seqlens_k")]))
 
     def runs(arguments: dict[str, Any]) -> str:
         matched.clear()
@@ -319,14 +319,14 @@ def same_launches(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, bool]:
     with only_python():
         by_python = [chip.once(*call) for call in calls]
     alone = []
-    known = dict(fastpath._kinds), dict(fastpath._order)
+    known = dict(cache._kinds), dict(cache._order)
     for op, given in calls:
-        fastpath.forget()
+        cache.forget()
         keep(op, given)
         alone.append(chip.once(op, given))
-    fastpath.forget()
-    fastpath._kinds.update(known[0])
-    fastpath._order.update(known[1])
+    cache.forget()
+    cache._kinds.update(known[0])
+    cache._order.update(known[1])
     return {"C": by_c == alone, "python": by_python == alone}
 
 
@@ -435,14 +435,14 @@ def together() -> None:
 
 
 SETTINGS: Any = {"isolate": "never", "canary": "never", "validate": "never"}
-fastpath.Kind.match = counted  # type: ignore[method-assign]
+cache.Kind.match = counted  # type: ignore[method-assign]
 PARTS = [arguments, modes, gradients, twins, lengths, lengths_not_given, prepared, sizes, together]
 PARTS += [maps] if triton.__version__ == "3.6.0" else []
 wanted = sys.argv[1:] or [part.__name__ for part in PARTS]
 with portattn.settings(**SETTINGS):
     for part in PARTS:
         if part.__name__ in wanted:
-            fastpath.forget()
+            cache.forget()
             ops.perform = perform
             part()
 print(json.dumps(found))

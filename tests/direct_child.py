@@ -17,8 +17,8 @@ fake = fakedriver.install()
 import triton
 import triton.language as tl
 
-from portattn.launch import native, triton_runtime
-from portattn.launch.direct import SCRATCH, Direct, Step, launch_steps
+from portattn.launch import native, triton_compat
+from portattn.launch.driver_launch import SCRATCH, Direct, Step, launch_steps
 
 found: dict[str, object] = {"triton": triton.__version__}
 in_c = functools.partial(native.load, os.environ["PORTATTN_CACHE_DIR"])
@@ -47,7 +47,7 @@ def seen(launches: list[fakedriver.Launch]) -> list[list[object]]:
 
 def tell(kernels: Direct) -> None:
     for kernel in kernels._kernels:
-        fake.describe(kernel.compiled.function, triton_runtime.ptx_sizes(kernel.compiled.asm["ptx"]))
+        fake.describe(kernel.compiled.function, triton_compat.ptx_sizes(kernel.compiled.asm["ptx"]))
 
 
 def compare(name: str, steps: list[Step], others: list[Step], names: list[str], addresses: list[int]) -> list[Direct]:
@@ -105,10 +105,10 @@ if hasattr(tl, "make_tensor_descriptor"):
     one = Step(described, (2, 3), {"x": wide, "y": flat, "rows": 64, "WIDTH": 64}, {}, {"x": "x", "y": "y"})
     compare("scratch", [one], [one], ["x", "y", SCRATCH], [wide.data_ptr(), flat.data_ptr(), flat.data_ptr()])
     found["scratch without a role"] = Direct([one], ["x", "y"]).reason
-if triton_runtime.version() >= (3, 4):
+if triton_compat.version() >= (3, 4):
     pdl = Step(copy, (4,), step(x, y).arguments, {"launch_pdl": True}, {"x": "x", "y": "y"})
     compare("dependent", [pdl], [pdl], ["x", "y"], [x.data_ptr(), y.data_ptr()])
-if triton_runtime.version() >= (3, 5):
+if triton_compat.version() >= (3, 5):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     @triton.jit
@@ -146,7 +146,7 @@ if triton_runtime.version() >= (3, 5):
 
 # Hooks of Triton's are called, and by them alone.
 called: list[str] = []
-holder = triton_runtime._holder()
+holder = triton_compat._holder()
 before = holder.launch_enter_hook
 if hasattr(before, "add"):
     before.add(hook := lambda metadata: called.append("enter"))

@@ -12,10 +12,11 @@ import fakedriver
 import opcalls
 import torch
 
-import portattn.kept
-from portattn import Target, dispatch
+import portattn.launch.cached_launch
+from portattn import Target
+from portattn.api import dispatch
 from portattn.backends.cuda import counters
-from portattn.launch import devices, triton_runtime
+from portattn.launch import devices, triton_compat
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +46,7 @@ def pretend(
     dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
     fakedriver.keep_everywhere()
     runtime = devices.Runtime(current=current, stream=stream, empty=empty)
-    devices.runtime = portattn.kept.runtime = lambda device_type: runtime  # type: ignore[assignment]
+    devices.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False  # a torch without CUDA has none
     counters._of_device[None] = counters.Counters(zeros)  # type: ignore[index]
 
@@ -70,15 +71,15 @@ class Chip:
         self.allocating: Callable[[], None] | None = None
         self.compiled_calls: list[str] = []
         pretend(lambda: self.current, lambda index: self.stream, self._allocate, self._zeros)
-        compile_kernel = triton_runtime.compiled_kernel
+        compile_kernel = triton_compat.compiled_kernel
 
         def described(*given: Any) -> Any:
             """A compiled kernel whose parameters the library knows."""
             found = compile_kernel(*given)
-            fake.describe(found.function, triton_runtime.ptx_sizes(found.asm["ptx"]))
+            fake.describe(found.function, triton_compat.ptx_sizes(found.asm["ptx"]))
             return found
 
-        triton_runtime.compiled_kernel = described
+        triton_compat.compiled_kernel = described
         run = dispatch.run
         dispatch.run = lambda *given: self.compiled_calls.append(given[0].problem.op) or run(*given)  # type: ignore
 

@@ -27,9 +27,8 @@ import triton
 from fakechip import Chip
 
 import portattn
-from portattn import fastpath
-from portattn.launch import native
-from portattn.reference.randomcalls import random_call
+from portattn.launch import cache, native
+from portattn.testing.random_calls import random_call
 
 chip = Chip(fake)
 found: dict[str, Any] = {"triton": triton.__version__, "why not": native.load(portattn.config.current().cache_dir)[1]}
@@ -57,9 +56,9 @@ def calls(name: str, path: str) -> tuple[Any, dict[str, Any]]:
     return call.problem.op, opcalls.given(call) | {"backend": path}
 
 
-def kind_of(op: str) -> fastpath.Kind:
+def kind_of(op: str) -> cache.Kind:
     """The kind of the latest call of an operation that was kept."""
-    return [kind for kind in fastpath.every_kind() if kind.op == op][-1]
+    return [kind for kind in cache.every_kind() if kind.op == op][-1]
 
 
 def _holds(launch: fakedriver.Launch, tensor: torch.Tensor) -> bool:
@@ -84,7 +83,7 @@ def first_call(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
 def held(op: str, arguments: dict[str, Any]) -> list[str]:
     """Tensors of a call that live on although nobody but what is kept could hold them."""
     mine = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
-    fastpath.forget()
+    cache.forget()
     result = opcalls.perform(op, mine)
     results = result if isinstance(result, tuple) else (result,)
     watched = {n: weakref.ref(t) for n, t in mine.items() if isinstance(t, torch.Tensor)}
@@ -104,7 +103,7 @@ def compare(name: str, path: str) -> None:
         entry = kind_of(op)
         assert entry.classes[0].direct is not None, entry.classes[0].plan
         fake.library.fake_clear()
-        fastpath.forget()
+        cache.forget()
         first = first_call(op, arguments)
         entry = kind_of(op)
         by_c = chip.once(op, arguments)
@@ -181,11 +180,11 @@ def concurrent() -> None:
     found["threads"] = [len(launches), len(firsts), wrong]
 
 
-def warming() -> None:
+def warm() -> None:
     """warmup, then the first call; and the monitor's warnings, each by what brought it about."""
-    from portattn import monitoring, warming
+    from portattn.api import monitor, warmup
 
-    warming._synchronise = lambda device: None
+    warmup._synchronise = lambda device: None
     shape, caught = "bf16[1,4,{},80]", {}
     spec = {"op": "attention", **dict.fromkeys("qkv", shape.format(96)), "backend": "triton"}
 
@@ -224,7 +223,7 @@ def warming() -> None:
         with portattn.settings(monitor="always"):
             late("always", causal=True)
     found["monitored"] = caught
-    assert monitoring._armed is False
+    assert monitor._armed is False
 
 
 def _with(settings: Any, work: Any) -> Any:
@@ -241,7 +240,7 @@ if triton.__version__ == "3.6.0":
     compare("attention gluon", "auto")
     compare("mla gluon", "auto")
 concurrent()
-warming()
+warm()
 if "--time" in sys.argv:
     with portattn.settings(isolate="never", canary="never"):
         for name, path in (("attention", "triton"), ("decode", "triton"), ("attention", "auto")):

@@ -26,7 +26,8 @@ import triton
 from fakechip import Chip
 
 import portattn
-from portattn import fastpath, request
+from portattn.api import request
+from portattn.launch import cache
 
 chip = Chip(fake)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -136,14 +137,14 @@ def same_as_alone(op: str, arguments: dict[str, Any]) -> tuple[bool, str]:
     if way == "planned":  # its first call brings its own memory
         shared = chip.once(op, arguments)
     plan = portattn.last_plan()
-    table, order = dict(fastpath._kinds), dict(fastpath._order)
-    fastpath.forget()
+    table, order = dict(cache._kinds), dict(cache._order)
+    cache.forget()
     chip.once(op, arguments)
     alone = chip.once(op, arguments)
     own = portattn.last_plan()
-    fastpath.forget()
-    fastpath._kinds.update(table)
-    fastpath._order.update(order)
+    cache.forget()
+    cache._kinds.update(table)
+    cache._order.update(order)
     if plan != own:
         return False, f"{way}: last_plan is of {plan.problem} {plan.launch}, not {own.problem} {own.launch}"
     if shared != alone:
@@ -164,8 +165,8 @@ def _first_difference(one: Any, other: Any) -> str:
 
 matched: list[str] = []
 missed: list[str] = []  # calls that native.c left to Python
-match = fastpath.Kind.match
-fastpath.Kind.match = lambda self, *given: matched.append(self.op) or match(self, *given)  # type: ignore
+match = cache.Kind.match
+cache.Kind.match = lambda self, *given: matched.append(self.op) or match(self, *given)  # type: ignore
 
 
 def by_python(op: str, arguments: dict[str, Any]) -> bool:
@@ -173,7 +174,7 @@ def by_python(op: str, arguments: dict[str, Any]) -> bool:
     matched.clear()
     by_c = chip.once(op, arguments)
     missed.extend(matched)
-    kinds = [kind for kind in fastpath.every_kind() if kind.op == op]
+    kinds = [kind for kind in cache.every_kind() if kind.op == op]
     hits = [kind.hit for kind in kinds]
     for kind in kinds:
         kind.hit = None
@@ -189,7 +190,7 @@ with portattn.settings(isolate="never", canary="never", validate="never"):
     every = cases()
     for name in wanted or every:
         calls = every[name]
-        fastpath.forget()
+        cache.forget()
         wrong, planned, count, others = [], 0, 0, 0
         missed.clear()
         for op, arguments in calls:
@@ -201,7 +202,7 @@ with portattn.settings(isolate="never", canary="never", validate="never"):
                 wrong.append(f"{shapes}: {why}"[:3000])
             elif not by_python(op, arguments):
                 others += 1
-        kinds = fastpath.every_kind()
+        kinds = cache.every_kind()
         found[name] = {
             "calls": count, "planned": planned, "wrong": wrong[:3], "wrong calls": len(wrong), "by python": others,
             "missed": len(missed),

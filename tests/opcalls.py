@@ -13,13 +13,14 @@ import torch
 from support import Device
 
 import portattn
-from portattn import corepath, dispatch
-from portattn.call import Call
+from portattn.api import dispatch
 from portattn.launch.kernelcall import spans
-from portattn.lowering import Launch
-from portattn.problem import UNLIMITED, Problem
-from portattn.reference import check
-from portattn.registry import Registry
+from portattn.planning import core_path
+from portattn.planning.registry import Registry
+from portattn.schema.call import Call
+from portattn.schema.lowering import Launch
+from portattn.schema.problem import UNLIMITED, Problem
+from portattn.testing import tolerance
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
 PAGED = {"seq_k": 40, "page_size": 8, "seqlens_k": True}
@@ -124,7 +125,7 @@ def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Non
     if lse is not None:
         assert lse.is_contiguous()
         lse = lse[None] if p.packed else lse
-    facts = check.judge(call, as_call(p, out), lse)
+    facts = tolerance.judge(call, as_call(p, out), lse)
     assert not facts["wrong"], facts
     assert facts["error"] <= facts["budget"], facts
     if lse is not None:
@@ -138,7 +139,7 @@ def paths(device: Device) -> dict[str, dict[str, str]]:
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans without a tuning entry (all those for a CPU) get tiles of 16 × 16, so that small problems have several."""
-    monkeypatch.setattr(corepath, "Launch", lambda: Launch(block_m=16, block_n=16))
+    monkeypatch.setattr(core_path, "Launch", lambda: Launch(block_m=16, block_n=16))
     dispatch.forget_plans()
 
 
@@ -204,9 +205,11 @@ class _Interpreted:
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors count as an H100's: plans are for one, calls are kept, and the core's kernels run under the
     interpreter (which has nothing to run a variant's with)."""
-    from portattn import Target, compiling, kept
+    from portattn import Target
+    from portattn.api.request import Request
+    from portattn.compile import ensure
+    from portattn.launch import cached_launch
     from portattn.launch.run import has_rows, load_kernels
-    from portattn.request import Request
     from portattn.validate import values
 
     target = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -227,8 +230,8 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Request, "_on_accelerator", lambda request: True)
     # As on an accelerator: lengths are read back only where that is asked for.
     monkeypatch.setattr(values, "reads", lambda settings, tensor: settings.validate == "always")
-    monkeypatch.setattr(kept, "load_kernels", kernels)
-    monkeypatch.setattr(kept, "descriptor_memory", lambda memory: contextlib.nullcontext())
+    monkeypatch.setattr(cached_launch, "load_kernels", kernels)
+    monkeypatch.setattr(cached_launch, "descriptor_memory", lambda memory: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_device", lambda: None)  # as a CPU tensor's device.index is
-    monkeypatch.setattr(compiling, "ensure", lambda *arguments: None)
+    monkeypatch.setattr(ensure, "ensure", lambda *arguments: None)
     dispatch.forget_plans()

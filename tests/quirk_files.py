@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from portattn.backends.base import Backend
 from portattn.config import Settings
-from portattn.planner import Plan, plan
-from portattn.problem import Problem
-from portattn.registry import Registry, find_backends
+from portattn.planning.backend import Backend
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry, find_backends
+from portattn.schema.problem import Problem
 
 PROBLEM = Problem(batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128)
 DECODE = Problem(op="decode_attention", batch=2, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=128)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from portattn.call import Call
-from portattn.core import CORES
-from portattn.lowering import Launch, Lowering
-from portattn.planner import Plan
-from portattn.problem import Problem
-from portattn.reference import check
-from portattn.reference.check import DTYPES, largest, random_call
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import Plan
+from portattn.schema.call import Call
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+from portattn.testing import tolerance
+from portattn.testing.tolerance import DTYPES, largest, random_call
 
 __all__ = ["DTYPES", "largest", "random_call"]  # the library's own, for the tests beside the names below
 TILE = 16  # the smallest tile: small problems still have several
@@ -140,13 +140,13 @@ def run_core(
         return launching.run_core(core_plan(device, call.problem, lowering, launch), call, cores)
 
 
-poisoned = check.nan_filled_memory
+poisoned = tolerance.nan_filled_memory
 
 
 def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None, extra: float = 0.0) -> None:
     """out and LSE of any op, shaped as the call's own, against the float64 oracle within the library's budget.
 
-    The budget is that of portattn/reference/check.py; `extra` is added to it, for products that are deliberately less
+    The budget is that of portattn/testing/tolerance.py; `extra` is added to it, for products that are deliberately less
     exact than the dtype.
     """
     p = call.problem
@@ -154,7 +154,7 @@ def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None, extra:
     assert out.transpose(1, 2).is_contiguous() if p.packed or p.layout == "bshd" else out.is_contiguous()
     assert out.dtype == DTYPES[p.dtype]
     assert (lse is not None) == p.return_lse
-    facts = check.judge(call, out, lse)
+    facts = tolerance.judge(call, out, lse)
     assert not facts["wrong"], f"{facts['wrong']} elements are NaN or infinite where they must not be, or the reverse"
     assert facts["error"] <= facts["budget"] + extra, f"error {facts['error']:.3g}, budget {facts['budget']:.3g}"
     if lse is not None:

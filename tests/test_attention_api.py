@@ -8,7 +8,7 @@ from support import Device, assert_right, problem, random_call
 from torch.nn.functional import scaled_dot_product_attention
 
 import portattn
-from portattn.call import Call
+from portattn.schema.call import Call
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from quirk_files import plant, registry
 
-from portattn import audit
-from portattn.registry import Registry, shipped_quirks
+from portattn.planning.registry import Registry, shipped_quirks
+from portattn.tools.quirks import audit
 
 TODAY = datetime.date(2026, 11, 21)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from portattn import Problem, Registry, plan
-from portattn.core import CORES
+from portattn.planning.kernel_specs import CORES
 
 OPS = {
     "decode_attention": {},

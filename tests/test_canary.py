@@ -12,11 +12,13 @@ import torch
 from opcalls import pretend_accelerator
 
 import portattn
-from portattn import Target, canary, dispatch
+from portattn import Target
+from portattn.api import dispatch
+from portattn.compile.store import VerdictStore
 from portattn.config import Settings
-from portattn.core import CORES
-from portattn.problem import OPS
-from portattn.verdicts import VerdictStore
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.problem import OPS
+from portattn.testing import canary
 from portattn.worker.client import Reply
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -173,10 +175,10 @@ class Sabotaged(Fake):
     """Really runs the kernels, under the interpreter, and spoils one element of what they give."""
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
-        from portattn.worker import interpret
+        from portattn.testing import run_plan
 
         fields |= {"path": "interpreter", "target": "cpu:generic", "device": "cpu"}
-        original = interpret.run_core
+        original = run_plan.run_core
 
         def spoiled(plan: Any, call: Any, cores: int) -> Any:
             out, lse = original(plan, call, cores)
@@ -184,11 +186,11 @@ class Sabotaged(Fake):
                 out[0, -1, -1, -1] += 0.25
             return out, lse
 
-        interpret.run_core = spoiled
+        run_plan.run_core = spoiled
         try:
-            return Reply(outcome="ok", facts=interpret.compare(fields)["facts"])
+            return Reply(outcome="ok", facts=run_plan.compare(fields)["facts"])
         finally:
-            interpret.run_core = original
+            run_plan.run_core = original
 
 
 @pytest.mark.interpreter
@@ -198,7 +200,7 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
     """End to end: the canary finds it, the call takes another path and says why, and other families go on."""
     if portattn.plan("attention", *(torch.zeros(1, 1, 1, 16),) * 3).toolchain == "none":
         pytest.skip("no Triton to interpret with")
-    from portattn.matrix.numerics import interpreter_missing
+    from portattn.testing.numerics import interpreter_missing
 
     if interpreter_missing():
         pytest.skip(interpreter_missing())

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from portattn import catalogue
 from portattn.errors import DataError
-from portattn.registry import Registry
+from portattn.planning.registry import Registry
+from portattn.tools.quirks import pages
 
 PAGE = Path(__file__).parent.parent / "docs" / "quirk-catalogue.md"
 QUIRKS = Registry.load().quirks
 
 
 def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    catalogue.main()
+    pages.main()
     assert capsys.readouterr().out == PAGE.read_text(encoding="utf-8"), (
-        "run: python -m portattn.catalogue > docs/quirk-catalogue.md"
+        "run: python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md"
     )
 
 
 def test_every_entry_is_on_its_side() -> None:
-    text = catalogue.render(QUIRKS.values(), catalogue.load_left_out())
+    text = pages.render(QUIRKS.values(), pages.load_left_out())
     work_arounds, limits = text.split("## Limits")[0], text.split("## Limits")[1].split("## Not in the registry")[0]
     for quirk in QUIRKS.values():
         here, there = (work_arounds, limits) if quirk.kind == "workaround" else (limits, work_arounds)
@@ -33,17 +33,17 @@ def test_every_entry_is_on_its_side() -> None:
 
 def test_tables_keep_their_columns() -> None:
     """A pipe in a condition or signature must not open a column of its own."""
-    text = catalogue.render(QUIRKS.values(), catalogue.load_left_out())
+    text = pages.render(QUIRKS.values(), pages.load_left_out())
     for part in text.split("## ")[1:]:
         rows = [line for line in part.splitlines() if line.startswith("|")]
         assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
 
 
 def test_left_out_has_reasons(tmp_path: Path) -> None:
-    reports = catalogue.load_left_out()
+    reports = pages.load_left_out()
     assert all(r.what and r.where and r.source and r.reason for r in reports)
     assert {r.backend for r in reports} == {"any", "cuda", "rocm", "ascend"}
     broken = tmp_path / "left.toml"
     broken.write_text('[[report]]\nbackend = "cuda"\nwhat = "x"\n')
     with pytest.raises(DataError, match=r"left.toml:1: key 'report.0': the table lacks the key `where`"):
-        catalogue.load_left_out(broken)
+        pages.load_left_out(broken)

@@ -16,12 +16,13 @@ import torch
 from support import BEHAVIOURS, problem, random_call
 
 import portattn
-from portattn import Target, compiling
-from portattn.compiling import code_key
+from portattn import Target
+from portattn.compile import ensure
+from portattn.compile.ensure import code_key
+from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls
-from portattn.planner import plan
-from portattn.verdicts import VerdictStore, store
+from portattn.planning.planner import plan
 from portattn.worker.client import Reply, Worker
 from portattn.worker.ends import died
 
@@ -39,7 +40,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def compiles(key, made, launches, load, q, target, verdicts):
         seen.append(key)
 
-    monkeypatch.setattr(compiling, "_in_this_process", compiles)
+    monkeypatch.setattr(ensure, "_in_this_process", compiles)
     return seen
 
 
@@ -58,8 +59,8 @@ def requests_in(file: Path) -> int:
 def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()
-    assert compiling.ensure(made, launches, q, target, settings) is None
-    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
     assert in_process == [code_key(made, launches)]
     seen = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
@@ -91,7 +92,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     made = plan(p, target, settings=Settings(backend="triton"))
     assert (made.launch.splits > 1) is (len(functions) > 1)
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
     asked = [json.loads(line)["signature"]["function"] for line in requests.read_text().splitlines()]
     assert asked == functions
 
@@ -99,10 +100,10 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
 def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()
-    compiling.ensure(made, launches, q, target, settings)
-    compiling._ready.clear()
+    ensure.ensure(made, launches, q, target, settings)
+    ensure._ready.clear()
     store.__globals__["_store"].cache_clear()
-    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
 
 
@@ -111,18 +112,18 @@ def test_each_device_loads_with_the_variables_of_the_plan(compiler, settings, mo
     requests, seen = compiler("ok"), []
     made, launches, _, target = planned()
     made = msgspec.structs.replace(made, env={"PORTATTN_TEST_MARK": "1"})
-    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
 
     def load(launch) -> None:
         seen.append(os.environ.get("PORTATTN_TEST_MARK"))
 
     for device in ("cuda:0", "cuda:1", "cuda:1"):
         q = SimpleNamespace(device=torch.device(device))
-        assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+        assert ensure.ensure_all(made, launches, load, q, target, settings) is None
     assert seen == ["1", "1"]
     assert requests_in(requests) == 1
     assert "PORTATTN_TEST_MARK" not in os.environ
-    assert not compiling.unseen(made, launches, settings)
+    assert not ensure.unseen(made, launches, settings)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,8 @@ def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) 
     made, launches, q, target = planned()
     chosen = Settings(cache_dir=str(tmp_path / "v"), isolate=isolate)
     for _ in range(2):
-        assert compiling.ensure(made, launches, q, target, chosen) is None
-        compiling._ready.clear()
+        assert ensure.ensure(made, launches, q, target, chosen) is None
+        ensure._ready.clear()
     assert requests_in(requests) == children
     assert len(in_process) == 2
 
@@ -168,7 +169,7 @@ def test_every_planted_failure_is_tried() -> None:
 def test_failures_are_classified_and_kept(compiler, settings, in_process, behaviour: str) -> None:
     compiler(behaviour)
     made, launches, q, target = planned()
-    failed = compiling.ensure(made, launches, q, target, settings)
+    failed = ensure.ensure(made, launches, q, target, settings)
     assert failed is not None
     assert not failed.passed
     assert in_process == [], "what fails in the child must not be compiled here"
@@ -178,7 +179,7 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
     passing = behaviour in ("no json", "exit")
     assert kept.get(code_key(made, launches)) == (None if passing else failed)
     assert failed.standing == ("passing" if passing else "timeout" if symptom == "hang" else "lasting")
-    assert compiling.known_failure(made, launches, settings) == failed
+    assert ensure.known_failure(made, launches, settings) == failed
     [incident] = kept.incidents()
     assert incident.id == failed.incident
     assert (incident.symptom, incident.stage) == (symptom, stage)
@@ -196,10 +197,10 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
     """The plan was made before the verdict came: it must not take this process down."""
     requests = compiler("crash")
     made, launches, q, target = planned()
-    assert compiling.ensure(made, launches, q, target, settings) is not None
+    assert ensure.ensure(made, launches, q, target, settings) is not None
     asked = requests_in(requests)
     for isolate in ("auto", "never"):
-        again = compiling.ensure(
+        again = ensure.ensure(
             made, launches, q, target, Settings(cache_dir=settings.cache_dir, compile_seconds=3.0, isolate=isolate)
         )
         assert again is not None
@@ -213,7 +214,7 @@ def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behav
     """It is asked once more, and the verdict says so."""
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 2
     verdicts = VerdictStore(Path(settings.cache_dir))
     seen = verdicts.get(code_key(made, launches))
@@ -247,15 +248,15 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     """As triton-ascend's, which compiles here what the child only lowered."""
     compiler("ok")
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate=isolate)
-    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
     load = dying_once(subprocess.CalledProcessError(-6, "triton-adapter-opt"))
-    assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+    assert ensure.ensure_all(made, launches, load, q, target, settings) is None
     seen = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
-    failed = compiling.ensure_all(made, launches, load, q, target, settings)
+    failed = ensure.ensure_all(made, launches, load, q, target, settings)
     assert failed is not None
     assert "exit status 1" in failed.reason
 
@@ -266,13 +267,13 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 ) -> None:
     """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
-    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
 
     def load(launch: object) -> None:
         raise subprocess.CalledProcessError(-number, "triton-adapter-opt")
 
-    assert compiling.ensure_all(made, launches, load, q, target, settings) is not None
+    assert ensure.ensure_all(made, launches, load, q, target, settings) is not None
     assert (VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is kept
     found = next(iter(store(settings).incidents()))
     assert found.symptom == "compiler-crash"
@@ -284,7 +285,7 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
 def test_what_is_asked_twice(compiler, settings, in_process, behaviour: str, times: int) -> None:
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    assert compiling.ensure(made, launches, q, target, settings) is not None
+    assert ensure.ensure(made, launches, q, target, settings) is not None
     assert requests_in(requests) == times
 
 
@@ -319,7 +320,7 @@ def test_who_died(reply: Reply, dead: bool) -> None:
 def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> None:
     compiler("crash")
     made, launches, q, target = planned()
-    failed = compiling.ensure(made, launches, q, target, settings)
+    failed = ensure.ensure(made, launches, q, target, settings)
     assert failed is not None
     incident = store(settings).incident(failed.incident)
     assert incident is not None
@@ -329,7 +330,7 @@ def test_the_first_death_is_not_forgotten(compiler, settings, in_process) -> Non
 def test_the_reproducer_sends_the_same_request(compiler, settings, in_process) -> None:
     requests = compiler("error")
     made, launches, q, target = planned(causal="top_left")
-    failed = compiling.ensure(made, launches, q, target, settings)
+    failed = ensure.ensure(made, launches, q, target, settings)
     incident = store(settings).incident(failed.incident)
     # Not to compile it here: the command's Python is exchanged for one that prints what it is sent.
     command = incident.command.rsplit("|", 1)[0]
@@ -348,9 +349,9 @@ def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -
     made, launches, q, target = planned()
     launches[0].constexprs["BLOCK_D"] = 48  # no power of two
     with Worker() as worker:
-        monkeypatch.setattr(compiling, "_worker", worker)
+        monkeypatch.setattr(ensure, "_worker", worker)
         limit = Settings(cache_dir=settings.cache_dir, compile_seconds=120.0)
-        failed = compiling.ensure(made, launches, q, target, limit)
+        failed = ensure.ensure(made, launches, q, target, limit)
     assert "CompilationError" in failed.reason
     incident = store(settings).incident(failed.incident)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -374,13 +375,13 @@ def test_a_real_reproducer_fails_the_same_way(settings, monkeypatch, tmp_path) -
     ],
 )
 def test_symptoms_are_the_words_of_quirks(reply: Reply, symptom: str) -> None:
-    assert compiling.symptom_of(reply) == symptom
+    assert ensure.symptom_of(reply) == symptom
 
 
 def test_threads_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_worker", None)
-    first = compiling._shared_worker()
-    assert compiling._shared_worker() is first
+    monkeypatch.setattr(ensure, "_worker", None)
+    first = ensure._shared_worker()
+    assert ensure._shared_worker() is first
     first.close()
 
 
@@ -403,10 +404,10 @@ def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_pat
         def warmup(self, *arguments, **options):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(compiling, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
+    monkeypatch.setattr(ensure, "load_kernels", lambda *a, **k: type("M", (), {"dense_forward": Kernel()}))
     with pytest.raises(torch.OutOfMemoryError):
-        compiling.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
-    assert compiling.known_failure(made, launches, settings) is None
+        ensure.ensure(made, launches, q, target, Settings(cache_dir=settings.cache_dir, isolate="never"))
+    assert ensure.known_failure(made, launches, settings) is None
     assert list(store(settings).incidents()) == []
 
 
@@ -426,5 +427,5 @@ def test_nothing_is_compiled_for_nothing(compiler, settings, in_process) -> None
     p = problem(dtype="fp16", seq_q=0, head_dim=64)
     made = plan(p, target, settings=Settings(backend="triton"))
     launches, q, _ = kernel_calls(made, random_call(p), 132)
-    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
     assert not requests.exists() or requests_in(requests) == 0

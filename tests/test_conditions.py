@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from portattn import conditions
-from portattn.problem import Problem
+from portattn.schema import conditions
+from portattn.schema.problem import Problem
 
 PROBLEM = Problem(batch=2, heads_q=8, heads_k=2, seq_q=100, seq_k=300, head_dim=96, dtype="bf16", causal="top_left")
 FEATURES = PROBLEM.features() | {"programs": 7}

@@ -11,11 +11,11 @@ import triton.language as tl
 from support import problem
 
 from portattn import Target
-from portattn.core import CORES, heads_together, packed_tiles
 from portattn.launch import kernel_calls, meta_call
 from portattn.launch.run import load_kernels
-from portattn.lowering import Launch, Lowering
-from portattn.planner import plan
+from portattn.planning.kernel_specs import CORES, heads_together, packed_tiles
+from portattn.planning.planner import plan
+from portattn.schema.lowering import Launch, Lowering
 
 PAGES = {"page_size": 48, "seq_k": 96, "seqlens_k": True}
 FIELDS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import pytest
 from portattn import config
 from portattn.launch import cudadriver, native
 from portattn.launch.cudadriver import Block, Kernel, Map
-from portattn.launch.triton_runtime import TENSOR_MAP, Parameter
+from portattn.launch.triton_compat import TENSOR_MAP, Parameter
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 

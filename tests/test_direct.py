@@ -11,11 +11,11 @@ import pytest
 from fakedriver import run, triton_folders
 from packaging.version import Version
 
-from portattn.launch import triton_runtime
+from portattn.launch import triton_compat
 
 WAYS = ("driver", "launcher", "native")
 TRITONS = triton_folders()
-KNOWN = sorted((v for v in TRITONS if tuple(map(int, v.split(".")[:2])) in triton_runtime.KNOWN), key=Version)
+KNOWN = sorted((v for v in TRITONS if tuple(map(int, v.split(".")[:2])) in triton_compat.KNOWN), key=Version)
 # The installed one comes first; of the lab's the oldest and the newest, for each takes some seconds.
 LOOKED_AT = list(dict.fromkeys([*[v for v in list(TRITONS)[:1] if v in KNOWN], *KNOWN[:1], *KNOWN[-1:]]))
 

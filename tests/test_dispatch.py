@@ -12,15 +12,17 @@ import torch
 from support import Device
 
 import portattn
-from portattn import FallbackWarning, PathUnavailable, compiling, dispatch
-from portattn.backends.base import Backend
+from portattn import FallbackWarning, PathUnavailable
+from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.sdpa import SdpaPath
+from portattn.compile import ensure
+from portattn.compile.store import store
 from portattn.config import Settings
-from portattn.planner import plan
-from portattn.problem import Problem
-from portattn.registry import Registry
-from portattn.verdicts import store
+from portattn.planning.backend import Backend
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("core_only")  # variants: test_variants.py
 
@@ -44,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
                 launches[-1].arguments[name].zero_()
 
     monkeypatch.setattr(dispatch, "launch_all", launch_all)
-    monkeypatch.setattr(compiling, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr(ensure, "_in_this_process", lambda *arguments: None)
     return plans
 
 

@@ -15,12 +15,14 @@ import torch
 from test_compiling import planned, requests_in
 
 import portattn
-from portattn import compiling, dispatch, failures, fastpath
-from portattn.compiling import code_key
+from portattn.api import dispatch
+from portattn.compile import ensure, failures
+from portattn.compile.ensure import code_key
+from portattn.compile.failures import standing
+from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
-from portattn.failures import standing
-from portattn.verdict import Standing
-from portattn.verdicts import VerdictStore, store
+from portattn.launch import cache
+from portattn.schema.outcome import Standing
 from portattn.worker.client import Reply
 
 LOGS = Path(__file__).parent / "lifecycle" / "logs"
@@ -168,7 +170,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The clock that passing failures go by: seconds can be added."""
-    from portattn import verdicts
+    from portattn.compile import store as verdicts
 
     class Clock:
         now = 1000.0
@@ -191,11 +193,11 @@ def test_each_failure_of_a_child(compiler, settings: Settings, behaviour: str) -
     expected, said = CHILDREN[behaviour]
     requests = compiler(behaviour)
     made, launches, q, target = planned()
-    failed = compiling.ensure(made, launches, q, target, settings)
+    failed = ensure.ensure(made, launches, q, target, settings)
     assert failed is not None
     assert (failed.standing, said in failed.reason) == (expected, True)
     asked = requests_in(requests)
-    assert compiling.ensure(made, launches, q, target, settings) == failed, "this process remembers"
+    assert ensure.ensure(made, launches, q, target, settings) == failed, "this process remembers"
     assert requests_in(requests) == asked
     kept = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert kept == (None if expected == "passing" else failed), "and others"
@@ -207,15 +209,15 @@ def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Se
     made, launches, q, target = planned()
     waits = []
     for _ in range(6):
-        failed = compiling.ensure(made, launches, q, target, settings)
+        failed = ensure.ensure(made, launches, q, target, settings)
         assert failed is not None
         waits.append(failed.wait)
         clock.now += failed.wait - 1
-        assert compiling.known_failure(made, launches, settings) == failed
-        assert not compiling.unseen(made, launches, settings)
+        assert ensure.known_failure(made, launches, settings) == failed
+        assert not ensure.unseen(made, launches, settings)
         clock.now += 2
-        assert compiling.known_failure(made, launches, settings) is None
-        assert compiling.unseen(made, launches, settings)
+        assert ensure.known_failure(made, launches, settings) is None
+        assert ensure.unseen(made, launches, settings)
     assert waits == [300, 600, 1200, 2400, 3600, 3600]
     assert requests_in(requests) == 6
     assert len(list(store(settings).incidents())) == 1
@@ -231,31 +233,31 @@ def test_a_passing_failure_is_asked_again_in_other_surroundings(
     made, launches, q, target = planned()
     for value in ("/one", "/one", "/two"):
         monkeypatch.setenv(name, value if name != "PATH" else f"{value}:/usr/bin:/bin")
-        assert compiling.ensure(made, launches, q, target, settings) is not None
+        assert ensure.ensure(made, launches, q, target, settings) is not None
     assert requests_in(requests) == 2
 
 
 def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_worker", None)
-    first = compiling._shared_worker()
-    assert compiling._shared_worker() is first
+    monkeypatch.setattr(ensure, "_worker", None)
+    first = ensure._shared_worker()
+    assert ensure._shared_worker() is first
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere")
-    second = compiling._shared_worker()
+    second = ensure._shared_worker()
     assert second is not first
-    assert compiling._shared_worker() is second
+    assert ensure._shared_worker() is second
     first.close()
     second.close()
 
 
 def test_what_passes_in_time_compiles(compiler, settings: Settings, clock: Any, monkeypatch) -> None:
     """The disk has room again: the next call after the wait compiles, and the verdict is a good one."""
-    monkeypatch.setattr(compiling, "_in_this_process", lambda *given: None)
+    monkeypatch.setattr(ensure, "_in_this_process", lambda *given: None)
     compiler("full disk once")
     made, launches, q, target = planned()
-    failed = compiling.ensure(made, launches, q, target, settings)
+    failed = ensure.ensure(made, launches, q, target, settings)
     assert failed is not None
     clock.now += failed.wait + 1
-    assert compiling.ensure(made, launches, q, target, settings) is None
+    assert ensure.ensure(made, launches, q, target, settings) is None
     kept = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert kept is not None
     assert kept.passed
@@ -268,7 +270,7 @@ def test_a_failure_to_load_here_does_not_hide_a_good_verdict_for_good(
     import contextlib
 
     compiler("ok")
-    monkeypatch.setattr(compiling, "device_guard", lambda q: contextlib.nullcontext())
+    monkeypatch.setattr(ensure, "device_guard", lambda q: contextlib.nullcontext())
     made, launches, q, target = planned()
     made = msgspec.structs.replace(made, env={"TRITON_OF_A_QUIRK": "1"})
     answers: list[Exception] = [RuntimeError("Failed to find C compiler.")]
@@ -277,18 +279,18 @@ def test_a_failure_to_load_here_does_not_hide_a_good_verdict_for_good(
         if answers:
             raise answers.pop()
 
-    failed = compiling.ensure_all(made, launches, load, q, target, settings)
+    failed = ensure.ensure_all(made, launches, load, q, target, settings)
     assert failed is not None
     assert failed.standing == "passing"
-    assert compiling.ensure_all(made, launches, load, q, target, settings) == failed
+    assert ensure.ensure_all(made, launches, load, q, target, settings) == failed
     clock.now += failed.wait + 1
-    assert compiling.ensure_all(made, launches, load, q, target, settings) is None
+    assert ensure.ensure_all(made, launches, load, q, target, settings) is None
 
 
 def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, settings: Settings) -> None:
     compiler("hang")
     made, launches, q, target = planned()
-    failed = compiling.ensure(made, launches, q, target, settings)
+    failed = ensure.ensure(made, launches, q, target, settings)
     assert failed is not None
     key, folder = code_key(made, launches), Path(settings.cache_dir)
     assert (failed.wait, failed.limit) == (86_400.0, 1.0)
@@ -304,7 +306,7 @@ def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, setti
 
 
 def put_as_it_is(folder: Path, verdict: portattn.Verdict) -> None:
-    from portattn import sealed
+    from portattn.compile import sealed
 
     (folder / "verdicts" / f"{verdict.key}.json").write_bytes(sealed.seal("verdict", verdict.key, verdict))
 
@@ -315,7 +317,7 @@ def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) ->
     compiler("error")
     made, launches, q, target = planned()
     with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
-        failed = compiling.ensure(made, launches, q, target, chosen)
+        failed = ensure.ensure(made, launches, q, target, chosen)
     assert failed is not None
     assert failed.incident == ""
 
@@ -325,7 +327,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
 ) -> None:
     """A server goes on by another path, and comes back once the disk has room."""
     requests, launched = compiler("full disk once"), []
-    monkeypatch.setattr(compiling, "_in_this_process", lambda *given: None)
+    monkeypatch.setattr(ensure, "_in_this_process", lambda *given: None)
     monkeypatch.setattr(dispatch, "launch_all", lambda calls, made, q: launched.append(made))
     q = torch.randn(1, 2, 33, 64).half()
     with portattn.settings(canary="never"):
@@ -351,7 +353,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
 
 def failure(stands: str, **fields: Any) -> portattn.Verdict:
     made, *_ = planned()
-    return compiling._verdict("k", made, passed=False, standing=stands, **fields)
+    return ensure._verdict("k", made, passed=False, standing=stands, **fields)
 
 
 def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,26 +384,26 @@ def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPa
     assert dispatch._seconds({**ends, "c": failure("lasting")}) == pytest.approx(7200, abs=60)
     assert dispatch._seconds({"c": failure("lasting")}) == float("inf")
     clock = Clock()
-    monkeypatch.setattr(fastpath, "time", clock)
-    fastpath.forget()
+    monkeypatch.setattr(cache, "time", clock)
+    cache.forget()
     q = torch.zeros(1, 2, 4, 16)
-    kinds = [fastpath.Kind("attention", {"q": q}, (number,), {}, Settings()) for number in range(3)]
+    kinds = [cache.Kind("attention", {"q": q}, (number,), {}, Settings()) for number in range(3)]
     for kind, seconds in zip(kinds, (float("inf"), 7200.0, 9000.0), strict=True):
-        fastpath.remember(kind, seconds)
+        cache.remember(kind, seconds)
     clock.now += 7199
-    assert [fastpath.kinds("attention", (number,)) for number in range(3)] == [(kind,) for kind in kinds]
+    assert [cache.kinds("attention", (number,)) for number in range(3)] == [(kind,) for kind in kinds]
     clock.now += 1
-    assert [fastpath.kinds("attention", (number,)) for number in range(3)] == [()] * 3
-    fastpath.remember(kinds[0])
+    assert [cache.kinds("attention", (number,)) for number in range(3)] == [()] * 3
+    cache.remember(kinds[0])
     clock.now += 10_000
-    assert fastpath.kinds("attention", (0,)) == (kinds[0],), "nothing that ends is left"
-    fastpath.forget()
+    assert cache.kinds("attention", (0,)) == (kinds[0],), "nothing that ends is left"
+    cache.forget()
 
 
 def test_settled_plans_only() -> None:
     made, *_ = planned()
-    lasting = compiling._verdict("k", made, passed=False, standing="lasting")
-    passing = compiling._verdict("l", made, passed=False, standing="passing")
+    lasting = ensure._verdict("k", made, passed=False, standing="lasting")
+    passing = ensure._verdict("l", made, passed=False, standing="passing")
     assert dispatch._settled({})
     assert dispatch._settled({"k": lasting})
     assert not dispatch._settled({"k": lasting, "l": passing})

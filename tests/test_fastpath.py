@@ -10,10 +10,9 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import portattn
-from portattn import fastpath
 from portattn.config import current
-from portattn.fastpath import Kind, identical, plain_values
-from portattn.launch import guards
+from portattn.launch import cache, guards
+from portattn.launch.cache import Kind, identical, plain_values
 
 
 def kind(tensors: dict[str, Any], values: tuple[Any, ...] = (None, False), lengths: Any = None, **more: Any) -> Kind:
@@ -153,25 +152,25 @@ def test_only_plain_values_are_kept() -> None:
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds are forgotten one by one, the oldest first."""
-    monkeypatch.setattr(fastpath, "MAX_KINDS", 3)
-    fastpath.forget()
+    monkeypatch.setattr(cache, "MAX_KINDS", 3)
+    cache.forget()
     try:
         q = torch.zeros(1, 2, 4, 16)
         made = [kind({"q": q}, values=(number // 2, 0.5)) for number in range(5)]
         for one in made:
-            fastpath.remember(one)
-            fastpath.remember(one)
-        assert fastpath.every_kind() == made[2:]
-        assert fastpath.kinds("attention", (0, 0.5)) == ()
-        assert fastpath.kinds("attention", (1, 0.5)) == (made[3], made[2])
-        assert fastpath.kinds("attention", ([], 0.5)) == ()
-        assert fastpath.kinds("decode_attention", (1, 0.5)) == ()
+            cache.remember(one)
+            cache.remember(one)
+        assert cache.every_kind() == made[2:]
+        assert cache.kinds("attention", (0, 0.5)) == ()
+        assert cache.kinds("attention", (1, 0.5)) == (made[3], made[2])
+        assert cache.kinds("attention", ([], 0.5)) == ()
+        assert cache.kinds("decode_attention", (1, 0.5)) == ()
     finally:
-        fastpath.forget()
+        cache.forget()
 
 
 def test_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastpath, "MAX_CLASSES", 3)
+    monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one = kind({"q": torch.zeros(1, 2, 4, 16)})
     classes: list[Any] = [type("Class", (), {"native": lambda self: None})() for _ in range(5)]
     for kept in classes:
@@ -181,7 +180,7 @@ def test_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_native_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list is native.c's own, which moves what was used last to the front."""
-    monkeypatch.setattr(fastpath, "MAX_CLASSES", 3)
+    monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one, lists = kind({"q": torch.zeros(1, 2, 4, 16)}), []
     monkeypatch.setattr(Kind, "_native", lambda self, kept: lists.append(self._natives) or "hit")
     for number in range(4):

@@ -26,8 +26,8 @@ from fuzz.kinds import KINDS, Pool, Shape, arguments, following
 from support import Device
 
 import portattn
-from portattn.launch import triton_runtime
-from portattn.problem import Problem
+from portattn.launch import triton_compat
+from portattn.schema.problem import Problem
 
 SECONDS = 25.0  # each
 CASES = 400  # of values: fewer where they take longer than SECONDS
@@ -172,7 +172,7 @@ def _command(*words: str) -> tuple[list[str], dict[str, Any]]:
 
 def _recorded(place: Path, *words: str) -> running.Report:
     """A run of `shapes` without a device, wherever it runs: what is launched for an H100."""
-    if support.TRITON is None or (support.TRITON.major, support.TRITON.minor) not in triton_runtime.KNOWN:
+    if support.TRITON is None or (support.TRITON.major, support.TRITON.minor) not in triton_compat.KNOWN:
         pytest.skip("no Triton whose launches are kept is installed")
     line, options = _command("shapes", "--device", "cpu", "--json", str(place), *words)
     done = subprocess.run(line, **options, capture_output=True, timeout=400, check=False)

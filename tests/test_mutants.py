@@ -127,9 +127,9 @@ def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: l
 
 
 SHOWN = """\
-# portattn.core.x_ceil_div__mutmut_3: survived
---- portattn/core.py
-+++ portattn/core.py
+# portattn.planning.kernel_specs.x_ceil_div__mutmut_3: survived
+--- portattn/planning/kernel_specs.py
++++ portattn/planning/kernel_specs.py
 @@ -1,2 +1,2 @@
  def ceil_div(a: int, b: int) -> int:
 -    return -(-a // b)
@@ -138,11 +138,13 @@ SHOWN = """\
 
 
 def test_a_survivor_that_is_known_to_be_equivalent() -> None:
-    found = mutants.Finding("portattn.core.x_ceil_div__mutmut_3", "planner", "survived")
+    found = mutants.Finding("portattn.planning.kernel_specs.x_ceil_div__mutmut_3", "planner", "survived")
     judged, entry = mutants.judged(found, SHOWN, ())
     assert (judged.outcome, entry) == ("survived", None)
-    assert judged.detail == "portattn/core.py: return -(-a // b) -> return -(+a // b)"
-    known = mutants.Equivalent(file="portattn/core.py", change=r".*-a.* -> .*\+a.*", reason="for no reason")
+    assert judged.detail == "portattn/planning/kernel_specs.py: return -(-a // b) -> return -(+a // b)"
+    known = mutants.Equivalent(
+        file="portattn/planning/kernel_specs.py", change=r".*-a.* -> .*\+a.*", reason="for no reason"
+    )
     judged, entry = mutants.judged(found, SHOWN, (known,))
     assert (judged.outcome, entry) == ("equivalent", known)
     assert "for no reason" in judged.detail
@@ -165,7 +167,7 @@ def test_a_group_is_added_to_the_tools_table(tmp_path: Path) -> None:
     copy = tmp_path / "pyproject.toml"
     copy.write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"), encoding="utf-8")
     mutants.configure(copy, CONFIG.groups["planner"])
-    from portattn.tomlfile import tomllib
+    from portattn.schema.toml_reader import tomllib
 
     table = tomllib.loads(copy.read_text(encoding="utf-8"))["tool"]["mutmut"]
     assert table["only_mutate"] == list(CONFIG.groups["planner"].modules)

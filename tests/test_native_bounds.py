@@ -8,8 +8,8 @@ import pytest
 
 from portattn import config
 from portattn.launch import native
-from portattn.sizes import Trace
-from portattn.splits import split_cheapest
+from portattn.planning.splits import split_cheapest
+from portattn.schema.sizes import Trace
 
 
 @pytest.fixture(scope="module")

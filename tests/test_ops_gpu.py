@@ -78,7 +78,7 @@ def test_a_second_call_never_waits_for_the_device(name: str) -> None:
 def test_a_first_call_waits_only_to_compile(name: str) -> None:
     """Validation reads nothing back by itself: with the kernels compiled, a call of a new shape does not wait."""
     perform(name, data(name, seed=0))
-    portattn.dispatch.forget_plans()
+    portattn.api.dispatch.forget_plans()
     arguments = data(name, seed=1)
     with nothing_waits():
         perform(name, arguments)

@@ -133,7 +133,7 @@ def test_keys_and_values_in_one_cache(
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_those_of_the_definition(name: str) -> None:
     """Through the public function, where no padding holds NaN; against the oracle's own, in float64."""
-    from portattn.reference.oracle import oracle
+    from portattn.testing.oracle import oracle
 
     call = random_call(problem(name), seed=5)
     for n in ("q", "k", "v", "q_rope"):
@@ -151,12 +151,12 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
     ours = torch.autograd.grad((out * weights).sum() + lse[finite].sum(), list(tensors.values()))
 
     made: list = []
-    build = portattn.ops.perform
-    portattn.ops.perform = lambda request: made.append(request.build())
+    build = portattn.api.ops.perform
+    portattn.api.ops.perform = lambda request: made.append(request.build())
     try:
         perform(call.problem.op, arguments | tensors)
     finally:
-        portattn.ops.perform = build
+        portattn.api.ops.perform = build
     expected, expected_lse = oracle(made[0])
     weights = as_call(call.problem, weights).double()
     expected_lse = expected_lse[0] if call.problem.packed else expected_lse

@@ -17,11 +17,11 @@ from support import problem
 import portattn
 from portattn import PathUnavailable, Registry, Target, Verdict
 from portattn.config import Settings
-from portattn.core import CORES, FULL
 from portattn.launch import kernel_calls, meta_call
-from portattn.lowering import Launch, Lowering
-from portattn.planner import plan
-from portattn.problem import Problem
+from portattn.planning.kernel_specs import CORES, FULL
+from portattn.planning.planner import plan
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
 
 TOOLCHAINS = ("triton==3.2.0", "triton==3.4.0", "triton==3.6.0", "triton==3.9.0", "triton-ascend==3.2.1", "none")
 TARGETS = [f"{backend}:{arch}" for backend, arches in Registry.load().arches.items() for arch in arches]

@@ -12,8 +12,9 @@ from opcalls import CALLS, assert_right, changed, given, perform, pretend_accele
 from support import Device, poisoned, random_call
 
 import portattn
-from portattn import PageTable, dispatch
-from portattn.call import Call
+from portattn import PageTable
+from portattn.api import dispatch
+from portattn.schema.call import Call
 
 NAN = float("nan")
 
@@ -433,7 +434,7 @@ def test_what_does_not_compile_takes_the_next_path(
     """Found when it is prepared, and said when it runs, as a plain call says it."""
     if device.path != "interpreter":
         pytest.skip("another device is pretended here")
-    from portattn.request import Request
+    from portattn.api.request import Request
 
     requests = compiler("error")
     monkeypatch.setattr(Request, "_on_accelerator", lambda request: True)

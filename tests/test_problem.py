@@ -7,9 +7,10 @@ import pytest
 import torch
 from support import problem, random_call
 
-from portattn import ArgumentError, Problem, conditions
-from portattn.problem import MAX_HEAD_DIM, MAX_LENGTH, MAX_SIZE, MAX_SPLITS
-from portattn.reference.oracle import allowed
+from portattn import ArgumentError, Problem
+from portattn.schema import conditions
+from portattn.schema.problem import MAX_HEAD_DIM, MAX_LENGTH, MAX_SIZE, MAX_SPLITS
+from portattn.testing.oracle import allowed
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support import DTYPES, TILE, Device, assert_right, random_call, run_core
 
 import portattn
 from portattn import ArgumentError, Problem
-from portattn.core import CORES
+from portattn.planning.kernel_specs import CORES
 
 
 def bounded(examples: int) -> settings:

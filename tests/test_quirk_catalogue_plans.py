@@ -1,7 +1,7 @@
 """Every shipped quirk, planned: where it applies the plan shows its effect, and where one condition fails it does not.
 
-The cases are derived from the entries (portattn.witness), one inside each entry's range and one beyond each of its
-conditions; the other quirks are switched off, so that a case says something about its own entry.
+The cases are derived from the entries (portattn.tools.quirks.examples), one inside each entry's range and one beyond
+each of its conditions; the other quirks are switched off, so that a case says something about its own entry.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import msgspec
 import pytest
 from quirk_files import DECODE, PROBLEM, active, without_variants
 
-from portattn import witness
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
-from portattn.planner import Plan, plan
-from portattn.quirk import Quirk
-from portattn.registry import Registry
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry
+from portattn.schema.quirk import Quirk
+from portattn.tools.quirks import examples
 
 SHIPPED = Registry.load()
 QUIRKS = sorted(SHIPPED.quirks.values(), key=lambda quirk: quirk.id)
 # What an entry about the core's kernels says is seen where no variant comes before them.
 CORE_ONLY = msgspec.structs.replace(SHIPPED, backends=without_variants(SHIPPED.backends))
-OUTSIDE = [(quirk, point) for quirk in QUIRKS for point in witness.outside(quirk, SHIPPED)]
+OUTSIDE = [(quirk, point) for quirk in QUIRKS for point in examples.outside(quirk, SHIPPED)]
 
 
-def planned(quirk: Quirk, point: witness.Witness) -> Plan | PathUnavailable:
+def planned(quirk: Quirk, point: examples.Witness) -> Plan | PathUnavailable:
     """The plan at a point with this quirk only, or the refusal where the path that was asked for cannot be had."""
     known, target = point.place(registry_for(quirk))
     others = ",".join(f"-{other}" for other in known.quirks if other != quirk.id)
@@ -36,7 +36,7 @@ def planned(quirk: Quirk, point: witness.Witness) -> Plan | PathUnavailable:
 
 
 def registry_for(quirk: Quirk) -> Registry:
-    return CORE_ONLY if witness.kernels_of(quirk) else SHIPPED
+    return CORE_ONLY if examples.kernels_of(quirk) else SHIPPED
 
 
 def applied(made: Plan | PathUnavailable) -> set[str]:
@@ -47,7 +47,7 @@ def applied(made: Plan | PathUnavailable) -> set[str]:
 
 @pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.id)
 def test_applies_in_its_range(quirk: Quirk) -> None:
-    point = witness.find(quirk, SHIPPED)
+    point = examples.find(quirk, SHIPPED)
     made = planned(quirk, point)
     assert applied(made) == {quirk.id}
     if quirk.effect.path == "core":
@@ -65,7 +65,7 @@ def test_applies_in_its_range(quirk: Quirk) -> None:
         return
     assert isinstance(made, Plan)
     assert quirk.title in made.explain()
-    if not witness.kernels_of(quirk):  # a caution about a variant, which runs all the same
+    if not examples.kernels_of(quirk):  # a caution about a variant, which runs all the same
         assert (made.path, quirk.effect.kind) == (point.kernel, "note")
         return
     assert made.path == "triton"
@@ -82,7 +82,7 @@ def test_applies_in_its_range(quirk: Quirk) -> None:
 @pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.id)
 def test_changes_the_plan(quirk: Quirk) -> None:
     """Without the quirk the same point is planned otherwise: no entry sets what would have been taken anyway."""
-    point = witness.find(quirk, SHIPPED)
+    point = examples.find(quirk, SHIPPED)
     known, target = point.place(registry_for(quirk))
     everything_off = ",".join(f"-{other}" for other in known.quirks)
     requested = "interpreter" if target.backend == "cpu" else "auto"
@@ -92,7 +92,7 @@ def test_changes_the_plan(quirk: Quirk) -> None:
         assert without.path == point.kernel
         assert made.path == "triton"
         return
-    if not witness.kernels_of(quirk):
+    if not examples.kernels_of(quirk):
         assert isinstance(made, Plan)
         assert (made.path, made.schedule) == (without.path, without.schedule)
         assert active(without) == set()
@@ -104,7 +104,7 @@ def test_changes_the_plan(quirk: Quirk) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "point"), OUTSIDE, ids=[f"{q.id}: {p.broken}" for q, p in OUTSIDE])
-def test_does_not_apply_outside(quirk: Quirk, point: witness.Witness) -> None:
+def test_does_not_apply_outside(quirk: Quirk, point: examples.Witness) -> None:
     assert applied(planned(quirk, point)) == set()
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from portattn import tomlfile
 from portattn.errors import DataError
-from portattn.quirk import check_file, load_quirk
-from portattn.registry import Registry, find_backends
+from portattn.planning.registry import Registry, find_backends
+from portattn.schema import toml_reader
+from portattn.schema.quirk import check_file, load_quirk
 
 GOOD = """\
 id      = "rocm-0042-planted"
@@ -289,11 +289,11 @@ def test_not_utf8(tmp_path: Path) -> None:
     ],
 )
 def test_line_of(keys: tuple[str, ...], line: int | None) -> None:
-    assert tomlfile.line_of(GOOD, *keys) == line
+    assert toml_reader.line_of(GOOD, *keys) == line
 
 
 def test_line_of_dotted_key_and_comment() -> None:
     text = '# id = 1\nwhen.backend = "cuda"\n[effect] # one\n"path" = "vendor"\n'
-    assert tomlfile.line_of(text, "when", "backend") == 2
-    assert tomlfile.line_of(text, "effect", "path") == 4
-    assert tomlfile.line_of(text, "id") is None
+    assert toml_reader.line_of(text, "when", "backend") == 2
+    assert toml_reader.line_of(text, "effect", "path") == 4
+    assert toml_reader.line_of(text, "id") is None

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from quirk_files import DECODE, PROBLEM, active, planned, plant, registry
 
-from portattn.corepath import hint
 from portattn.errors import PathUnavailable, QuirkConflict, SettingError
-from portattn.planner import Plan, plan
-from portattn.registry import Registry
-from portattn.toolchain import Toolchain
-from portattn.tuning import Entry, Provenance, Tuning
+from portattn.planning.core_path import hint
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry
+from portattn.schema.toolchain import Toolchain
+from portattn.schema.tuning import Entry, Provenance, Tuning
 
 STAGES = "launch = { num_stages = 1 }"
 ID = "cuda-0900-planted"

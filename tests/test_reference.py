@@ -11,9 +11,9 @@ from support import CPU, assert_right, largest, poisoned, problem, random_call
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from portattn.call import Call
 from portattn.reference import blockwise
-from portattn.reference.oracle import oracle
+from portattn.schema.call import Call
+from portattn.testing.oracle import oracle
 
 CAUSAL = ("none", "bottom_right", "top_left")
 FEATURES = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from quirk_files import plant
 
-from portattn import registry
 from portattn.backends.cpu import CpuBackend
 from portattn.errors import ArgumentError, DataError, PortattnError
-from portattn.registry import Registry, find_backends, load_arches, load_quirks
+from portattn.planning import registry
+from portattn.planning.registry import Registry, find_backends, load_arches, load_quirks
 
 KNOWN = Registry.load()
 

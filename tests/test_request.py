@@ -10,9 +10,9 @@ from opcalls import CALLS, assert_right, changed, given, perform, pretend_accele
 from support import Device, random_call
 
 import portattn
-from portattn import dispatch
+from portattn.api import dispatch
+from portattn.api.request import Request, collecting, settings_for
 from portattn.config import Settings
-from portattn.request import Request, collecting, settings_for
 
 
 def tensors(*shape: int) -> list[torch.Tensor]:

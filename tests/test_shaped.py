@@ -13,7 +13,7 @@ import torch
 from portattn.launch import devices
 from portattn.launch.devices import contiguous, runtime
 from portattn.launch.shaped import Shaped, TensorKind
-from portattn.sizes import Trace, Untraceable, unpinned
+from portattn.schema.sizes import Trace, Untraceable, unpinned
 
 
 def same(shaped: Shaped, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from portattn.launch.kernelcall import spans
 from portattn.launch.shaped import Shaped, TensorKind
-from portattn.sizes import Trace, Untraceable
+from portattn.schema.sizes import Trace, Untraceable
 
 SIZES = (0, 1, 1, 2, 3, 16)
 

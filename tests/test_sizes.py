@@ -13,7 +13,8 @@ import pytest
 
 from portattn import config
 from portattn.launch import native
-from portattn.sizes import (
+from portattn.planning.splits import split_cheapest, split_evenly
+from portattn.schema.sizes import (
     COMPARISONS,
     FUNCTIONS,
     Size,
@@ -26,7 +27,6 @@ from portattn.sizes import (
     pinned,
     unpinned,
 )
-from portattn.splits import split_cheapest, split_evenly
 
 Code = Callable[..., Sequence[int]]
 
@@ -176,7 +176,7 @@ def test_a_size_is_an_integer_to_those_who_ask() -> None:
 
 
 def test_sizes_in_containers() -> None:
-    from portattn.lowering import Launch
+    from portattn.schema.lowering import Launch
 
     trace = Trace()
     size: Any = trace.input(32)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import portattn
-from portattn import dispatch, fastpath, sizing
-from portattn.kept import Kept
-from portattn.launch.direct import Step
+from portattn.api import dispatch
+from portattn.launch import cache, sizing
+from portattn.launch.cached_launch import Kept
+from portattn.launch.driver_launch import Step
 from portattn.launch.shaped import Shaped, TensorKind
-from portattn.sizes import Trace, Untraceable
+from portattn.schema.sizes import Trace, Untraceable
 
 BEYOND = 2**31  # the first number that does not fit 32 bits
 
@@ -111,12 +112,12 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[Kept
         v, lengths = k.clone(), torch.zeros(2, dtype=torch.int32)
         with portattn.settings(canary="never"):
             portattn.attention(q, k, v, seqlens_k=lengths, backend="triton")
-        (kind,) = fastpath.every_kind()
-        return kind.classes[0], fastpath.sizes_of([q, k, v, lengths])
+        (kind,) = cache.every_kind()
+        return kind.classes[0], cache.sizes_of([q, k, v, lengths])
 
-    fastpath.forget()
+    cache.forget()
     yield kept_of
-    fastpath.forget()
+    cache.forget()
 
 
 @pytest.mark.interpreter
@@ -182,15 +183,15 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
     """From multiples of 256 bytes on, inside one piece of memory, for the first sizes and for others of the class."""
     opcalls.pretend_accelerator(monkeypatch)
     monkeypatch.setattr(dispatch, "launch_all", lambda launches, made, q: None)
-    fastpath.forget()
+    cache.forget()
     q, k = torch.zeros(2, 3, 1, 40, dtype=torch.float16), torch.zeros(2, 3, 640, 40, dtype=torch.float16)
     with portattn.settings(canary="never"):
         lengths = torch.zeros(2, dtype=torch.int32)
         portattn.decode_attention(q, k, k.clone(), lengths, num_splits=3, backend="triton")
-    (kind,) = fastpath.every_kind()
-    fastpath.forget()
+    (kind,) = cache.every_kind()
+    cache.forget()
     kept = kind.classes[0]
-    more = fastpath.sizes_of([t.new_empty(18, *t.shape[1:]) for t in (q, k, k, lengths)])
+    more = cache.sizes_of([t.new_empty(18, *t.shape[1:]) for t in (q, k, k, lengths)])
     for inputs in (kept.inputs, more):
         sizes = kept.program(inputs)
         assert sizes is not None

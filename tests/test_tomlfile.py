@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from portattn import DataError
-from portattn.tomlfile import convert, line_of, read
+from portattn.schema.toml_reader import convert, line_of, read
 
 TEXT = """\
 title = "x"          # 1

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import support
 
-from portattn import Target, Toolchain, toolchain
-from portattn.toolchain import has_upper_bound, installed, owners, parse_range
+from portattn import Target, Toolchain
+from portattn.schema import toolchain
+from portattn.schema.toolchain import has_upper_bound, installed, owners, parse_range
 
 
 def test_parse() -> None:

@@ -40,7 +40,7 @@ import torch
 from portattn import Problem, Target, compiling
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
-from portattn.planner import plan
+from portattn.planning.planner import plan
 folder, compiler = sys.argv[1:]
 problem = Problem(batch=2, heads_q=2, heads_k=2, seq_q=64, seq_k=64, head_dim=64, dtype="fp16")
 target = Target.parse("cuda:sm_90", "triton==3.6.0")

@@ -12,8 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import portattn
-from portattn import dispatch, fastpath
+from portattn.api import dispatch
 from portattn.errors import ArgumentError
+from portattn.launch import cache
 
 
 def dense(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +57,7 @@ def test_fake_tensors_never_reach_a_kept_launch(device: Device, monkeypatch: pyt
     planned: list[Any] = []
     run = dispatch.run
     monkeypatch.setattr(dispatch, "run", lambda *given: planned.append(given) or run(*given))
-    fastpath.forget()
+    cache.forget()
     portattn.attention(*real)
     portattn.attention(*real)
     assert len(planned) == 1, "the second call is a kept one"
@@ -65,11 +66,11 @@ def test_fake_tensors_never_reach_a_kept_launch(device: Device, monkeypatch: pyt
     assert isinstance(out, torch._subclasses.FakeTensor)
     portattn.attention(negated(real[0]), *real[1:])
     assert len(planned) == 2, "a view to be negated is no kept call"
-    kinds = len(fastpath.every_kind())
+    kinds = len(cache.every_kind())
     with _Counting():
         portattn.attention(*real)
     assert len(planned) == 3, "a mode sees operators, and a launch is none"
-    assert len(fastpath.every_kind()) == kinds
+    assert len(cache.every_kind()) == kinds
 
 
 @pytest.mark.parametrize("path", ["reference", "kernels"])
@@ -140,7 +141,7 @@ def test_wrappers_of_tensors_are_refused(path: str, monkeypatch: pytest.MonkeyPa
 def test_a_first_call_of_a_tensor_whose_memory_was_freed_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_accelerator(monkeypatch)
     q, k, v = dense()
-    fastpath.forget()
+    cache.forget()
     with pytest.raises(ArgumentError, match=r"k is 'a Tensor without memory of its own', but must lie in memory"):
         portattn.attention(q, given_back(k), v, backend=path)
 

@@ -17,13 +17,17 @@ import torch
 from quirk_files import planned, plant, registry
 
 import portattn
-from portattn import Problem, Target, Verdict, canary, compiling, dispatch, variantpath
+from portattn import Problem, Target, Verdict
+from portattn.api import dispatch
 from portattn.backends.cuda import CudaBackend
+from portattn.compile import ensure
+from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings, current
 from portattn.launch import Signature
-from portattn.planner import plan
-from portattn.registry import Registry
-from portattn.verdicts import VerdictStore, store
+from portattn.planning import variant_path
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.testing import canary
 from portattn.worker.client import Reply
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -192,12 +196,12 @@ def test_a_refused_variant_says_what_would_help(tmp_path: Path, incident: str, t
 
 def test_the_source_of_a_variant_is_part_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "variant.py").write_text("one")
-    monkeypatch.setattr(variantpath.inspect, "getfile", lambda kind: str(tmp_path / "variant.py"))
-    first = variantpath.source_digest(VARIANTS[NAME])
-    variantpath._digest.cache_clear()
+    monkeypatch.setattr(variant_path.inspect, "getfile", lambda kind: str(tmp_path / "variant.py"))
+    first = variant_path.source_digest(VARIANTS[NAME])
+    variant_path._digest.cache_clear()
     (tmp_path / "variant.py").write_text("two")
-    assert variantpath.source_digest(VARIANTS[NAME]) != first
-    variantpath._digest.cache_clear()
+    assert variant_path.source_digest(VARIANTS[NAME]) != first
+    variant_path._digest.cache_clear()
 
 
 # --- a call -----------------------------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ class Compiler:
         self.reply = reply or Reply(outcome="crash", stage="ttgir", kind="SIGABRT", message="planted", log="planted")
 
     def __call__(self, worker: Any, launch: Any, *_: Any) -> Reply:
-        seen = compiling.seen_of(launch)
+        seen = ensure.seen_of(launch)
         self.asked.append(seen.function)
         return self.reply if seen.function == self.refused else Reply(outcome="ok", facts={"local_memory": 1024})
 
@@ -231,8 +235,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(dispatch, "run_variant", run_variant)
     monkeypatch.setattr(dispatch, "launch_all", launch_all)
-    monkeypatch.setattr(compiling, "_in_this_process", lambda *arguments: None)
-    monkeypatch.setattr("portattn.variantready.load_kernels", lambda *arguments, **options: None)
+    monkeypatch.setattr(ensure, "_in_this_process", lambda *arguments: None)
+    monkeypatch.setattr("portattn.compile.variants.load_kernels", lambda *arguments, **options: None)
     return paths
 
 
@@ -248,7 +252,7 @@ def silently(call: Any) -> None:
 
 def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Compiler(refused="")
-    monkeypatch.setattr(compiling, "compile_in", child)
+    monkeypatch.setattr(ensure, "compile_in", child)
     for _ in range(2):
         silently(lambda: portattn.attention(*tensors()))
     assert ran == [NAME, NAME]
@@ -267,7 +271,7 @@ def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytes
 def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcome: str, kind: str) -> None:
     reply = Reply(outcome=outcome, stage="ttgir", kind=kind, message="boom", log="boom")
     child = Compiler("scheduled_forward", reply)
-    monkeypatch.setattr(compiling, "compile_in", child)
+    monkeypatch.setattr(ensure, "compile_in", child)
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
     made = portattn.last_plan()
@@ -283,7 +287,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
 
     # What a new process knows: it is planned so at once, and nobody compiles it again.
     dispatch.forget_plans()
-    compiling._ready.clear()
+    ensure._ready.clear()
     store.__globals__["_store"].cache_clear()
     asked = child.asked.count("scheduled_forward")
     assert portattn.plan("attention", *tensors()).path == "triton"
@@ -293,7 +297,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
 
 
 def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "compile_in", Compiler("scheduled_forward"))
+    monkeypatch.setattr(ensure, "compile_in", Compiler("scheduled_forward"))
     with pytest.raises(portattn.PathUnavailable, match="SIGABRT"):
         portattn.attention(*tensors(), backend=NAME)
     assert ran == []
@@ -301,7 +305,7 @@ def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeyp
 
 def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> None:
     monkeypatch.setattr(
-        compiling, "compile_in", Compiler("scheduled_forward", Reply(outcome="ok", facts={"local_memory": 10**9}))
+        ensure, "compile_in", Compiler("scheduled_forward", Reply(outcome="ok", facts={"local_memory": 10**9}))
     )
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
@@ -347,7 +351,7 @@ class Child:
 def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monkeypatch, tmp_path: Path) -> None:
     Child.asked = []
     monkeypatch.setattr(canary, "Worker", Child)
-    monkeypatch.setattr(compiling, "compile_in", Compiler(refused=""))
+    monkeypatch.setattr(ensure, "compile_in", Compiler(refused=""))
     with portattn.settings(canary="always", cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
         assert ran == ["triton"]
@@ -368,7 +372,7 @@ def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monke
 
 def test_a_variant_of_another_package_needs_no_more_than_its_steps() -> None:
     """The protocol's defaults: no schedule to show, never timed, the op's own canaries."""
-    from portattn.backends.base import Variant
+    from portattn.planning.backend import Variant
 
     class Other(Variant):
         name, ops, arches = "other", ("attention",), ("sm_80",)
@@ -392,7 +396,7 @@ def test_a_variant_of_another_package_needs_no_more_than_its_steps() -> None:
 
 
 def test_a_schedule_that_nobody_timed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from portattn.backends.cuda.forward import ForwardVariant
+    from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 
     wide = msgspec.structs.replace(P, seq_q=4096, seq_k=4096)
     timed = plan(wide, SM_90)
@@ -406,7 +410,7 @@ def test_a_schedule_that_nobody_timed_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 def test_signatures_are_plain_data_for_the_other_variant_too() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from portattn.matrix import variants
+    from portattn.tools.matrix import variants
 
     problem = VARIANTS["gluon_mla"].canaries[0]
     decode, merging = variants.launches(VARIANTS["gluon_mla"], problem)

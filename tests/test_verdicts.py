@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from portattn import Incident, Verdict, sealed
+from portattn import Incident, Verdict
+from portattn.compile import sealed
+from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
-from portattn.verdicts import VerdictStore, store
 
 
 def verdict(key: str = "k", reason: str = "", passed: bool = False) -> Verdict:

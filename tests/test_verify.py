@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.verify import RED, SENTENCES, conclusion, variant_conclusion
+from portattn.tools.verify import RED, SENTENCES, conclusion, variant_conclusion
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ from opcalls import pretend_accelerator
 from support import Device
 
 import portattn
-from portattn import monitoring, specs, warming
+from portattn.api import monitor, specs, warmup
+from portattn.api.monitor import nearest
+from portattn.api.request import collecting, perform
 from portattn.cli import main
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
-from portattn.monitoring import nearest
-from portattn.request import collecting, perform
 
 SMALL = {"op": "attention", **dict.fromkeys("qkv", "fp32[1,2,8,16]")}
 
 
 @pytest.fixture(autouse=True)
 def _armed_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "_armed", False)
+    monkeypatch.setattr(monitor, "_armed", False)
 
 
 def test_a_tensor_is_described_given_or_meta() -> None:
@@ -101,7 +101,7 @@ def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> 
 def test_a_spec_that_is_none_is_named_before_anything_runs(
     given: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warming._Warming, "run", lambda self: pytest.fail("something ran"))
+    monkeypatch.setattr(warmup._Warming, "run", lambda self: pytest.fail("something ran"))
     with pytest.raises(portattn.ArgumentError, match=said):
         portattn.warmup(given, device="cpu")
 
@@ -164,18 +164,18 @@ def test_what_does_not_fit_says_how_it_would(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_it_arms_the_monitor() -> None:
-    assert not monitoring.wanted(portattn.config.current())
+    assert not monitor.wanted(portattn.config.current())
     portattn.warmup([SMALL], device="cpu")
     settings = portattn.config.current()
-    assert monitoring.wanted(settings)
-    with monitoring.silenced():
-        assert not monitoring.wanted(settings)
+    assert monitor.wanted(settings)
+    with monitor.silenced():
+        assert not monitor.wanted(settings)
     with portattn.settings(monitor="never") as changed:
-        assert not monitoring.wanted(changed)
+        assert not monitor.wanted(changed)
     portattn.monitor(False)
-    assert not monitoring.wanted(settings)
+    assert not monitor.wanted(settings)
     with portattn.settings(monitor="always") as changed:
-        assert monitoring.wanted(changed)
+        assert monitor.wanted(changed)
 
 
 def test_the_nearest_kept_call_is_the_one_that_differs_in_least(

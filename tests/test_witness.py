@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from quirk_files import plant, registry
 
-from portattn import witness
-from portattn.conditions import FLAGS, NUMBERS, WORDS, parse
-from portattn.core import CORES
-from portattn.planner import plan
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import plan
+from portattn.schema.conditions import FLAGS, NUMBERS, WORDS, parse
+from portattn.tools.quirks import examples
 
 ID = "cuda-0900-planted"
 NOTE = 'note = "look"'
@@ -81,7 +81,7 @@ def test_conditions_are_met_by_a_problem_that_is_planned_there(
     tmp_path: Path, kernels: str, features: str, op: str
 ) -> None:
     quirk, known = planted(tmp_path, kernels, features)
-    found = witness.find(quirk, known)
+    found = examples.find(quirk, known)
     assert (KERNELS[found.kernel], found.problem.op) == (op, op)
     values = found.problem.features()
     assert all(parse(text).holds(values) for text in quirk.when.features)
@@ -93,7 +93,7 @@ def test_conditions_are_met_by_a_problem_that_is_planned_there(
 def test_points_outside_break_one_condition(tmp_path: Path, kernels: str, features: str, op: str) -> None:
     quirk, known = planted(tmp_path, kernels, features)
     broken = 0
-    for point in witness.outside(quirk, known):
+    for point in examples.outside(quirk, known):
         values = point.problem.features()
         false = [text for text in quirk.when.features if not parse(text).holds(values)]
         assert false == ([point.broken.removeprefix("feature ")] if point.broken.startswith("feature ") else [])
@@ -107,37 +107,37 @@ def test_points_outside_break_one_condition(tmp_path: Path, kernels: str, featur
 def test_what_no_call_can_have_is_met_by_nothing(tmp_path: Path, kernels: str, features: str) -> None:
     quirk, known = planted(tmp_path, kernels, features)
     with pytest.raises(ValueError, match="nothing known meets"):
-        witness.find(quirk, known)
+        examples.find(quirk, known)
 
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
 @pytest.mark.parametrize("wanted", [True, False])
 def test_every_flag_can_be_met(tmp_path: Path, name: str, wanted: bool) -> None:
     quirk, known = planted(tmp_path, "*", f'"{name}"' if wanted else f'"!{name}"')
-    assert bool(witness.find(quirk, known).problem.features()[name]) is wanted
+    assert bool(examples.find(quirk, known).problem.features()[name]) is wanted
 
 
 @pytest.mark.parametrize(("name", "word"), [(name, word) for name in sorted(WORDS) for word in sorted(WORDS[name])])
 def test_every_word_can_be_met(tmp_path: Path, name: str, word: str) -> None:
     quirk, known = planted(tmp_path, "*", f'"{name}={word}"')
-    assert witness.find(quirk, known).problem.features()[name] == word
+    assert examples.find(quirk, known).problem.features()[name] == word
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERS - {"programs"}))
 @pytest.mark.parametrize("condition", ["=7", ">=7", "<7", "!=7"])
 def test_every_number_can_be_met(tmp_path: Path, name: str, condition: str) -> None:
     quirk, known = planted(tmp_path, "*", f'"{name}{condition}"')
-    assert parse(f"{name}{condition}").holds(witness.find(quirk, known).problem.features())
+    assert parse(f"{name}{condition}").holds(examples.find(quirk, known).problem.features())
 
 
 @pytest.mark.parametrize("value", ["per_page", "flat_masked"])
 def test_a_choice_is_asked_of_a_kernel_that_reads_it(tmp_path: Path, value: str) -> None:
     quirk, known = planted(tmp_path, "*_split", "", f'lowering = {{ page_loop = "{value}" }}')
-    found = witness.find(quirk, known)
+    found = examples.find(quirk, known)
     assert found.kernel == "paged_split"
     placed, target = found.place(known)
     made = plan(found.problem, target, placed)
     assert made.lowering.page_loop == value
     assert [a.id for a in made.quirks] == [ID]
-    (outside,) = [point for point in witness.outside(quirk, known) if point.broken == "lowering page_loop"]
+    (outside,) = [point for point in examples.outside(quirk, known) if point.broken == "lowering page_loop"]
     assert outside.lowering["page_loop"] != value

@@ -23,10 +23,10 @@ import pytest
 from support import fake_python, problem
 
 from portattn import Target
-from portattn.compiling import compile_in, over_limit
+from portattn.compile.ensure import compile_in, over_limit
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call, signature
-from portattn.planner import plan
+from portattn.planning.planner import plan
 from portattn.worker import serve
 from portattn.worker.client import SERVE, Reply, Worker
 from portattn.worker.protocol import PROTOCOL

@@ -6,11 +6,11 @@ import pytest
 import torch
 from support import Device
 
-from portattn.backends.base import Variant
-from portattn.call import Call
-from portattn.dispatch import detect_target, run_variant
-from portattn.problem import Problem
-from portattn.reference.check import judge, nan_filled_memory
+from portattn.api.dispatch import detect_target, run_variant
+from portattn.planning.backend import Variant
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
+from portattn.testing.tolerance import judge, nan_filled_memory
 
 
 def device_for(variant: Variant, problem: Problem, device: Device) -> Device:

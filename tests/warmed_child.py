@@ -21,10 +21,11 @@ import torch
 import triton
 
 import portattn
-from portattn import dispatch, fastpath, warming
-from portattn.specs import Spec
+from portattn.api import dispatch, warmup
+from portattn.api.specs import Spec
+from portattn.launch import cache
 
-warming._synchronise = lambda device: None  # type: ignore[assignment]
+warmup._synchronise = lambda device: None  # type: ignore[assignment]
 planned: list[str] = []
 run = dispatch.run
 dispatch.run = lambda *given: planned.append(str(given[0].problem)) or run(*given)  # type: ignore[func-returns-value]
@@ -64,7 +65,7 @@ def calls(spec: dict[str, Any]) -> Any:
 
 def seen(name: str) -> dict[str, Any]:
     spec, told = SPECS[name], []
-    fastpath.forget()
+    cache.forget()
     report = portattn.warmup([spec], device="cpu", say=told.append)
     planned.clear()
     count = 0
@@ -82,8 +83,8 @@ def seen(name: str) -> dict[str, Any]:
 
 def ends() -> dict[str, Any]:
     """Where a range is not looked at to its end."""
-    fastpath.forget()
-    warming.MAX_CLASSES = 2  # type: ignore[misc]
+    cache.forget()
+    warmup.MAX_CLASSES = 2  # type: ignore[misc]
     many = portattn.warmup([SPECS["decode"]], device="cpu").specs
     heads = {
         "op": "attention",

@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 
 from portattn.backends.ascend.vendor import NpuFusedInferAttentionScore, NpuFusionAttention
-from portattn.backends.base import Backend
 from portattn.backends.detection import first_line_matching, version_in
-from portattn.target import Arch
+from portattn.planning.backend import Backend
+from portattn.schema.target import Arch
 
 # How triton-ascend's GPUTarget spells an arch (3.2.0, backends/ascend/utils.py, TRITON_ASCEND_ARCH).
 # ascend910_93 is a family of spellings with one set of limits; the first chip of its title stands for it.

@@ -13,17 +13,17 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from portattn.backends.base import VendorPath
-from portattn.backends.refusal import Check, features_check, first_refusal, op_check, splits_check
 from portattn.errors import ArgumentError
+from portattn.planning.backend import VendorPath
+from portattn.planning.checks import Check, features_check, first_refusal, op_check, splits_check
 
 if TYPE_CHECKING:
     import torch
 
-    from portattn.call import Call
-    from portattn.planner import Rejection
-    from portattn.problem import Problem
-    from portattn.target import Target
+    from portattn.planning.planner import Rejection
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Target
 
 # sparse_mode: 0 everything, 2 causal from the upper left corner, 3 causal from the lower right corner. 2 and 3
 # take one compressed mask for every length.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from portattn.backends.base import Backend
-from portattn.target import Arch
+from portattn.planning.backend import Backend
+from portattn.schema.target import Arch
 
 
 class CpuBackend(Backend):

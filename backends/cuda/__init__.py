@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from portattn.backends.base import Backend
-from portattn.backends.cuda.forward import ForwardVariant
-from portattn.backends.cuda.latent import LatentVariant
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.backends.cuda.hopper_latent.variant import LatentVariant
 from portattn.backends.cuda.ptxas import ptxas_version
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
-from portattn.target import Arch
-from portattn.toolchain import Toolchain
+from portattn.planning.backend import Backend
+from portattn.schema.target import Arch
+from portattn.schema.toolchain import Toolchain
 
 WARP_SIZE = 32
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")

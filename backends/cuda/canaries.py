@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from portattn.problem import Problem
+from portattn.schema.problem import Problem
 
 _COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
 _LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from portattn.call import Call
+    from portattn.schema.call import Call
 
 Launch = Callable[[Mapping[str, Any]], None]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portattn.toolchain import Toolchain
+from portattn.schema.toolchain import Toolchain
 
 # The one that their numbers and times were seen with. 3.7.1 and 3.8.0 compile them too, with the same hardware barriers
 # for themselves (0 to 2), and nobody has run that; before and after these, quirks say why they do not compile

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from portattn.launch.direct import Step
+from portattn.launch.driver_launch import Step
 
 if TYPE_CHECKING:
-    from portattn.problem import Problem
+    from portattn.schema.problem import Problem
 
 _ROLES = {"partial": "partial", "partial_state": "partial_lse", "out": "out", "lse": "lse"}
 

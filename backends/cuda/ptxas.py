@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from portattn import tomlfile
-from portattn.toolchain import Toolchain
+from portattn.schema import toml_reader
+from portattn.schema.toolchain import Toolchain
 
 TABLE = Path(__file__).parent / "ptxas.toml"
 PTXAS_ENV = "TRITON_PTXAS_PATH"
@@ -44,8 +44,8 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.lru_cache(maxsize=1)
 def releases() -> tuple[Release, ...]:
     """Every listed release. Raises DataError (file, line, key) on anything outside the schema."""
-    data, text = tomlfile.read(TABLE)
-    return tomlfile.convert(data, _Table, TABLE, text).release
+    data, text = toml_reader.read(TABLE)
+    return toml_reader.convert(data, _Table, TABLE, text).release
 
 
 def ptxas_version(capability: int, toolchain: Toolchain) -> str | None:

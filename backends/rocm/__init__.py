@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from portattn.backends.base import Backend
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
-from portattn.target import Arch
+from portattn.planning.backend import Backend
+from portattn.schema.target import Arch
 
 DRIVER_VERSION_FILE = Path("/sys/module/amdgpu/version")
 
@@ -25,7 +25,7 @@ class RocmBackend(Backend):
         A processor that is close to a known one (gfx1101 to gfx1100) is not mapped to it: AMD's code objects run
         on the processor that they were compiled for only.
         """
-        from portattn.registry import load_arches  # the registry imports the backends
+        from portattn.planning.registry import load_arches  # the registry imports the backends
 
         properties = torch_device_properties("hip", index)
         if properties is None:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import click
 
 from portattn.errors import ArgumentError
-from portattn.options import HAS_LENGTHS, TAKES
-from portattn.problem import DTYPES, MAX_SPLITS, UNLIMITED, Problem
-from portattn.target import Target
+from portattn.schema.options import HAS_LENGTHS, TAKES
+from portattn.schema.problem import DTYPES, MAX_SPLITS, UNLIMITED, Problem
+from portattn.schema.target import Target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -254,8 +254,8 @@ def _masked(op: str, causal: str | None, window: str | None, reach: int) -> dict
 
 def target_from(target: str | None, toolchain: str | None) -> Target:
     """The named target, or this machine's. Raises ArgumentError on an unknown backend, arch or toolchain."""
-    from portattn.machine import this_target
-    from portattn.registry import Registry
+    from portattn.planning.detect import this_target
+    from portattn.planning.registry import Registry
 
     registry = Registry.load()
     if target is None:

@@ -14,10 +14,10 @@ from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
 
 if TYPE_CHECKING:
-    from portattn.bench.cases import Case
-    from portattn.bench.firstcall import FirstCall
-    from portattn.bench.results import Result, Row
-    from portattn.bench.run import Options
+    from portattn.tools.bench.cases import Case
+    from portattn.tools.bench.firstcall import FirstCall
+    from portattn.tools.bench.results import Result, Row
+    from portattn.tools.bench.run import Options
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
@@ -95,7 +95,7 @@ def bench(
 
     import torch
 
-    from portattn.bench.peers import PEERS, from_file
+    from portattn.tools.bench.peers import PEERS, from_file
 
     others = dict(from_file(file) for file in files)
     for name in others:
@@ -104,13 +104,13 @@ def bench(
     if not torch.cuda.is_available():
         raise PortattnError("bench: no CUDA or ROCm device is here to time anything on")
 
-    from portattn.bench.run import Options
+    from portattn.tools.bench.run import Options
 
     options = Options(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
     result, ended = _measure(chosen, options, libraries, budget, jobs, out, resume, commit)
     written = benchreport.write(result, out) if out else []
     if as_json:
-        from portattn.bench.summary import document
+        from portattn.tools.bench.summary import document
 
         emit_json(document(result))
     else:
@@ -127,7 +127,7 @@ bench.add_command(benchreport.compare)
 
 def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
     """The sets' cases that are asked for."""
-    from portattn.bench.sets import SETS
+    from portattn.tools.bench.sets import SETS
 
     names = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
     for name in names:
@@ -141,7 +141,7 @@ def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
 
 def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
     """The peers to look for; all when none is named."""
-    from portattn.bench.peers import PEERS
+    from portattn.tools.bench.peers import PEERS
 
     for name in peers:
         if name not in PEERS and name != "none":
@@ -160,15 +160,15 @@ def _measure(
     commit: str,
 ) -> tuple[Result, int]:
     """Measure what is not measured yet; the result, and the exit status if the run ended before its end."""
-    from portattn.bench import order, peers
-    from portattn.bench.clock import DeviceClock
-    from portattn.bench.firstcall import COLD_START
-    from portattn.bench.gate import DeviceLost
-    from portattn.bench.provenance import this_run
-    from portattn.bench.results import Result
-    from portattn.bench.run import run_cells
-    from portattn.bench.store import Store
     from portattn.cli.benchprogress import BenchProgress
+    from portattn.tools.bench import order, peers
+    from portattn.tools.bench.clock import DeviceClock
+    from portattn.tools.bench.firstcall import COLD_START
+    from portattn.tools.bench.gate import DeviceLost
+    from portattn.tools.bench.provenance import this_run
+    from portattn.tools.bench.results import Result
+    from portattn.tools.bench.run import run_cells
+    from portattn.tools.bench.store import Store
 
     cells = order.covering(chosen) if budget is not None else order.plain(chosen)
     loaded = peers.load(libraries)
@@ -219,8 +219,8 @@ def _prime(cases: list[Case], options: Options, jobs: int, budget: float | None)
 
     import torch
 
-    from portattn.bench.prime import prime_all
     from portattn.cli.progress import Counted
+    from portattn.tools.bench.prime import prime_all
 
     device = torch.device("cuda", torch.cuda.current_device())
     with Counted(len(cases), 0, "compiling") as progress:

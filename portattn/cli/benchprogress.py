@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from portattn.bench.contenders import OURS
-from portattn.bench.firstcall import FirstCall
-from portattn.bench.results import Row
 from portattn.cli.progress import Counted
+from portattn.tools.bench.contenders import OURS
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.results import Row
 
 
 class BenchProgress(Counted):

@@ -11,7 +11,7 @@ from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, heading, json_option, table
 
 if TYPE_CHECKING:
-    from portattn.bench.results import Figures, Result, Row
+    from portattn.tools.bench.results import Figures, Result, Row
 
 LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown as well
 
@@ -28,9 +28,9 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
 
     Exit status 0 whatever the figures say; 2 when they cannot be read.
     """
-    from portattn.bench import store, tables
-    from portattn.bench.summary import document
     from portattn.files import write_whole
+    from portattn.tools.bench import store, tables
+    from portattn.tools.bench.summary import document
 
     result = store.read(results)
     written = []
@@ -40,7 +40,7 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
             write_whole(path, text(result).encode())
             written.append(path)
     if plots is not None:
-        from portattn.bench.plots import draw
+        from portattn.tools.bench.plots import draw
 
         written += draw(result, plots)
     if as_json:
@@ -63,8 +63,8 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
 
     Exit status 1 when a case has lost more than the tolerance.
     """
-    from portattn.bench import compare as comparing
-    from portattn.bench import store
+    from portattn.tools.bench import compare as comparing
+    from portattn.tools.bench import store
 
     found = comparing.changes(store.read(before), store.read(after))
     slower = comparing.slower(found, tolerance)
@@ -93,9 +93,9 @@ def write(result: Result, folder: Path) -> list[Path]:
     """bench.json and bench.csv in the folder; their paths."""
     import msgspec
 
-    from portattn.bench import tables
-    from portattn.bench.summary import document
     from portattn.files import write_whole
+    from portattn.tools.bench import tables
+    from portattn.tools.bench.summary import document
 
     as_json, as_csv = folder / "bench.json", folder / "bench.csv"
     write_whole(as_json, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
@@ -105,8 +105,8 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 def show(result: Result, written: list[Path]) -> None:
     """A result as text: where it comes from, every contender of every case, the sets and the goals."""
-    from portattn.bench.goals import verdicts
-    from portattn.bench.summary import summaries
+    from portattn.tools.bench.goals import verdicts
+    from portattn.tools.bench.summary import summaries
 
     for run in result.runs:
         limits = run.ceilings
@@ -160,7 +160,7 @@ def _times(value: float | None) -> str:
 
 
 def _lines(row: Row) -> list[tuple[str, ...]]:
-    from portattn.bench.tables import rate
+    from portattn.tools.bench.tables import rate
 
     lines: list[tuple[str, ...]] = []
     for f in row.contenders:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from portattn import lab
 from portattn.cli.probes import Check
+from portattn.compile.store import store
 from portattn.config import current
-from portattn.machine import devices
-from portattn.matrix.numerics import Interpreter, figure, numerics, request_of
-from portattn.planner import plan
-from portattn.problem import Problem
-from portattn.registry import Registry
-from portattn.target import Target
-from portattn.verdicts import store
+from portattn.planning.detect import devices
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.testing.numerics import Interpreter, figure, numerics, request_of
+from portattn.tools import lab
 from portattn.worker.client import Worker
 
 # Small enough for an interpreter, with a ragged last tile, grouped heads, a mask and lengths.
@@ -61,7 +61,7 @@ def interpreter_check(seconds: float) -> list[Check]:
 
 def emulated_check(arch: str, seconds: float) -> list[Check]:
     """The machine code of the core kernel, made here, in the functional model of an AMD chip."""
-    from portattn.emulate.check import Emulated
+    from portattn.backends.rocm.emulator.check import Emulated
 
     target = Target.parse(f"rocm:{arch}")
     emulated = Emulated(seconds)

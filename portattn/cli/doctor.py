@@ -26,7 +26,7 @@ def doctor(emulate: str | None, as_json: bool) -> None:
     from portattn.errors import ArgumentError
 
     if emulate is not None:
-        from portattn.emulate.amdgpu.isa import ARCHES
+        from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES
 
         if emulate not in ARCHES:
             raise ArgumentError("doctor", "--emulate", emulate, f"must be one of {', '.join(ARCHES)}")

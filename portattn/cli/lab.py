@@ -16,8 +16,8 @@ from portattn.errors import ArgumentError
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from portattn.lab import Environment, State
-    from portattn.lab.commands import Say
+    from portattn.tools.lab import Environment, State
+    from portattn.tools.lab.commands import Say
 
 
 @click.group()
@@ -29,7 +29,7 @@ def lab() -> None:
 @json_option
 def list_(as_json: bool) -> None:
     """List every toolchain that the lab knows: made or not, its size, Python and age, and what is broken."""
-    from portattn.lab import folders
+    from portattn.tools.lab import folders
 
     states = folders.states()
     if as_json:
@@ -55,8 +55,8 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
 
     Exit status 1: one could not be made; the others are.
     """
-    from portattn.lab import TOOLCHAINS, mlir
-    from portattn.lab.folders import canonical
+    from portattn.tools.lab import TOOLCHAINS, mlir
+    from portattn.tools.lab.folders import canonical
 
     if every == bool(toolchains):
         limit = "name toolchains as NAME==VERSION, or give --all" if not every else "goes without toolchains"
@@ -82,7 +82,7 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
 @json_option
 def remove(toolchains: tuple[str, ...], as_json: bool) -> None:
     """Remove environments, broken ones too, and say how much disk that gave back."""
-    from portattn.lab import folders
+    from portattn.tools.lab import folders
 
     freed = {}
     for name in dict.fromkeys(map(folders.canonical, toolchains)):
@@ -99,8 +99,8 @@ def create_all(names: list[str], jobs: int = 1, python: str | None = None) -> tu
 
     Bad arguments are raised. Ctrl-C ends what is under way, and the command.
     """
-    from portattn.lab import LabError, creating
-    from portattn.lab.commands import Commands
+    from portattn.tools.lab import LabError, creating
+    from portattn.tools.lab.commands import Commands
 
     commands = Commands()
     made: dict[str, Environment] = {}
@@ -180,7 +180,7 @@ def _row(state: State) -> tuple[str, ...]:
 
 def _lacking(made: Environment) -> str:
     """What an Ascend environment cannot do for want of programs; empty for any other."""
-    from portattn.lab import mlir
+    from portattn.tools.lab import mlir
 
     lacking = (
         [name for name in mlir.ALL if name not in made.tools] if made.toolchain.startswith("triton-ascend") else []

@@ -14,11 +14,11 @@ from portattn.cli.output import emit_json, heading, json_option, pairs, plural, 
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from portattn.lifecycle.bisect import Tested
-    from portattn.lifecycle.reduce import Reduced, Subject, Tried
-    from portattn.lifecycle.upgrade import Entry
-    from portattn.registry import Registry
-    from portattn.verdict import Incident
+    from portattn.planning.registry import Registry
+    from portattn.schema.outcome import Incident
+    from portattn.tools.quirks.lifecycle.bisect import Tested
+    from portattn.tools.quirks.lifecycle.reduce import Reduced, Subject, Tried
+    from portattn.tools.quirks.lifecycle.upgrade import Entry
 
 LARGEST_LOG = 64 * 2**20  # bytes; a larger file is no compiler's output but a whole build's, to be cut first
 
@@ -59,9 +59,9 @@ def new(
     What the log does not tell is a line FILL-IN-…, which the loader refuses. Exit status 1: the registry knows this
     failure, or the folder has a draft of it, and nothing was written (--force drafts all the same).
     """
-    from portattn.lifecycle import facts
-    from portattn.lifecycle import new as drafting
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.tools.quirks.lifecycle import facts
+    from portattn.tools.quirks.lifecycle import new as drafting
 
     if (log is None) == (incident_id is None):
         given = "both" if log else "neither"
@@ -111,9 +111,9 @@ def _show_draft(made: Any) -> None:
 @json_option
 def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, write: bool, as_json: bool) -> None:
     """Shrink the specialisation of an incident, or of a quirk with a "plan:" probe, while it fails in the same way."""
-    from portattn import lab
-    from portattn.lifecycle import reduce as reducing
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.tools import lab
+    from portattn.tools.quirks.lifecycle import reduce as reducing
 
     for option, value in (("--seconds", seconds), ("--most", most)):
         if value <= 0:
@@ -144,7 +144,7 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
 
 
 def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tuple[Subject, Incident | None]:
-    from portattn.lifecycle import reduce as reducing
+    from portattn.tools.quirks.lifecycle import reduce as reducing
 
     if subject_id in registry.quirks:
         return reducing.of_quirk(registry.quirks[subject_id], registry, toolchain), None
@@ -153,9 +153,9 @@ def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tupl
 
 
 def _write_reduced(made: Reduced, incident: Incident | None, registry: Registry) -> str:
+    from portattn.compile.store import store
     from portattn.config import current
-    from portattn.lifecycle import reduce as reducing
-    from portattn.verdicts import store
+    from portattn.tools.quirks.lifecycle import reduce as reducing
 
     if incident is not None:
         smaller = reducing.incident_of(made, incident, registry)
@@ -178,9 +178,10 @@ def bisect(
 
     Exit status 1: the range in the entry is another one, or it was seen nowhere.
     """
-    from portattn import lab, probing
-    from portattn.lifecycle import bisect as bisecting
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.tools import lab
+    from portattn.tools.quirks import probe
+    from portattn.tools.quirks.lifecycle import bisect as bisecting
 
     registry = Registry.load()
     quirk = registry.quirks.get(quirk_id)
@@ -190,13 +191,13 @@ def bisect(
     toolchains = bisecting.candidates(compiler, lab.TOOLCHAINS, between)
     with _status("bisecting") as say:
 
-        def off(entry: Any, toolchain: str) -> probing.Arm:
-            from portattn.toolchain import installed
+        def off(entry: Any, toolchain: str) -> probe.Arm:
+            from portattn.schema.toolchain import installed
 
             if create and toolchain != str(installed()) and lab.find(toolchain) is None:
                 lab.create(toolchain, say)
             say(f"probing {toolchain}")
-            return probing.off(entry, toolchain, target, registry=registry)
+            return probe.off(entry, toolchain, target, registry=registry)
 
         made = bisecting.bisect(
             quirk, toolchains, off, every=every, say=lambda one: say(f"{one.toolchain}: {one.seen}")
@@ -229,7 +230,7 @@ def _show_bisected(tested: tuple[Tested, ...]) -> None:
 
 def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
     """Whether two ranges have the same ones of these toolchains."""
-    from portattn.toolchain import parse_range
+    from portattn.schema.toolchain import parse_range
 
     versions = [toolchain.partition("==")[2] for toolchain in toolchains]
     first, second = (parse_range(text) for text in (one, two))
@@ -245,8 +246,8 @@ def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
 @json_option
 def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: bool, as_json: bool) -> None:
     """Turn an entry into a tombstone: it applies no more, and its id stays taken."""
-    from portattn.lifecycle.retire import retire as bury
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.tools.quirks.lifecycle.retire import retire as bury
 
     made = bury(quirk_id, Registry.load(), reason, fixed_in=fixed_in, replaced_by=replaced_by, force=force)
     if as_json:
@@ -269,8 +270,8 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
 
     The plans are those of `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
     """
-    from portattn.lifecycle.upgrade import upgrade as compare
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.tools.quirks.lifecycle.upgrade import upgrade as compare
 
     with _status("planning") as say:
         made = compare(before, after, Registry.load(), targets, say)
@@ -317,8 +318,8 @@ def _read(path: Path) -> str:
 
 def _incident(incident_id: str) -> tuple[Incident, Iterator[Incident]]:
     """The incident, and all that this machine keeps. Raises ArgumentError on an unknown id."""
+    from portattn.compile.store import store
     from portattn.config import current
-    from portattn.verdicts import store
 
     kept = store(current())
     known = [incident.id for incident in kept.incidents()]

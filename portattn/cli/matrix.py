@@ -15,8 +15,8 @@ from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option, plural
 
 if TYPE_CHECKING:
-    from portattn.matrix.cells import Cell, Run
-    from portattn.target import Target
+    from portattn.schema.target import Target
+    from portattn.tools.matrix.cells import Cell, Run
 
 PAGE = "index.html"
 
@@ -95,9 +95,9 @@ def run(
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
     """
     from portattn.cli.progress import CellProgress
-    from portattn.machine import devices
-    from portattn.matrix import provenance, results, select
-    from portattn.matrix.run import Options, execute
+    from portattn.planning.detect import devices
+    from portattn.tools.matrix import provenance, results, select
+    from portattn.tools.matrix.run import Options, execute
 
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     where = select.targets(_commas(targets), select.toolchains(toolchain, all_toolchains), ascend)
@@ -151,7 +151,7 @@ def report(folder: Path, html: Path | None, as_json: bool) -> None:
 
     Exit status 0 whatever the cells say; 2 when the results cannot be read or are of another schema version.
     """
-    from portattn.matrix import results
+    from portattn.tools.matrix import results
 
     made, cells = results.read(folder / results.NAME)
     page = html or folder / PAGE
@@ -166,7 +166,7 @@ def report(folder: Path, html: Path | None, as_json: bool) -> None:
 def _create(toolchains: list[str]) -> None:
     """Make lab environments before the run. Raises LabError when one cannot be made: the run would lack its cells."""
     from portattn.cli.lab import create_all
-    from portattn.lab import LabError
+    from portattn.tools.lab import LabError
 
     _, failed = create_all(toolchains) if toolchains else ([], {})
     if failed:
@@ -175,8 +175,8 @@ def _create(toolchains: list[str]) -> None:
 
 def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
     """Raise ArgumentError where --run-older was asked for, and no target's code can be run as an older chip's."""
+    from portattn.backends.cuda.ptx_compat.check import Older
     from portattn.errors import ArgumentError
-    from portattn.older.check import Older
 
     lacks = [Older(0.0, here).lacks(target) for target in where]
     if all(lacks):
@@ -186,7 +186,7 @@ def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
 def _page(made: Run, cells: list[Cell], path: Path) -> None:
     from portattn.errors import ArgumentError
     from portattn.files import write_whole
-    from portattn.matrix.report import render
+    from portattn.tools.matrix.report import render
 
     try:
         write_whole(path, render(made, cells).encode())

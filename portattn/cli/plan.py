@@ -8,7 +8,7 @@ import click
 
 from portattn.cli.arguments import CausalCommand, problem_from, problem_options, target_from
 from portattn.cli.output import emit_json, json_option
-from portattn.problem import OPS
+from portattn.schema.problem import OPS
 
 
 @click.command(cls=CausalCommand)
@@ -48,11 +48,11 @@ def plan(
     """
     import msgspec
 
+    from portattn.compile.store import store
     from portattn.config import current
     from portattn.errors import ArgumentError
-    from portattn.planner import plan as plan_problem
-    from portattn.verdict import NO_VERDICTS
-    from portattn.verdicts import store
+    from portattn.planning.planner import plan as plan_problem
+    from portattn.schema.outcome import NO_VERDICTS
 
     if op not in OPS:
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")

@@ -13,9 +13,9 @@ from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from portattn.probing import Result
-    from portattn.quirk import Quirk
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.schema.quirk import Quirk
+    from portattn.tools.quirks.probe import Result
 
 OP = "quirks probe"
 
@@ -64,9 +64,9 @@ def probe(
 
     Exit status 1: a verdict is red. Ctrl-C keeps what has been recorded.
     """
-    from portattn.probing import many
-    from portattn.probing.record import record as write
-    from portattn.registry import Registry, find_backends
+    from portattn.planning.registry import Registry, find_backends
+    from portattn.tools.quirks.probe import many
+    from portattn.tools.quirks.probe.record import record as write
 
     if toolchain and all_toolchains:
         raise ArgumentError(OP, "--toolchain", ", ".join(toolchain), "goes without --all-toolchains")
@@ -110,11 +110,11 @@ def probe(
 
 def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) -> tuple[list[str], list[str]]:
     """(toolchains to probe on, those of the lab that are not here). Raises LabError for a named one that is not."""
-    from portattn import lab
     from portattn.errors import PortattnError
-    from portattn.probing import many
-    from portattn.probing.running import STAND_INS
-    from portattn.toolchain import installed
+    from portattn.schema.toolchain import installed
+    from portattn.tools import lab
+    from portattn.tools.quirks.probe import many
+    from portattn.tools.quirks.probe.running import STAND_INS
 
     if everything:
         return many.toolchains(registry)
@@ -151,7 +151,7 @@ def _chosen(ids: tuple[str, ...], registry: Registry) -> list[Quirk]:
 
 
 def _concerns(quirk: Quirk, target: str, registry: Registry) -> bool:
-    from portattn.witness import arches_of
+    from portattn.tools.quirks.examples import arches_of
 
     registry.target(target)  # raises on one that nobody knows
     return target in [f"{backend}:{arch}" for backend, arch in arches_of(quirk, registry)]

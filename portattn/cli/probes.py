@@ -93,7 +93,7 @@ def versions() -> Section:
 def toolchain() -> Section:
     from pathlib import Path
 
-    from portattn.toolchain import installed, owners
+    from portattn.schema.toolchain import installed, owners
 
     found = installed()
     if not found:
@@ -134,7 +134,7 @@ def shadowed(folder: object) -> list[str]:
 
 
 def backends() -> Section:
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
 
     items, warnings = [], []
     for name, backend in Registry.load().backends.items():
@@ -166,8 +166,8 @@ def settings() -> Section:
 
 
 def cache() -> Section:
+    from portattn.compile.store import store
     from portattn.config import current
-    from portattn.verdicts import store
 
     found = store(current())
     whole, absent = found.count()
@@ -185,7 +185,7 @@ def cache() -> Section:
 def launches() -> Section:
     """How kept calls are launched on an NVIDIA GPU."""
     from portattn.config import current
-    from portattn.launch import native, triton_runtime
+    from portattn.launch import native, triton_compat
 
     directory = current().cache_dir
     module, why = native.load(directory)
@@ -193,7 +193,7 @@ def launches() -> Section:
     items.append(Item("library", str(native.path(directory)) if module else f"none: {why}"))
     warnings = []
     try:
-        known = triton_runtime.version() in triton_runtime.KNOWN
+        known = triton_compat.version() in triton_compat.KNOWN
     except ImportError:
         known = True
     if not known:
@@ -204,9 +204,9 @@ def launches() -> Section:
 
 
 def quirks() -> Section:
-    from portattn.core import KERNEL_NAMES
-    from portattn.machine import devices
-    from portattn.registry import Registry
+    from portattn.planning.detect import devices
+    from portattn.planning.kernel_specs import KERNEL_NAMES
+    from portattn.planning.registry import Registry
 
     items = []
     for target in devices():
@@ -221,12 +221,12 @@ def quirks() -> Section:
 
 def paths() -> Section:
     """Which path each operation takes on this machine's devices, and what it costs where that is not the core's."""
-    from portattn.canary import CASES
+    from portattn.compile.store import store
     from portattn.config import current
-    from portattn.machine import devices
-    from portattn.planner import plan
-    from portattn.registry import Registry
-    from portattn.verdicts import store
+    from portattn.planning.detect import devices
+    from portattn.planning.planner import plan
+    from portattn.planning.registry import Registry
+    from portattn.testing.canary import CASES
 
     items, warnings = [], []
     known = Registry.load().quirks

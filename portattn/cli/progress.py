@@ -14,7 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from portattn.matrix.cells import Cell
+    from portattn.tools.matrix.cells import Cell
 
 
 class Counted:

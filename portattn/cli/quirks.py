@@ -16,7 +16,7 @@ from portattn.cli.probe import probe
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from portattn.quirk import Quirk
+    from portattn.schema.quirk import Quirk
 
 
 @click.group()
@@ -42,8 +42,8 @@ def list_(
     as_json: bool,
 ) -> None:
     """List quirks: id, symptom, and what goes wrong."""
-    from portattn.quirk import Symptom
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.schema.quirk import Symptom
 
     registry = Registry.load()
     _check("--backend", backend, tuple(registry.backends))
@@ -74,8 +74,8 @@ def show(quirk_id: str, as_json: bool) -> None:
     """Show everything that is known about one quirk."""
     import msgspec
 
-    from portattn.quirk import describe_effect
-    from portattn.registry import Registry
+    from portattn.planning.registry import Registry
+    from portattn.schema.quirk import describe_effect
 
     known = Registry.load().quirks
     if quirk_id not in known:
@@ -169,7 +169,7 @@ def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -
     """
     from rich.console import Console
 
-    from portattn.audit import run
+    from portattn.tools.quirks.audit import run
 
     with Console(stderr=True).status("auditing quirks"):
         findings = run(folder, today.date() if today else None)
@@ -194,7 +194,7 @@ def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:
 
 
 def _concerns(quirk: Quirk, target: Any) -> bool:
-    from portattn.core import KERNEL_NAMES
+    from portattn.planning.kernel_specs import KERNEL_NAMES
 
     return any(quirk.concerns(kernel, target) for kernel in KERNEL_NAMES)
 

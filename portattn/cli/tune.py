@@ -13,11 +13,11 @@ from portattn.cli.output import json_option
 from portattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from portattn.target import Target
-    from portattn.tune.classes import Class
-    from portattn.tune.records import Outcome, Record
-    from portattn.tune.tunable import Tunable
-    from portattn.tuning import Tuning
+    from portattn.schema.target import Target
+    from portattn.schema.tuning import Tuning
+    from portattn.tools.tune.classes import Class
+    from portattn.tools.tune.records import Outcome, Record
+    from portattn.tools.tune.tunable import Tunable
 
 DEFAULT_OUT = Path(".tune")
 TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 120
@@ -116,8 +116,8 @@ def tune(
     log_path = log_path or path.with_suffix(".jsonl")
     base_path = log_path.with_suffix(".base.toml")
     base = _base(base_path if resume and base_path.exists() else path, backend, name)
-    from portattn.tune.classes import classes
-    from portattn.tune.workloads import workload
+    from portattn.tools.tune.classes import classes
+    from portattn.tools.tune.workloads import workload
 
     chosen = classes(found, [workload(case) for case in cases], _tuning(base, path, backend), where)
     if not chosen:
@@ -131,12 +131,12 @@ def tune(
         dry_run_rows(chosen, tools, where, candidates, fixed, as_json)
         return
 
-    from portattn.tune.entries import TuningFile
-    from portattn.tune.log import History, Log
-    from portattn.tune.origin import origin
-    from portattn.tune.race import DeviceClock
-    from portattn.tune.run import Options, Tuner
-    from portattn.tune.search import DeviceLost
+    from portattn.tools.tune.entries import TuningFile
+    from portattn.tools.tune.log import History, Log
+    from portattn.tools.tune.origin import origin
+    from portattn.tools.tune.race import DeviceClock
+    from portattn.tools.tune.run import Options, Tuner
+    from portattn.tools.tune.search import DeviceLost
 
     device = None if compile_only else _device(where)
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")  # else another program, which has arguments of its own
@@ -183,7 +183,7 @@ def tune(
             try:
                 tuner.run(chosen, done)
             except KeyboardInterrupt:
-                from portattn.tune.records import Stopped
+                from portattn.tools.tune.records import Stopped
 
                 note(Stopped())
                 ended = "interrupted"
@@ -205,7 +205,7 @@ def _settings(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], dict[str, Tunable]]:
-    from portattn.tune.tunable import tunables
+    from portattn.tools.tune.tunable import tunables
 
     known = {one.name: one for one in tunables(where)}
     if where.arch.refused or not known or where.backend == "cpu":
@@ -219,9 +219,9 @@ def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], d
 
 def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], ops: tuple[str, ...]) -> list[Any]:
     """The cases that are asked for."""
-    from portattn.bench.sets import SETS
-    from portattn.problem import OPS
-    from portattn.tune.workloads import from_sets, parse
+    from portattn.schema.problem import OPS
+    from portattn.tools.bench.sets import SETS
+    from portattn.tools.tune.workloads import from_sets, parse
 
     for op in ops:
         if op not in OPS:
@@ -238,8 +238,8 @@ def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], o
 
 def _base(path: Path, backend: str, name: str) -> str | None:
     """What is merged into: the file itself where there is one, else the one that comes with portattn; or nothing."""
-    from portattn.registry import Registry
-    from portattn.tune.entries import read_base
+    from portattn.planning.registry import Registry
+    from portattn.tools.tune.entries import read_base
 
     shipped = Registry.load().backends[backend].folder / "tuning" / f"{name}.toml"
     return next((read_base(one) for one in (path, shipped) if one.exists()), None)
@@ -248,7 +248,7 @@ def _base(path: Path, backend: str, name: str) -> str | None:
 def _tuning(base: str | None, path: Path, backend: str) -> Tuning | None:
     import tempfile
 
-    from portattn.tuning import load_tuning
+    from portattn.schema.tuning import load_tuning
 
     if base is None:
         return None
@@ -272,9 +272,9 @@ def _device(where: Target) -> Any:
     """This machine's device, if it is the target and the compiler is the installed one; else None."""
     import torch
 
-    from portattn.machine import devices
-    from portattn.registry import Registry
-    from portattn.toolchain import installed
+    from portattn.planning.detect import devices
+    from portattn.planning.registry import Registry
+    from portattn.schema.toolchain import installed
 
     here = any(one.name == where.name for one in devices()) and str(where.toolchain) == str(installed())
     kind = Registry.load().backends[where.backend].device_type

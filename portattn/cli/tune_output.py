@@ -11,17 +11,17 @@ from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, table
 
 if TYPE_CHECKING:
-    from portattn.target import Target
-    from portattn.tune.choice import Only
-    from portattn.tune.classes import Class
-    from portattn.tune.records import Outcome, Record
-    from portattn.tune.tunable import Tunable
+    from portattn.schema.target import Target
+    from portattn.tools.tune.choice import Only
+    from portattn.tools.tune.classes import Class
+    from portattn.tools.tune.records import Outcome, Record
+    from portattn.tools.tune.tunable import Tunable
 
 
 def dry_run_rows(
     chosen: list[Class], tools: dict[str, Tunable], where: Target, most: int, only: Only, as_json: bool
 ) -> None:
-    from portattn.tune.search import proposals
+    from portattn.tools.tune.search import proposals
 
     rows: list[dict[str, Any]] = []
     for ground in proposals(chosen, tools, where, most, only):
@@ -80,8 +80,8 @@ class SearchProgress:
             click.echo(f"{what}: {steps}", err=True)
 
     def note(self, record: Record) -> None:
-        from portattn.tune.log import row, sentence
-        from portattn.tune.records import QUIET, Candidate, Code, Outcome
+        from portattn.tools.tune.log import row, sentence
+        from portattn.tools.tune.records import QUIET, Candidate, Code, Outcome
 
         if isinstance(record, Code | Outcome) and self._task is not None:
             self._bar.update(self._task, advance=1)
@@ -110,8 +110,8 @@ def tell(
     as_json: bool,
 ) -> None:
     """Print what came of the run, and exit with what it means."""
-    from portattn.tune.log import sentence
-    from portattn.tune.run import red
+    from portattn.tools.tune.log import sentence
+    from portattn.tools.tune.run import red
 
     bad = red(records, outcomes)
     if as_json:

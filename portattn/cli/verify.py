@@ -10,7 +10,7 @@ from portattn.cli.arguments import target_from
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
-from portattn.problem import OPS
+from portattn.schema.problem import OPS
 
 COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
 
@@ -48,8 +48,8 @@ def verify(
     from rich.console import Console
 
     from portattn.config import current
-    from portattn.verify import RED as DIFFERS
-    from portattn.verify import verify as verified
+    from portattn.tools.verify import RED as DIFFERS
+    from portattn.tools.verify import verify as verified
 
     for op in ops:
         if op not in OPS:
@@ -91,7 +91,7 @@ def verify(
 
 def _shown(seen: object) -> str:
     """An outcome and how much of its budget the error took."""
-    from portattn.matrix.cells import Numerics
+    from portattn.tools.matrix.cells import Numerics
 
     if not isinstance(seen, Numerics):
         return "-"

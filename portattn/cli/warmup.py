@@ -35,8 +35,8 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
 
     import torch
 
+    from portattn.api.warmup import warmup as warm
     from portattn.errors import ArgumentError, CompileWarning
-    from portattn.warming import warmup as warm
 
     given = _read(specs)
     try:

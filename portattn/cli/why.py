@@ -8,14 +8,14 @@ import msgspec
 
 from portattn.cli.output import setting
 from portattn.config import current
-from portattn.core import KERNEL_NAMES
 from portattn.errors import QuirkConflict
-from portattn.matrix.problems import quick
-from portattn.planned import Applied, Plan
-from portattn.planner import plan
-from portattn.quirk import Quirk
-from portattn.registry import Registry
-from portattn.target import Target
+from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.plan import Applied, Plan
+from portattn.schema.quirk import Quirk
+from portattn.schema.target import Target
+from portattn.tools.matrix.problems import quick
 
 
 class Use(msgspec.Struct, kw_only=True):

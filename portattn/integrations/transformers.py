@@ -33,7 +33,7 @@ if not {"q_length", "q_offset"} <= inspect.signature(masking_utils.sdpa_mask).pa
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from portattn import ops
+from portattn.api import ops
 from portattn.errors import ArgumentError
 from portattn.integrations.transformers_mask import (
     ELSEWHERE,

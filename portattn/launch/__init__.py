@@ -1,7 +1,7 @@
 """From a plan to kernel launches: what is launched with which arguments (KernelCall), and launching it.
 
 Names are looked up when they are first asked for: backends are imported where there is no torch, and their variants
-describe launches by `portattn.launch.steps`, which needs none.
+describe launches by `portattn.schema.steps`, which needs none.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from portattn.call import Call
-from portattn.problem import UNLIMITED, Problem
+from portattn.schema.call import Call
+from portattn.schema.problem import UNLIMITED, Problem
 
 
 def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:

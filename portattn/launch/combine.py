@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from portattn.call import Call
-from portattn.core import CORES, MIN_DOT, DecodeSplit
 from portattn.launch.kernelcall import KernelCall
-from portattn.lowering import Launch
-from portattn.planned import Plan
-from portattn.sizes import least, next_power_of_two
+from portattn.planning.kernel_specs import CORES, MIN_DOT, DecodeSplit
+from portattn.schema.call import Call
+from portattn.schema.lowering import Launch
+from portattn.schema.plan import Plan
+from portattn.schema.sizes import least, next_power_of_two
 
 MODULE = "portattn.kernels.combine"
 UNSPECIALISED = frozenset({"heads_q", "seq_q", "rows", "splits"})

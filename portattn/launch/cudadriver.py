@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from portattn.launch.triton_runtime import TENSOR_MAP, TENSOR_MAP_BYTES, Parameter
+from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Parameter
 
 Refused = tuple[int, int]  # the driver's error, and the place of the kernel that it refused
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has made no device current yet

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from portattn.call import Call
-from portattn.core import CORES, ceil_div, heads_together, packed_tiles
 from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
 from portattn.launch.kernelcall import KernelCall
-from portattn.planned import Plan
-from portattn.registry import Registry
-from portattn.sizes import least
+from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles
+from portattn.planning.registry import Registry
+from portattn.schema.call import Call
+from portattn.schema.plan import Plan
+from portattn.schema.sizes import least
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(

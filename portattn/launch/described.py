@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from portattn.call import TENSORS
-from portattn.launch.direct import Step
+from portattn.launch.driver_launch import Step
 from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, Signature, spans
+from portattn.schema.call import TENSORS
 
 if TYPE_CHECKING:
-    from portattn.call import Call
-    from portattn.launch.steps import StepLauncher
+    from portattn.schema.call import Call
+    from portattn.schema.steps import StepLauncher
 
 
 class Described(Protocol):

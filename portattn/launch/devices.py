@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from portattn.sizes import most
+from portattn.schema.sizes import most
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.lowering import Launch
+from portattn.schema.lowering import Launch
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from portattn.call import Call
-from portattn.environment import compile_environment
+from portattn.compile.environment import compile_environment
 from portattn.errors import PortattnError
-from portattn.interpreter import mend_bf16
 from portattn.launch import decode, dense, sparse
+from portattn.launch.interpreter import mend_bf16
 from portattn.launch.kernelcall import KernelCall
-from portattn.planned import Plan
+from portattn.schema.call import Call
+from portattn.schema.plan import Plan
 
 # Functions of portattn/kernels/ that are launched.
 KERNELS = ("dense_forward", "decode_split", "sparse_split", "combine")

@@ -13,7 +13,7 @@ import torch
 
 from portattn.launch.devices import contiguous
 from portattn.launch.kernelcall import POINTER_ALIGNMENT
-from portattn.sizes import Untraceable
+from portattn.schema.sizes import Untraceable
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from portattn.call import TENSORS, Call
 from portattn.reference.extents import Extent, key_extent, query_extent
 from portattn.reference.keyblocks import KeyBlock, key_blocks, key_heads, key_places
 from portattn.reference.rowblocks import Results, RowBlock, load_rows
 from portattn.reference.scoreterms import with_terms
+from portattn.schema.call import TENSORS, Call
 
 # Scores held at a time: rows × keys × heads × batch elements of float32. 2**24 of them are 64 MiB.
 SCORE_ELEMENTS = 2**24

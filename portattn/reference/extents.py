@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from portattn.call import Call
+from portattn.schema.call import Call
 
 
 @dataclass(frozen=True, slots=True)

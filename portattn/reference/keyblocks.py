@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from portattn.call import Call
 from portattn.reference.extents import Extent
+from portattn.schema.call import Call
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from portattn.call import Call
 from portattn.reference.keyblocks import KeyBlock
 from portattn.reference.rowblocks import RowBlock
+from portattn.schema.call import Call
 
 # Below this expected number of further tables that hold a key, its probability is a sum of powers: 8 of them leave
 # less than one unit in float32's last place.

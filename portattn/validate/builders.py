@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from portattn.call import Call
 from portattn.config import Settings
+from portattn.schema.call import Call
 from portattn.validate.dense import attention_call
 from portattn.validate.latent import mla_call
 from portattn.validate.paged import paged_call

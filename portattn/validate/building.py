@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from portattn.call import Call
-from portattn.problem import Problem
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
 from portattn.validate.features import Features
 

@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
-from portattn.problem import MAX_HEAD_DIM, MAX_SPLITS
-from portattn.sizes import is_size, most, next_power_of_two
+from portattn.schema.problem import MAX_HEAD_DIM, MAX_SPLITS
+from portattn.schema.sizes import is_size, most, next_power_of_two
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX = torch.finfo(torch.float32).max

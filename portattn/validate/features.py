@@ -8,7 +8,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.launch.kernelcall import INT32_MAX
-from portattn.problem import UNLIMITED
+from portattn.schema.problem import UNLIMITED
 from portattn.validate.checks import check_done, check_number, check_place
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
@@ -31,7 +31,7 @@ class Features:
         is causal. `reach` is more than any distance between a query and a key."""
         left = right = UNLIMITED
         if window is not None:
-            # A list could not be part of the key by which a call is found again (portattn/fastpath.py).
+            # A list could not be part of the key by which a call is found again (portattn/launch/cache.py).
             if not isinstance(window, tuple) or len(window) != 2:
                 limit = "must be a tuple (left, right), keys before and after the query's own"
                 raise ArgumentError(self.op, "window", window, limit)

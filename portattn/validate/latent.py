@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Op
+from portattn.schema.call import Call
+from portattn.schema.problem import Op
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

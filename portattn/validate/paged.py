@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import MAX_LENGTH, Op
-from portattn.sizes import least
+from portattn.schema.call import Call
+from portattn.schema.problem import MAX_LENGTH, Op
+from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Op
+from portattn.schema.call import Call
+from portattn.schema.problem import Op
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

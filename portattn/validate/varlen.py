@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from portattn.call import Call
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.problem import Op
-from portattn.sizes import least
+from portattn.schema.call import Call
+from portattn.schema.problem import Op
+from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from portattn import environment as variables
+from portattn.compile import environment as variables
 from portattn.errors import ArgumentError
 from portattn.worker import protocol
 from portattn.worker.child import Child

@@ -1,4 +1,4 @@
-"""How a compile ended, where it did not end well: what died, and what of it. portattn/failures.py says what is kept."""
+"""How a compile ended, where it did not end well: what died, and what of it. compile/failures.py says what is kept."""
 
 from __future__ import annotations
 

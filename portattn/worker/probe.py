@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any
 
 ARMS = ("control", "off", "on")
-# Evidence levels that a program can reach, as portattn.quirk spells them.
+# Evidence levels that a program can reach, as portattn.schema.quirk spells them.
 COMPILES, LOWERED, EMULATED, RUNS = "compiles", "lowering-checked", "emulated", "runs"
-OLDEST_MODELLED = (3, 4)  # Triton whose code the model of AMD's chips was tried with (portattn/emulate/check.py)
+OLDEST_MODELLED = (3, 4)  # Triton whose code the model of AMD's chips was tried with (backends/rocm/emulator/check.py)
 
 
 class Seen(Exception):
@@ -137,7 +137,7 @@ class Bench:
         self._enter("execute")
         # Not this child's path: it is the other Python's own that has torch.
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        command = [self.executor, "-m", "portattn.probing.executing"]
+        command = [self.executor, "-m", "portattn.tools.quirks.probe.executing"]
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
         )

@@ -79,19 +79,19 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
             return {"ok": True, **probe.answer(request, enter)}
         if request["task"] == "interpret":
-            from portattn.worker import interpret
+            from portattn.testing import run_plan
 
-            return {"ok": True, **interpret.compare(request, enter)}
+            return {"ok": True, **run_plan.compare(request, enter)}
         if request["task"] == "execute":
-            from portattn.linalg import execute
+            from portattn.backends.ascend.linalg import execute
 
             return {"ok": True, **execute.compare(request, enter)}
         if request["task"] == "emulate":
-            from portattn.emulate import execute as emulated
+            from portattn.backends.rocm.emulator import execute as emulated
 
             return {"ok": True, **emulated.compare(request, enter)}
         if request["task"] == "older":
-            from portattn.older import execute as older
+            from portattn.backends.cuda.ptx_compat import execute as older
 
             return {"ok": True, **older.compare(request, enter)}
         return _failure(PROTOCOL_STAGE, "ProtocolError", f"unknown task {request['task']!r}")

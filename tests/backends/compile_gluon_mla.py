@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from portattn.backends.cuda import latent, latent_kernel
+from portattn.backends.cuda.hopper_latent import kernel as latent_kernel
+from portattn.backends.cuda.hopper_latent import variant
 from portattn.worker.resources import ptxas_report
 
 KERNEL = latent_kernel.latent_decode
@@ -25,16 +26,16 @@ def descriptor(*block: int) -> str:
 
 
 def compiled(heads: int, queries: int, causal: bool, split: bool) -> dict[str, Any]:
-    chunk = latent.RANK // latent_kernel.CHUNKS
+    chunk = variant.RANK // latent_kernel.CHUNKS
     types = {
-        "q_desc": descriptor(1, heads, queries, chunk), "q_tail_desc": descriptor(1, heads, queries, latent.ROPE),
-        "k_desc": descriptor(latent.KEYS, chunk), "k_tail_desc": descriptor(latent.KEYS, latent.ROPE),
-        "out_desc": descriptor(1, heads, queries, latent.RANK // 2), "partial": "*fp32", "lse": "*fp32",
+        "q_desc": descriptor(1, heads, queries, chunk), "q_tail_desc": descriptor(1, heads, queries, variant.ROPE),
+        "k_desc": descriptor(variant.KEYS, chunk), "k_tail_desc": descriptor(variant.KEYS, variant.ROPE),
+        "out_desc": descriptor(1, heads, queries, variant.RANK // 2), "partial": "*fp32", "lse": "*fp32",
         "page_table": "*i32", "seqlens_k": "*i32", "scale": "fp32",
     }  # fmt: skip
     constants: dict[str, Any] = {
         "HEADS": heads, "QUERIES": queries, "CAUSAL": causal, "SPLIT": split,
-        "CONSUMER": latent.CONSUMER_REGISTERS, "PRODUCER": latent.PRODUCER_REGISTERS,
+        "CONSUMER": variant.CONSUMER_REGISTERS, "PRODUCER": variant.PRODUCER_REGISTERS,
     }  # fmt: skip
     if not split:
         constants |= {"partial": None}
@@ -44,7 +45,7 @@ def compiled(heads: int, queries: int, causal: bool, split: bool) -> dict[str, A
         (names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")
     }
     source = GluonASTSource(KERNEL, signature, {(names.index(n),): value for n, value in constants.items()}, pointers)
-    options = {"num_warps": 4, "maxnreg": latent.REGISTERS}
+    options = {"num_warps": 4, "maxnreg": variant.REGISTERS}
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return ptxas_report(kernel.asm["ptx"], 90) | {"shared": kernel.metadata.shared}
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from portattn.call import Call
-from portattn.problem import Problem
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

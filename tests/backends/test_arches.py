@@ -21,10 +21,10 @@ from portattn.backends.cuda import ARCH_OF_CAPABILITY, CudaBackend
 from portattn.backends.cuda.ptxas import releases, version_of
 from portattn.backends.detection import version_in
 from portattn.backends.rocm import RocmBackend
-from portattn.lowering import DotPrecision
-from portattn.registry import load_arches
-from portattn.target import Arch, Target
-from portattn.toolchain import COMPONENTS, Toolchain, installed
+from portattn.planning.registry import load_arches
+from portattn.schema.lowering import DotPrecision
+from portattn.schema.target import Arch, Target
+from portattn.schema.toolchain import COMPONENTS, Toolchain, installed
 
 ARCHES = [(b, a) for b in BUILTIN for a in load_arches(b.folder / "arches.toml").values()]
 IDS = [f"{b.name}:{a.name}" for b, a in ARCHES]

@@ -19,9 +19,9 @@ from portattn.backends.ascend.vendor import (
     compressed_causal_mask,
 )
 from portattn.errors import ArgumentError
-from portattn.planner import plan
-from portattn.problem import Problem
-from portattn.target import Target
+from portattn.planning.planner import plan
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
 
 FUSION, INFER = NpuFusionAttention(), NpuFusedInferAttentionScore()
 B2 = Target.parse("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")

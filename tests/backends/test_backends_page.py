@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from portattn.backends import BUILTIN
-from portattn.registry import load_arches
+from portattn.planning.registry import load_arches
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -85,8 +85,8 @@ def test_the_examples_path_runs(example: Path) -> None:
     script = """
 import torch
 from portattn import Problem
-from portattn.call import Call
-from portattn.registry import Registry
+from portattn.schema.call import Call
+from portattn.planning.registry import Registry
 backend = Registry.load().backends["acme"]
 assert backend.detect() is None
 p = Problem(batch=1, heads_q=2, heads_k=2, seq_q=3, seq_k=5, head_dim=8, dtype="fp32", return_lse=True)

@@ -9,7 +9,7 @@ import torch
 
 from portattn import Problem
 from portattn.backends.cuda.copies import with_copies
-from portattn.call import Call
+from portattn.schema.call import Call
 
 PROBLEM = Problem(batch=2, heads_q=3, heads_k=3, seq_q=4, seq_k=4, head_dim=8)
 

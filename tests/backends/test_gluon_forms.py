@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from portattn import Problem, Target
-from portattn.backends.cuda.forward import ForwardVariant
-from portattn.compiling import compile_in
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.compile.ensure import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
-from portattn.matrix import variants
-from portattn.matrix.cells import KernelFacts
-from portattn.planned import Plan
+from portattn.schema.plan import Plan
+from portattn.tools.matrix import variants
+from portattn.tools.matrix.cells import KernelFacts
 from portattn.worker.client import Worker
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
@@ -136,7 +136,7 @@ def test_a_signature_says_what_a_compiler_sees() -> None:
     pytest.importorskip("triton.experimental.gluon")
     p = problem("split", 128, "none")
     forward, merging = signatures(VARIANT, meta_call(p))
-    assert (forward.module, forward.function) == ("portattn.backends.cuda.forward_kernel", "scheduled_forward")
+    assert (forward.module, forward.function) == ("portattn.backends.cuda.hopper_forward.kernel", "scheduled_forward")
     assert forward.types["q_desc"].startswith("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(")
     assert forward.types["lse"] == "*fp32"
     assert forward.types["out"] == "*fp32"  # partial results

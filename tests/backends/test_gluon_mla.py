@@ -18,11 +18,11 @@ from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem, Target
-from portattn.backends.cuda.latent import KEYS, LatentVariant, row_tile, split_count
-from portattn.call import TENSORS, Call
+from portattn.api.dispatch import run_variant
+from portattn.backends.cuda.hopper_latent.variant import KEYS, LatentVariant, row_tile, split_count
 from portattn.config import Settings
-from portattn.dispatch import run_variant
-from portattn.planner import plan
+from portattn.planning.planner import plan
+from portattn.schema.call import TENSORS, Call
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
 VARIANT = LatentVariant()

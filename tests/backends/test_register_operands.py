@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from portattn import Problem, Target
-from portattn.backends.cuda.forward import ForwardVariant, choice
-from portattn.compiling import compile_in
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, choice
+from portattn.compile.ensure import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
-from portattn.planned import Plan
+from portattn.schema.plan import Plan
 from portattn.worker.client import Worker
 
 VARIANT = ForwardVariant()

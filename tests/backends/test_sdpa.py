@@ -13,11 +13,11 @@ import torch
 from oracle64 import assert_close, masked_attention, oracle, random_call, visible_keys
 
 from portattn.backends.sdpa import MAX_HEAD_DIM, SdpaPath
-from portattn.call import Call
-from portattn.planner import plan
-from portattn.problem import Problem
-from portattn.reference import check
-from portattn.target import Target
+from portattn.planning.planner import plan
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.testing import tolerance as check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SM_90 = Target.parse("cuda:sm_90", toolchain="triton==3.6.0")

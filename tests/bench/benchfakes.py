@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from portattn.bench.cases import Case
-from portattn.bench.clock import Ceilings, Spread
-from portattn.bench.results import Figures, Result, Row, Run, row
-from portattn.bench.sets import SETS
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.clock import Ceilings, Spread
+from portattn.tools.bench.results import Figures, Result, Row, Run, row
+from portattn.tools.bench.sets import SETS
 
 LIMITS = Ceilings(gemm_tflops=800.0, copy_tbs=4.0)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peer_libraries import _mixed, _scores
 
-from portattn.bench.peers import here
+from portattn.tools.bench.peers import here
 
 
 @contextmanager

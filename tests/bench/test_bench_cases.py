@@ -7,10 +7,10 @@ from collections import Counter
 import msgspec
 import pytest
 
-from portattn.bench import order
-from portattn.bench.cases import Case
-from portattn.bench.sets import SETS
-from portattn.problem import Problem
+from portattn.schema.problem import Problem
+from portattn.tools.bench import order
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.sets import SETS
 
 SMALL = Case(name="", op="attention", batch=2, heads_q=6, heads_k=3, seq_q=4, seq_k=6, head_dim=8, dtype="fp16")
 DECODE = msgspec.structs.replace(SMALL, op="decode_attention", seq_q=1)

@@ -12,9 +12,9 @@ import torch
 from benchfakes import FakeClock, a_result, a_run, figures, made
 from tiny import shrunk
 
-from portattn.bench import clock, firstcall, gate, peers, prime, provenance, run, store
-from portattn.bench.sets import SETS
 from portattn.cli import main
+from portattn.tools.bench import clock, firstcall, gate, peers, prime, provenance, run, store
+from portattn.tools.bench.sets import SETS
 
 
 def bench(*arguments):
@@ -211,7 +211,7 @@ def test_enqueue_times_alone():
 def test_a_file_brings_a_peer(tmp_path):
     file = tmp_path / "seed.py"
     file.write_text(
-        "from portattn.bench.contenders import ours\n"
+        "from portattn.tools.bench.contenders import ours\n"
         "def contenders(case, t):\n    return {'seed': lambda: ours(case, t)}\n"
     )
     called = bench(*SEED, "--peer-file", str(file), "--json")

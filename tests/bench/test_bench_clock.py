@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portattn.bench import clock, provenance
-from portattn.bench.contenders import Contender
+from portattn.tools.bench import clock, provenance
+from portattn.tools.bench.contenders import Contender
 
 did: list[str] = []
 

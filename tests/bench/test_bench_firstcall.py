@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from portattn.bench import firstcall
+from portattn.tools.bench import firstcall
 
 
 @pytest.fixture

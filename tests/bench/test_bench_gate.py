@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import CASES, distinct
 
-from portattn.bench import gate
-from portattn.bench.cases import Case
-from portattn.bench.contenders import CORE, OURS, PREPARED, Contender, ours, own, plan_of
-from portattn.bench.tensors import Tensors
+from portattn.tools.bench import gate
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.contenders import CORE, OURS, PREPARED, Contender, ours, own, plan_of
+from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
 KINDS = {case.name: case for case in distinct()}

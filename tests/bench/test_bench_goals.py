@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from benchfakes import a_result, figures, host, made
 
-from portattn.bench import compare, goals, tables
-from portattn.bench.firstcall import CASES as FIRST
-from portattn.bench.firstcall import FirstCall
-from portattn.bench.goals import GOALS, Goal, verdicts
-from portattn.bench.sets import SETS
-from portattn.bench.summary import document, summaries
+from portattn.tools.bench import compare, goals, tables
+from portattn.tools.bench.firstcall import CASES as FIRST
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.goals import GOALS, Goal, verdicts
+from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.summary import document, summaries
 
 
 def dense18(*ratios, core=0.9):

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 
 import portattn
-from portattn.bench import hostcost, hostshapes
-from portattn.bench.contenders import OURS
-from portattn.bench.hostshapes import PARTS, WARM, Sizes, Workload
 from portattn.errors import CompileWarning
+from portattn.tools.bench import hostcost, hostshapes
+from portattn.tools.bench.contenders import OURS
+from portattn.tools.bench.hostshapes import PARTS, WARM, Sizes, Workload
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_compiles_inside_the_times_are_counted() -> None:
 
 def test_plans_are_there_only_where_a_call_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a call plans nothing; a workload of first calls forgets before each."""
-    from portattn import dispatch
+    from portattn.api import dispatch
 
     dispatch.forget_plans()
     found = {workload.part: workload for workload in hostshapes.workloads("cpu", Sizes.small())}

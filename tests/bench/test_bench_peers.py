@@ -13,10 +13,10 @@ import pytest
 import torch
 from tiny import CASES, distinct
 
-from portattn.bench import gate, peers
-from portattn.bench.peers import flaggems, flash_packages, flashinfer, flashmla, flex, sage, sdpa, xformers
-from portattn.bench.tensors import Tensors
 from portattn.errors import ArgumentError
+from portattn.tools.bench import gate, peers
+from portattn.tools.bench.peers import flaggems, flash_packages, flashinfer, flashmla, flex, sage, sdpa, xformers
+from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
 SHORT = "short queries D=64 Sq=128 Sk=16384 causal"
@@ -191,7 +191,7 @@ def test_the_unfused_form_is_for_small_scores_only(monkeypatch):
 
 PEER = """
 import torch
-from portattn.bench.contenders import Contender, ours
+from portattn.tools.bench.contenders import Contender, ours
 
 def contenders(case, t):
     return {"seed": lambda: ours(case, t)} if case.name.startswith("seed") else {}

@@ -7,10 +7,10 @@ import sys
 import pytest
 from benchfakes import LIMITS, a_result, figures, made
 
-from portattn.bench import plots
-from portattn.bench.peers import PEERS
-from portattn.bench.sets import SETS
 from portattn.errors import PortattnError
+from portattn.tools.bench import plots
+from portattn.tools.bench.peers import PEERS
+from portattn.tools.bench.sets import SETS
 
 
 def rows(name, ms=1.0):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny import shrunk
 
-from portattn.bench import prime
-from portattn.bench.cases import Case
-from portattn.bench.sets import SETS
-from portattn.children import in_children
+from portattn.tools.bench import prime
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.sets import SETS
+from portattn.tools.pool import in_children
 
 DECODE, PAGED = (shrunk(next(c for c in SETS["seed"] if name in c.name)) for name in ("seed decode", "seed paged"))
 

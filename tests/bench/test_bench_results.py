@@ -8,12 +8,12 @@ import torch
 from benchfakes import LIMITS, FakeClock, figures, made
 from tiny import CASES
 
-from portattn.bench import gate, run
-from portattn.bench.cases import Case
-from portattn.bench.contenders import Contender
-from portattn.bench.firstcall import FirstCall
-from portattn.bench.results import DeviceState, Figures
-from portattn.bench.run import Options, run_case, run_cells
+from portattn.tools.bench import gate, run
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.contenders import Contender
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.results import DeviceState, Figures
+from portattn.tools.bench.run import Options, run_case, run_cells
 
 CPU = torch.device("cpu")
 ALONE = Options(rounds=3, wanted=())
@@ -126,7 +126,7 @@ def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
 
 def test_the_core_is_not_timed_twice(monkeypatch):
     """On a machine whose plan takes the core, both names have the figures of one contender."""
-    monkeypatch.setattr("portattn.bench.contenders.CORE_PATH", "reference")
+    monkeypatch.setattr("portattn.tools.bench.contenders.CORE_PATH", "reference")
     clock = FakeClock(2.0)
     row = run_case("seed", CASES["seed prefill causal"], 0, CPU, clock, LIMITS, Options(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders] == ["portattn", "portattn core"]
@@ -149,7 +149,7 @@ def test_a_peer_that_breaks_when_it_is_timed_is_refused():
                     raise RuntimeError("out of workspace")
                 return own.run()
 
-            from portattn.bench.contenders import ours
+            from portattn.tools.bench.contenders import ours
 
             own = ours(case, t)
             return {"breaks": lambda: Contender(call)}
@@ -163,7 +163,7 @@ def test_a_peer_that_breaks_when_it_is_timed_is_refused():
 
 def test_cells_end_with_the_budget(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("portattn.bench.run.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("portattn.tools.bench.run.time.monotonic", lambda: clock[0])
 
     def spent(*_):
         clock[0] += 10.0
@@ -193,7 +193,7 @@ def test_a_lost_device_leaves_a_row(monkeypatch):
 
 def test_first_calls_have_rows_of_their_own(monkeypatch):
     found = FirstCall(case="first decode", run=0, empty_s=2.0, kept_s=0.5, second_s=0.1)
-    monkeypatch.setattr("portattn.bench.firstcall.measure", lambda case, index: found)
+    monkeypatch.setattr("portattn.tools.bench.firstcall.measure", lambda case, index: found)
     rows: list = []
     run_cells([("cold-start", CASES["first decode"])], 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU)
     assert rows == [found]

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from benchfakes import a_result, a_run, figures, host, made
 
-from portattn.bench import store
-from portattn.bench.firstcall import FirstCall
-from portattn.bench.sets import SETS
-from portattn.bench.summary import document
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
+from portattn.tools.bench import store
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.summary import document
 
 CASE = SETS["paged"][0]
 ROW = made("paged", CASE, figures("portattn", 0.5, 0.6, host_us=host(4.0), graph_ms=(0.4,)), figures("fa3/vllm", 0.5))

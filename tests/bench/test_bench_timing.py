@@ -7,10 +7,10 @@ import itertools
 import pytest
 from benchfakes import FakeClock
 
-from portattn.bench import timing
-from portattn.bench.clock import Ceilings, Spread
-from portattn.bench.contenders import Contender
-from portattn.bench.gate import DeviceLost
+from portattn.tools.bench import timing
+from portattn.tools.bench.clock import Ceilings, Spread
+from portattn.tools.bench.contenders import Contender
+from portattn.tools.bench.gate import DeviceLost
 
 
 class Drifting(FakeClock):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from portattn.cli import calls, probes
-from portattn.registry import Registry
+from portattn.planning.registry import Registry
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):
 def test_two_owners_and_hidden_installs_are_warned_about(monkeypatch, tmp_path):
     import sys
 
-    from portattn import toolchain
+    from portattn.schema import toolchain
 
     used, hidden = tmp_path / "used" / "triton", tmp_path / "hidden" / "triton"
     for folder in (used, hidden):

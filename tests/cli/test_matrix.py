@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from portattn.cli import progress
-from portattn.lab import TOOLCHAINS, LabError
-from portattn.matrix import numerics, results, run
-from portattn.toolchain import installed
+from portattn.schema.toolchain import installed
+from portattn.testing import numerics
+from portattn.tools.lab import TOOLCHAINS, LabError
+from portattn.tools.matrix import results, run
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
 RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cells, and nothing that compiles here
@@ -16,7 +17,7 @@ RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cell
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.machine.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.detect.devices", lambda: [])
 
 
 def test_run_and_report(portattn, tmp_path):
@@ -74,7 +75,7 @@ def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begi
         asked.append(name)
         raise LabError(f"{name}: planted")
 
-    monkeypatch.setattr("portattn.lab.creating.create", create)
+    monkeypatch.setattr("portattn.tools.lab.creating.create", create)
     line = ("matrix", "run", "--out", str(tmp_path / "out"), "--targets", "sm_90", "--ops", "*fp32*", "--create")
     called = portattn(*line, "--toolchain", "triton==3.2.0", "--toolchain", "triton==3.3.1")
     assert called.status == 2

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import portattn as library
-from portattn.options import TAKES
-from portattn.planner import Plan
-from portattn.problem import OPS
+from portattn.planning.planner import Plan
+from portattn.schema.options import TAKES
+from portattn.schema.problem import OPS
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
 
@@ -230,7 +230,7 @@ def test_pages_have_a_layout_only_where_there_are_pages(portattn):
 
 
 def test_without_a_target_it_is_this_machines(portattn):
-    from portattn.machine import this_target
+    from portattn.planning.detect import this_target
 
     assert portattn("plan", "attention", *SHAPES, "--json").json["target"] == this_target().name
 

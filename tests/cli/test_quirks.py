@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.core import CORES
-from portattn.registry import Registry, shipped_quirks
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import Registry, shipped_quirks
 
 KNOWN = Registry.load().quirks
 ASCEND = ("ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0")

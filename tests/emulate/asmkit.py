@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from portattn.emulate.amdgpu import Checks, Memory, Program
-from portattn.emulate.amdgpu.assembly import Instruction
-from portattn.emulate.amdgpu.isa import ARCHES, VECTOR
-from portattn.emulate.amdgpu.machine import Machine
+from portattn.backends.rocm.emulator.amdgpu import Checks, Memory, Program
+from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
+from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, VECTOR
+from portattn.backends.rocm.emulator.amdgpu.machine import Machine
 
 ARCH_NAMES = tuple(ARCHES)
 JUNK = 0xA5A5A5A5

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from portattn.emulate.amdgpu import coverage
+from portattn.backends.rocm.emulator.amdgpu import coverage
 
 HERE = Path(__file__).parent
 FILE = HERE / "coverage.json"
@@ -75,11 +75,11 @@ def compiled() -> dict[str, set[str]]:
     from emulated_slice import SLICE
 
     from portattn import Target
-    from portattn.emulate.amdgpu import ARCHES
-    from portattn.emulate.check import Emulated
-    from portattn.matrix.problems import quick
-    from portattn.planner import plan
-    from portattn.toolchain import installed
+    from portattn.backends.rocm.emulator.amdgpu import ARCHES
+    from portattn.backends.rocm.emulator.check import Emulated
+    from portattn.planning.planner import plan
+    from portattn.schema.toolchain import installed
+    from portattn.tools.matrix.problems import quick
     from portattn.worker.client import Reply, Worker
 
     texts: list[str] = []

@@ -25,8 +25,8 @@ from packaging.version import Version
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-import portattn.emulate
-from portattn.emulate.amdgpu import (
+import portattn.backends.rocm.emulator
+from portattn.backends.rocm.emulator.amdgpu import (
     BadLaunch,
     Checks,
     EmulationError,
@@ -38,7 +38,7 @@ from portattn.emulate.amdgpu import (
 
 NAN = float("nan")
 SLOT = "_active" if hasattr(driver, "_active") else "active"
-emulated = portattn.emulate.amdgpu
+emulated = portattn.backends.rocm.emulator.amdgpu
 
 
 @triton.jit

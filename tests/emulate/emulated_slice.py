@@ -7,7 +7,8 @@ demo`.
 
 from __future__ import annotations
 
-from portattn import Problem, canary
+from portattn import Problem
+from portattn.testing import canary
 
 _COMMON = {"batch": 2, "heads_q": 4, "heads_k": 2, "return_lse": True}
 _CANARIES = {f"{op} {n}": case for op, cases in canary.CASES.items() for n, case in enumerate(cases)}

@@ -15,9 +15,9 @@ import sys
 import torch
 from programs import NAN, flash
 
-from portattn.emulate.amdgpu import ARCHES, EmulationError, Memory, Program
-from portattn.emulate.amdgpu.tensors import address_of
-from portattn.emulate.amdgpu.triton_driver import emulated
+from portattn.backends.rocm.emulator.amdgpu import ARCHES, EmulationError, Memory, Program
+from portattn.backends.rocm.emulator.amdgpu.tensors import address_of
+from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulated
 
 S, KEYS, D, BLOCK, BATCH = 50, 75, 64, 32, 2
 CHANCE = 70

@@ -217,10 +217,10 @@ def programs(arch: str) -> dict[str, Callable[[], Result]]:
 
 
 def main(arch: str, names: list[str]) -> None:
-    import portattn.emulate
-    from portattn.emulate.amdgpu.triton_driver import emulated
+    import portattn.backends.rocm.emulator
+    from portattn.backends.rocm.emulator.amdgpu.triton_driver import emulated
 
-    assert portattn.emulate.amdgpu.Program
+    assert portattn.backends.rocm.emulator.amdgpu.Program
     torch.set_num_threads(1)
     with emulated(arch) as gpu:
         for name, run in programs(arch).items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from asmkit import ARCH_NAMES, execute, text
 
-from portattn.emulate.amdgpu import ARCHES, BadLaunch, LdsOutOfRange, Memory, Program
+from portattn.backends.rocm.emulator.amdgpu import ARCHES, BadLaunch, LdsOutOfRange, Memory, Program
 
 
 @pytest.mark.parametrize("arch", ARCH_NAMES)

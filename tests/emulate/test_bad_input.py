@@ -10,7 +10,7 @@ import asmkit
 import numpy as np
 import pytest
 
-from portattn.emulate.amdgpu import (
+from portattn.backends.rocm.emulator.amdgpu import (
     BadLaunch,
     BadProgram,
     Memory,
@@ -142,7 +142,8 @@ def test_a_buffer_that_is_too_small_says_by_how_much() -> None:
 
 def test_needs_numpy_only() -> None:
     """Importing the model and running a program loads neither torch nor Triton."""
-    code = "import sys; import portattn.emulate.amdgpu; print('torch' in sys.modules, 'triton' in sys.modules)"
+    code = "import sys; import portattn.backends.rocm.emulator.amdgpu\n"
+    code += "print('torch' in sys.modules, 'triton' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_memory_instructions import launch
 
-from portattn.emulate.amdgpu import (
+from portattn.backends.rocm.emulator.amdgpu import (
     BarrierMismatch,
     Checks,
     Finding,
@@ -139,7 +139,7 @@ def test_a_barrier_that_nobody_signals() -> None:
 
 def test_endless_loop_says_where() -> None:
     asm = asmkit.text("gfx942", "again:\ns_nop 0\ns_branch again")
-    from portattn.emulate.amdgpu import Memory, Program
+    from portattn.backends.rocm.emulator.amdgpu import Memory, Program
 
     with pytest.raises(StepLimit, match=r"kernel.py:[23]:5") as caught:
         Program.parse(asm).launch((1,), [], Memory(), step_limit=1000)
@@ -203,7 +203,7 @@ def test_undefined_values_that_do_not_matter(body: str) -> None:
 
 
 def test_undefined_memory() -> None:
-    from portattn.emulate.amdgpu import Memory, Program
+    from portattn.backends.rocm.emulator.amdgpu import Memory, Program
 
     body = "s_load_dwordx2 s[10:11], s[0:1], 0x0\ns_waitcnt lgkmcnt(0)\nv_lshlrev_b32_e32 v1, 2, v0\n"
     body += "global_load_dword v2, v1, s[10:11]\ns_waitcnt vmcnt(0)\nglobal_store_dword v1, v2, s[10:11]"

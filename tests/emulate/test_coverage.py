@@ -7,7 +7,7 @@ from pathlib import Path
 import coverage_data
 import pytest
 
-from portattn.emulate.amdgpu import ARCHES, coverage
+from portattn.backends.rocm.emulator.amdgpu import ARCHES, coverage
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "emulation.md").read_text(encoding="utf-8")
 

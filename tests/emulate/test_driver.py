@@ -12,8 +12,8 @@ import pytest
 import support
 from packaging.version import Version
 
-from portattn import lab
-from portattn.emulate.check import OLDEST
+from portattn.backends.rocm.emulator.check import OLDEST
+from portattn.tools import lab
 
 HERE = Path(__file__).parent
 CASES = (

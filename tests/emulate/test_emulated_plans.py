@@ -12,14 +12,15 @@ import pytest
 import support
 from emulated_slice import SLICE
 
-from portattn import Problem, Target, canary
-from portattn.emulate.amdgpu import ARCHES
-from portattn.emulate.amdgpu.coverage import used
-from portattn.emulate.check import Emulated
-from portattn.matrix.cells import Numerics
-from portattn.matrix.problems import full
-from portattn.planner import plan
-from portattn.toolchain import installed
+from portattn import Problem, Target
+from portattn.backends.rocm.emulator.amdgpu import ARCHES
+from portattn.backends.rocm.emulator.amdgpu.coverage import used
+from portattn.backends.rocm.emulator.check import Emulated
+from portattn.planning.planner import plan
+from portattn.schema.toolchain import installed
+from portattn.testing import canary
+from portattn.tools.matrix.cells import Numerics
+from portattn.tools.matrix.problems import full
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]

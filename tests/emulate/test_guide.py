@@ -16,7 +16,7 @@ GUIDE = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
 FIXTURE = """
 import torch, triton, triton.language as tl
 
-pytest_plugins = ["portattn.emulate.amdgpu.fixture"]
+pytest_plugins = ["portattn.backends.rocm.emulator.amdgpu.fixture"]
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import asmkit
 import numpy as np
 import pytest
 
-from portattn.emulate.amdgpu import UnknownOperand
+from portattn.backends.rocm.emulator.amdgpu import UnknownOperand
 
 # (arch, mnemonic, size, K, element, registers of A, result type)
 MFMA = [

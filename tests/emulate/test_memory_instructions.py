@@ -9,7 +9,7 @@ import asmkit
 import numpy as np
 import pytest
 
-from portattn.emulate.amdgpu import Checks, Memory, Program, Report
+from portattn.backends.rocm.emulator.amdgpu import Checks, Memory, Program, Report
 
 RNG = np.random.default_rng(31)
 WAIT = {"gfx942": "s_waitcnt vmcnt(0) lgkmcnt(0)", "gfx1100": "s_waitcnt vmcnt(0) lgkmcnt(0)",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_memory_instructions import launch
 
-from portattn.emulate.amdgpu import EmulationError
+from portattn.backends.rocm.emulator.amdgpu import EmulationError
 
 # Four waves sum their numbers through LDS, lane by lane. Both exchanges cross waves: between lanes of one wave a
 # barrier

@@ -28,7 +28,7 @@ from test_vector import (
     unary_to_ternary,
 )
 
-from portattn.emulate.amdgpu.decode import family
+from portattn.backends.rocm.emulator.amdgpu.decode import family
 
 USED: dict[str, list[str]] = coverage_data.data()["used"]
 HALF = np.float16

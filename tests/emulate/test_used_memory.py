@@ -10,7 +10,7 @@ import coverage_data
 import numpy as np
 import pytest
 
-from portattn.emulate.amdgpu import Memory
+from portattn.backends.rocm.emulator.amdgpu import Memory
 
 STRIDE = 32  # bytes of a lane in the image
 SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16, "u8": 1,

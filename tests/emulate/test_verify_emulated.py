@@ -6,11 +6,11 @@ import pytest
 import support
 
 from portattn import Target
+from portattn.backends.rocm.emulator.amdgpu import ARCHES
+from portattn.backends.rocm.emulator.check import Emulated
 from portattn.config import Settings
-from portattn.emulate.amdgpu import ARCHES
-from portattn.emulate.check import Emulated
-from portattn.toolchain import installed
-from portattn.verify import verify
+from portattn.schema.toolchain import installed
+from portattn.tools.verify import verify
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
 

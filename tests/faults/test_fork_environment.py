@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from workerfaults import SECONDS, planted, runs, until
 
-from portattn.environment import compile_environment, outside
+from portattn.compile.environment import compile_environment, outside
 from portattn.worker.client import Worker
 
 SET, NEW = "TRITON_PLANTED_SET", "TRITON_PLANTED_NEW"  # one that there was, and one that there was not

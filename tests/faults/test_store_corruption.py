@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from portattn import Incident, Verdict, sealed
-from portattn.verdicts import VerdictStore
+from portattn import Incident, Verdict
+from portattn.compile import sealed
+from portattn.compile.store import VerdictStore
 
 KEYS = ("a" * 32, "b" * 32, "c" * 32)
 DAMAGES = 2_000

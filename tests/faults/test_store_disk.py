@@ -15,8 +15,8 @@ import pytest
 from store_children import become_nobody, forked, no_file_over
 from test_store_corruption import KEYS, incident, verdict
 
+from portattn.compile.store import VerdictStore
 from portattn.files import cache_folder, locked, sweep, write_whole
-from portattn.verdicts import VerdictStore
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount a disk")
 

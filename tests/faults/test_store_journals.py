@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from portattn import journal
 from portattn.errors import DataError
-from portattn.journal import Journal
+from portattn.tools import run_log
+from portattn.tools.run_log import Journal
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ LINES = [Line(name=f"case {n} – π", figures=(1.5 * n, 0.25)) for n in range(5
 
 
 def decoded(data: bytes, resumed: bool = True) -> list[Line]:
-    return [msgspec.json.decode(line, type=Line) for _, line in journal.lines(Path("x.jsonl"), data, resumed)]
+    return [msgspec.json.decode(line, type=Line) for _, line in run_log.lines(Path("x.jsonl"), data, resumed)]
 
 
 def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
         for line in LINES:
             file.append(line)
     data = path.read_bytes()
-    assert data == b"".join(map(journal.encoded, LINES))
+    assert data == b"".join(map(run_log.encoded, LINES))
     assert decoded(data) == LINES
     assert decoded(data[:-1]) == LINES[:-1], "a line without an end is left out"
     assert [msgspec.json.decode(line, type=Line) for line in data.splitlines()] == LINES, "other readers see no more"
@@ -40,7 +40,7 @@ def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
 
 
 def test_a_changed_line_is_found(tmp_path: Path) -> None:
-    chance, data = random.Random(5), b"".join(map(journal.encoded, LINES))
+    chance, data = random.Random(5), b"".join(map(run_log.encoded, LINES))
     found = 0
     for _ in range(2_000):
         at, kind = chance.randrange(len(data)), chance.randrange(3)

@@ -11,7 +11,7 @@ from pathlib import Path
 from store_children import FORK, SECONDS, forked
 from test_store_corruption import KEYS, verdict
 
-from portattn.verdicts import VerdictStore
+from portattn.compile.store import VerdictStore
 
 READERS_SECONDS = 4.0
 

@@ -14,10 +14,10 @@ from support import problem
 from workerfaults import SECONDS, planted, scenario
 
 from portattn import ArgumentError, Target
-from portattn.compiling import new_worker, reproducer
+from portattn.compile.ensure import new_worker, reproducer
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
-from portattn.planner import plan
+from portattn.planning.planner import plan
 from portattn.worker import child as children
 from portattn.worker.client import Reply, Worker
 
@@ -34,7 +34,7 @@ def test_a_python_that_does_not_know_where_it_is(executable: str) -> None:
     """As where an application embeds Python: set before anything is imported, and not looked at before it is used."""
     told = scenario(
         f"import sys\nsys.executable = {executable}\n"
-        "from portattn.compiling import new_worker\n"
+        "from portattn.compile.ensure import new_worker\n"
         "from portattn.worker.client import Worker\n"
         "for worker in (Worker(), new_worker()):\n"
         "    reply = worker.request('hello', 60)\n"

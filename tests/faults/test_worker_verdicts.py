@@ -11,11 +11,13 @@ import torch
 from support import problem
 from workerfaults import planted
 
-from portattn import Target, canary, compiling
+from portattn import Target
+from portattn.compile import ensure
+from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
-from portattn.planner import plan
-from portattn.verdicts import VerdictStore, store
+from portattn.planning.planner import plan
+from portattn.testing import canary
 from portattn.worker.client import Reply, Worker
 from portattn.worker.stages import RUNS
 
@@ -51,12 +53,12 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
     launches, _, _ = kernel_calls(made, meta_call(p), 1)
     with Worker(python=planted(tmp_path, "say(stage='ttgir')\ntime.sleep(600)")) as worker:
         failing(monkeypatch, worker)
-        monkeypatch.setattr(compiling, "_worker", worker)
-        failed = compiling.ensure(made, launches, torch.empty(1), target, settings)
+        monkeypatch.setattr(ensure, "_worker", worker)
+        failed = ensure.ensure(made, launches, torch.empty(1), target, settings)
     assert failed is not None
     assert not failed.passed
     assert "Input/output error" in failed.reason
-    key = compiling.code_key(made, launches)
+    key = ensure.code_key(made, launches)
     assert store(settings).get(key) == failed
     assert VerdictStore(Path(settings.cache_dir)).get(key) is None
 

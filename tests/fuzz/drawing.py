@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.problem import Problem
+from portattn.schema.problem import Problem
 
 SOFTCAPS = (0.01, 0.7, 5.0, 60.0, 1000.0)
 SCALES = (None, None, None, 0.0, -0.0, 1.0, -0.3, 2.5)

@@ -50,7 +50,7 @@ class Recorder:
         from triton.compiler import CompiledKernel
         from triton.runtime.jit import JITFunction
 
-        from portattn.launch import triton_runtime
+        from portattn.launch import triton_compat
 
         load, parse = CompiledKernel._init_handles, JITFunction.parse
 
@@ -62,7 +62,7 @@ class Recorder:
         def loaded(compiled: Any) -> None:
             load(compiled)
             if compiled.function not in self._kernels:
-                sizes = triton_runtime.ptx_sizes(compiled.asm["ptx"])
+                sizes = triton_compat.ptx_sizes(compiled.asm["ptx"])
                 self._kernels[compiled.function] = (f"{compiled.metadata.name} {compiled.hash}", sizes)
                 self.fake.describe(compiled.function, sizes)
 

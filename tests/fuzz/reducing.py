@@ -75,7 +75,7 @@ def snippet(case: Case, device: str) -> str:
     return f"""# {interpret}PYTHONPATH=.:tests python
 from fuzz import values
 from fuzz.drawing import Case
-from portattn.problem import Problem
+from portattn.schema.problem import Problem
 
 case = Case(
     problem=Problem({", ".join(given)}),

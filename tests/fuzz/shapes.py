@@ -22,9 +22,9 @@ import msgspec
 import torch
 
 import portattn
-from portattn import dispatch
+from portattn.api import dispatch
 from portattn.errors import PortattnError
-from portattn.reference import check
+from portattn.testing import tolerance
 
 from .kinds import KINDS, Kind, Pool, Shape, arguments, following, kind_of
 from .running import Failure, Found
@@ -102,7 +102,7 @@ class Here:
             return None
         modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
         try:
-            with modes.get(shape.grad, contextlib.nullcontext)(), check.nan_filled_memory():
+            with modes.get(shape.grad, contextlib.nullcontext)(), tolerance.nan_filled_memory():
                 result = getattr(portattn, kind.op)(**given)
         except PortattnError as error:  # an argument's type, or a path that does not have it
             return Outcome(type(error).__name__, said=[str(error), *self._launched(given, ())])

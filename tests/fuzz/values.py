@@ -13,12 +13,13 @@ import opcalls
 import torch
 
 import portattn
-from portattn import corepath, dispatch
-from portattn.call import Call
+from portattn.api import dispatch
 from portattn.errors import PathUnavailable
-from portattn.lowering import Launch
-from portattn.reference import check
-from portattn.reference.oracle import allowed, oracle
+from portattn.planning import core_path
+from portattn.schema.call import Call
+from portattn.schema.lowering import Launch
+from portattn.testing import tolerance
+from portattn.testing.oracle import allowed, oracle
 
 from .drawing import Case, draw
 from .reducing import reduced, snippet
@@ -43,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def call_of(case: Case, device: str) -> Call:
     """The call: random_call's, with this case's poison and extremes."""
-    call = check.random_call(
+    call = tolerance.random_call(
         case.problem, case.seed, device=device, scale=case.scale, strides=case.strides, extremes=case.extremes
     )
     if case.problem.softcap:
@@ -109,26 +110,26 @@ def _make_wild(call: Call, wild: str, generator: torch.Generator) -> None:
 def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str) -> str:
     """What is wrong with a result; "" where it is right.
 
-    The budget is that of portattn/reference/check.py, but rows with extreme scores have one of their own: a large LSE
+    The budget is that of portattn/testing/tolerance.py, but rows with extreme scores have one of their own: a large LSE
     would allow any error in the others.
     """
-    facts = check.judge(call, out, lse, precision)
+    facts = tolerance.judge(call, out, lse, precision)
     if facts["wrong"]:
         return (
             f"not finite: {facts['wrong']} elements are NaN, infinite or not 0 where they must not be, or the reverse"
         )
-    call, out, lse = check.on_cpu(call), out.cpu(), None if lse is None else lse.cpu()
+    call, out, lse = tolerance.on_cpu(call), out.cpu(), None if lse is None else lse.cpu()
     expected, expected_lse = oracle(call)
-    same, same_lse = check.same_dtype(call, precision)
+    same, same_lse = tolerance.same_dtype(call, precision)
     far = expected_lse.abs() > FAR
     for name, rows in (("plain", ~far), ("extreme", far)):
-        error = check.largest((out.double() - expected)[rows])
-        most = check.budget(out.dtype, expected[rows], same[rows])
+        error = tolerance.largest((out.double() - expected)[rows])
+        most = tolerance.budget(out.dtype, expected[rows], same[rows])
         if error > most:
             return f"inexact: an error of {error:.3g} in {name} rows, where {most:.3g} is the most"
         if lse is not None:
-            error = check.largest((lse.double() - expected_lse)[rows])
-            most = check.budget(torch.float32, expected_lse[rows], same_lse[rows], check.LSE_LEAST)
+            error = tolerance.largest((lse.double() - expected_lse)[rows])
+            most = tolerance.budget(torch.float32, expected_lse[rows], same_lse[rows], tolerance.LSE_LEAST)
             if error > most:
                 return f"inexact: an error of {error:.3g} in the LSE of {name} rows, where {most:.3g} is the most"
     return ""
@@ -142,7 +143,7 @@ def run(case: Case, device: str) -> Outcome:
     if case.problem.op == "decode_attention":
         arguments.setdefault("seqlens_k", None)  # it has to be given
     try:
-        with check.nan_filled_memory(), torch.no_grad():
+        with tolerance.nan_filled_memory(), torch.no_grad():
             result = op(**arguments)
     except PathUnavailable as refused:
         if device == "cpu" or case.backend == "auto":
@@ -166,18 +167,18 @@ def prepared(device: str) -> Iterator[None]:
 
     TRITON_INTERPRET must be 1 before Triton is imported, where kernels are to run on a CPU.
     """
-    before = corepath.Launch
+    before = core_path.Launch
     if device == "cpu":
         import support
 
         support.quick_interpreter()
-        corepath.Launch = lambda: Launch(block_m=16, block_n=16)  # type: ignore[assignment, misc]
+        core_path.Launch = lambda: Launch(block_m=16, block_n=16)  # type: ignore[assignment, misc]
         dispatch.forget_plans()
     try:
         with portattn.settings(isolate="never", canary="never", fallback="silent"):
             yield
     finally:
-        corepath.Launch = before  # type: ignore[misc]
+        core_path.Launch = before  # type: ignore[misc]
         dispatch.forget_plans()
 
 

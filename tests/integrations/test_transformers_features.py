@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import portattn
-from portattn import ops
+from portattn.api import ops
 
 pytestmark = pytest.mark.transformers
 pytest.importorskip("transformers", reason="the transformers package is not installed")

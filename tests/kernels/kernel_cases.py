@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from support import TILE, Device, assert_right, run_core
 
-from portattn.call import Call
-from portattn.problem import Problem
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 
 CAUSAL = ("none", "bottom_right", "top_left")
 SMALL = {"batch": 2, "heads_q": 4, "heads_k": 2, "head_dim": 16, "dtype": "fp32", "return_lse": True}

@@ -12,9 +12,9 @@ from kernel_cases import problem
 from support import Device, core_plan, poisoned, quick_interpreter, random_call
 
 from portattn.backends.cuda.merging import merging
-from portattn.call import Call
 from portattn.launch import combine, launch_all
-from portattn.lowering import CHOICES
+from portattn.schema.call import Call
+from portattn.schema.lowering import CHOICES
 
 INF, NAN = float("inf"), float("nan")
 LN_2 = math.log(2.0)

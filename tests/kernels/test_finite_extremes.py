@@ -14,10 +14,10 @@ from kernel_cases import OPS, SPLITTING, problem, run
 from support import DTYPES, TILE, Device, assert_right, poisoned, random_call
 
 import portattn
-from portattn.call import Call
-from portattn.lowering import CHOICES
 from portattn.reference import blockwise
-from portattn.reference.oracle import oracle
+from portattn.schema.call import Call
+from portattn.schema.lowering import CHOICES
+from portattn.testing.oracle import oracle
 
 INF = float("inf")
 LOWEST, HIGHEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max

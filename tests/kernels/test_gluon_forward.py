@@ -15,14 +15,14 @@ from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem, Target
-from portattn.backends.cuda.forward import REGISTERS, ForwardVariant, Schedule, choice, launcher, width
-from portattn.call import TENSORS, Call
+from portattn.api.dispatch import run_variant
+from portattn.backends.cuda.hopper_forward.variant import REGISTERS, ForwardVariant, Schedule, choice, launcher, width
 from portattn.config import Settings
-from portattn.dispatch import run_variant
-from portattn.planner import plan
-from portattn.reference.check import judge, nan_filled_memory, on_cpu
-from portattn.reference.oracle import oracle
-from portattn.verdict import Verdict
+from portattn.planning.planner import plan
+from portattn.schema.call import TENSORS, Call
+from portattn.schema.outcome import Verdict
+from portattn.testing.oracle import oracle
+from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
 
 SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()

@@ -14,9 +14,9 @@ from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn.backends.cuda.forward import ForwardVariant
-from portattn.call import Call
-from portattn.problem import Problem
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 
 VARIANT = ForwardVariant()
 CALLS = 12  # of other lengths and other data each, drawn from at random

@@ -12,9 +12,9 @@ import pytest
 import torch
 from support import TILE, Device, assert_right, core_plan, problem, random_call, run_core
 
-from portattn.core import CORES
-from portattn.lowering import CHOICES, Launch, Lowering
-from portattn.problem import Problem
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.lowering import CHOICES, Launch, Lowering
+from portattn.schema.problem import Problem
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())

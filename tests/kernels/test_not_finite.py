@@ -13,9 +13,9 @@ import torch
 from kernel_cases import OPS, SPLITTING, problem, run
 from support import Device, assert_right, poisoned, random_call
 
-from portattn.call import Call
 from portattn.reference import blockwise
-from portattn.reference.oracle import oracle
+from portattn.schema.call import Call
+from portattn.testing.oracle import oracle
 
 NAN, INF = float("nan"), float("inf")
 KEY, COLUMN = 20, 3  # a key of the second tile that every sequence which is full has

@@ -14,10 +14,10 @@ import torch
 from kernel_cases import OPS, SPLITTING, check, problem, run
 from support import TILE, Device, assert_right, random_call
 
-from portattn.call import Call
-from portattn.core import CORES
-from portattn.lowering import CHOICES, Launch, Lowering
-from portattn.problem import Problem
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.call import Call
+from portattn.schema.lowering import CHOICES, Launch, Lowering
+from portattn.schema.problem import Problem
 
 NAN, INF = float("nan"), float("inf")
 # Name -> fields, and a seed at which a bias or mask is of each row and hides keys from all, or is the same for all.
@@ -150,7 +150,7 @@ def test_a_bias_can_hold_anything_where_nothing_is_attended(
     device: Device, name: str, mask_value: str, poison: str
 ) -> None:
     """NaN where the mask is False, behind the lengths, and in all of the rows of padding."""
-    from portattn.reference.oracle import allowed
+    from portattn.testing.oracle import allowed
 
     p = problem(name, bias=True, mask=True, causal="bottom_right")
     call = poisoned_call(device, p, 4, poison, NAN)

@@ -11,10 +11,10 @@ import torch
 from kernel_cases import check
 from support import Device
 
-from portattn.bench.contenders import own
-from portattn.bench.gate import admit, as_call
-from portattn.bench.sets import SETS
-from portattn.bench.tensors import Tensors
+from portattn.tools.bench.contenders import own
+from portattn.tools.bench.gate import admit, as_call
+from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.tensors import Tensors
 
 CASES = {case.name: case for case in SETS["seed"]}
 # What is smaller: batches, heads and lengths. Groups of heads, their widths, pages and the share of tokens stay.

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import check, problem, run
 from support import Device, assert_right, random_call, run_core
 
-from portattn.reference.oracle import oracle
+from portattn.testing.oracle import oracle
 
 
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import CAUSAL, check, problem, run, with_lengths
 from support import Device, assert_right, random_call, run_core
 
-from portattn import core
+from portattn.planning import kernel_specs
 
 # Rows of queries and of keys of each sequence: the ends of tiles, none of either kind, and of both.
 ROWS = {
@@ -57,7 +57,7 @@ def test_rows_behind_the_last_sequence(device: Device, behind: int) -> None:
 def test_more_sequences_than_are_searched_at_a_time(
     device: Device, monkeypatch: pytest.MonkeyPatch, search: int
 ) -> None:
-    monkeypatch.setattr(core, "SEARCH", search)
+    monkeypatch.setattr(kernel_specs, "SEARCH", search)
     rows = ((1, 2), (0, 3), (5, 1), (18, 2), (0, 0), (2, 4), (3, 3))
     check(device, packed(device, rows, heads_q=1, causal="top_left"))
 

@@ -17,11 +17,11 @@ from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run
 from opcalls import watched
 from support import Device, assert_right, core_plan, overflow_raises, poisoned, quick_interpreter, random_call
 
-from portattn import dispatch
-from portattn.call import Call
+from portattn.api import dispatch
 from portattn.launch import kernel_calls
-from portattn.problem import Problem
 from portattn.reference import blockwise
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 WILD = (LOWEST, HIGHEST, -1, -7, 1000, 2**30, 23, 40)

@@ -6,7 +6,7 @@ import pytest
 from cli.conftest import portattn as portattn
 
 from portattn.cli import lab as command
-from portattn.lab import TOOLCHAINS, folders
+from portattn.tools.lab import TOOLCHAINS, folders
 
 
 def test_list_create_remove(portattn, publish) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from portattn import lab
 from portattn.errors import ArgumentError
-from portattn.lab import LabError, folders, pythons
-from portattn.lab.commands import CommandFailed, Commands, quiet
-from portattn.lab.pythons import Python
+from portattn.tools import lab
+from portattn.tools.lab import LabError, folders, pythons
+from portattn.tools.lab.commands import CommandFailed, Commands, quiet
+from portattn.tools.lab.pythons import Python
 
 NAME = "triton==9.1.0"
 

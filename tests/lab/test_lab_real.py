@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from portattn import lab
-from portattn.compiling import compile_in
-from portattn.lab import Environment
+from portattn.compile.ensure import compile_in
 from portattn.launch import kernel_calls, meta_call
-from portattn.matrix.problems import dense
-from portattn.planner import plan
-from portattn.registry import Registry
-from portattn.target import Target
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.tools import lab
+from portattn.tools.lab import Environment
+from portattn.tools.matrix.problems import dense
 
 pytestmark = [pytest.mark.usefixtures("real_lab"), pytest.mark.compiles]
 SECONDS = 300.0

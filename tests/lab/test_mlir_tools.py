@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from portattn.lab import mlir
-from portattn.lab.commands import Commands
+from portattn.tools.lab import mlir
+from portattn.tools.lab.commands import Commands
 
 APT = """#!/bin/sh
 echo "$@" >> {log}

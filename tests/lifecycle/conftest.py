@@ -15,9 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `import lifecycle_logs`
 
 from portattn.cli import main
+from portattn.compile.store import VerdictStore, store
 from portattn.config import current
-from portattn.registry import Registry
-from portattn.verdicts import VerdictStore, store
+from portattn.planning.registry import Registry
 from portattn.worker.client import Worker
 
 # Refuses dense_forward with three stages or more on sm_86 and sm_89, in the words of MLIR; dies of it on sm_80; takes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from portattn.lifecycle import facts
-from portattn.lifecycle.facts import Facts
-from portattn.registry import Registry
+from portattn.planning.registry import Registry
+from portattn.tools.quirks.lifecycle import facts
+from portattn.tools.quirks.lifecycle.facts import Facts
 
 FOLDER = Path(__file__).parent / "logs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.log"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import quirk_files
 
-from portattn import lab, probing
 from portattn.errors import ArgumentError, PortattnError
-from portattn.lifecycle import bisect
-from portattn.probing import Arm
-from portattn.registry import Registry, find_backends
-from portattn.toolchain import parse_range
+from portattn.planning.registry import Registry, find_backends
+from portattn.schema.toolchain import parse_range
+from portattn.tools import lab
+from portattn.tools.quirks import probe as probing
+from portattn.tools.quirks.lifecycle import bisect
+from portattn.tools.quirks.probe import Arm
 
 RELEASES = tuple(t for t in lab.TOOLCHAINS if t.startswith("triton=="))
 

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from support import random_call
 
-from portattn import compiling, probing
+from portattn.compile import ensure
 from portattn.config import Settings, current
 from portattn.errors import DataError
 from portattn.launch import kernel_calls
-from portattn.lifecycle import facts, new, writing
-from portattn.lifecycle.entry import MARK
-from portattn.planner import plan
-from portattn.problem import Problem
-from portattn.quirk import load_quirk
-from portattn.registry import Registry, find_backends
-from portattn.verdict import Incident
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry, find_backends
+from portattn.schema.outcome import Incident
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import load_quirk
+from portattn.tools.quirks import probe
+from portattn.tools.quirks.lifecycle import facts, new, writing
+from portattn.tools.quirks.lifecycle.entry import MARK
 
 PROBLEM = Problem(batch=1, heads_q=2, heads_k=2, seq_q=64, seq_k=128, head_dim=64, dtype="fp16", causal="bottom_right")
 TOOLCHAIN = "triton==3.6.0"
@@ -29,13 +30,13 @@ def fail(arch: str, registry: Registry, buggy, monkeypatch) -> Incident:
     """Compile the problem's plan as a call would, and give the incident that this leaves."""
     target = registry.target(f"cuda:{arch}", TOOLCHAIN)
     made = plan(PROBLEM, target, registry)
-    made = compiling.msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 3}))
+    made = ensure.msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 3}))
     launches, q, _ = kernel_calls(made, random_call(PROBLEM), target.arch.cores)
     with buggy.worker() as worker:
-        monkeypatch.setattr(compiling, "_worker", worker)
-        verdict = compiling.ensure(made, launches, q, target, current())
+        monkeypatch.setattr(ensure, "_worker", worker)
+        verdict = ensure.ensure(made, launches, q, target, current())
     assert verdict is not None
-    kept = compiling.store(current()).incident(verdict.incident)
+    kept = ensure.store(current()).incident(verdict.incident)
     assert kept is not None
     return kept
 
@@ -55,7 +56,7 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
 
     # Draft: both chips, the words of the compiler, the specialisation; and its program fails again here.
     out = tmp_path / "drafts"
-    found = facts.from_incident(first, compiling.store(current()).incidents(), registry)
+    found = facts.from_incident(first, ensure.store(current()).incidents(), registry)
     draft = new.make(found, registry, out, worker=worker)
     assert draft.known == ()
     assert draft.reproduced is True
@@ -86,13 +87,13 @@ def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton,
 
     # Its probe shows both: that it fails without the work-around, and passes with it.
     assert quirk.evidence.probe.startswith("plan: attention --target cuda:sm_86")
-    result = probing.run(quirk, TOOLCHAIN, registry=known, worker=worker)
+    result = probe.run(quirk, TOOLCHAIN, registry=known, worker=worker)
     assert (result.verdict, result.off.word, result.on.word) == ("confirmed", "fail:signature", "pass")
 
     # The program, in which no plan has a part, says the same: it is what goes into the report.
-    stand_alone = probing.run(
-        compiling.msgspec.structs.replace(
-            quirk, evidence=compiling.msgspec.structs.replace(quirk.evidence, probe=f"probes/{program.name}")
+    stand_alone = probe.run(
+        ensure.msgspec.structs.replace(
+            quirk, evidence=ensure.msgspec.structs.replace(quirk.evidence, probe=f"probes/{program.name}")
         ),
         TOOLCHAIN,
         registry=known,
@@ -118,7 +119,7 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(
     assert made.path == "sdpa"
     assert known.quirks[draft.id].symptom == "compiler-crash"
     assert re.search(known.quirks[draft.id].evidence.signature, incident.log)
-    result = probing.run(known.quirks[draft.id], TOOLCHAIN, registry=known, worker=worker)
+    result = probe.run(known.quirks[draft.id], TOOLCHAIN, registry=known, worker=worker)
     assert result.verdict == "confirmed"
 
 

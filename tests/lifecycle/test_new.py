@@ -14,13 +14,13 @@ import quirk_files
 from lifecycle_logs import FOLDER, NAMES, facts_of, read
 
 from portattn.errors import ArgumentError, DataError
-from portattn.lifecycle import facts, known, new, programs, writing
-from portattn.lifecycle.entry import MARK, open_lines
-from portattn.lifecycle.issue import excerpt
-from portattn.quirk import check_file, load_quirk
-from portattn.registry import Registry, find_backends, shipped_quirks
-from portattn.tomlfile import tomllib
-from portattn.verdict import Incident
+from portattn.planning.registry import Registry, find_backends, shipped_quirks
+from portattn.schema.outcome import Incident
+from portattn.schema.quirk import check_file, load_quirk
+from portattn.schema.toml_reader import tomllib
+from portattn.tools.quirks.lifecycle import facts, known, new, programs, writing
+from portattn.tools.quirks.lifecycle.entry import MARK, open_lines
+from portattn.tools.quirks.lifecycle.issue import excerpt
 
 DRAFTED = [name for name in NAMES if name not in ("green", "ascend-3.2-no-cann", "triton-3.4-no-rocm-linker")]
 BACKENDS = {
@@ -218,7 +218,7 @@ def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:
 @pytest.mark.compiles
 def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path) -> None:
     """The module of a log of Triton 3.6.0 for gfx950, and PTX of another, under that very compiler."""
-    from portattn.toolchain import installed
+    from portattn.schema.toolchain import installed
 
     if str(installed()) != "triton==3.6.0":
         pytest.skip(f"the logs are of triton==3.6.0, and this is {installed()}")

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from portattn.config import Settings
-from portattn.lifecycle.planline import plan_line, problem_options
-from portattn.lifecycle.specialised import Specialised
-from portattn.matrix.problems import full, quick
-from portattn.planner import plan
-from portattn.probing import plans
-from portattn.registry import Registry
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.tools.matrix.problems import full, quick
+from portattn.tools.quirks.lifecycle.planline import plan_line, problem_options
+from portattn.tools.quirks.lifecycle.specialised import Specialised
+from portattn.tools.quirks.probe import plans
 
 TARGET = "rocm:gfx942"
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_logs import NAMES, read
 
-from portattn.lifecycle.patterns import TABLE
-from portattn.lifecycle.recognise import recognise
-from portattn.lifecycle.signature import generalise
+from portattn.tools.quirks.lifecycle.patterns import TABLE
+from portattn.tools.quirks.lifecycle.recognise import recognise
+from portattn.tools.quirks.lifecycle.signature import generalise
 
 # log -> kind, stage, symptom, part of the cause
 SEEN = {

@@ -11,17 +11,17 @@ import pytest
 import quirk_files
 from support import random_call
 
-from portattn import compiling
+from portattn.compile import ensure
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import kernel_calls
-from portattn.lifecycle import facts, reduce
-from portattn.lifecycle.simplifications import OFFERS, offered
-from portattn.lifecycle.specialised import Specialised
-from portattn.matrix.problems import full
-from portattn.planner import plan
-from portattn.problem import Problem
-from portattn.registry import Registry, find_backends
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry, find_backends
+from portattn.schema.problem import Problem
+from portattn.tools.matrix.problems import full
+from portattn.tools.quirks.lifecycle import facts, reduce
+from portattn.tools.quirks.lifecycle.simplifications import OFFERS, offered
+from portattn.tools.quirks.lifecycle.specialised import Specialised
 from portattn.worker.client import Reply
 
 BIG = Problem(
@@ -156,13 +156,13 @@ def incident_of(registry, buggy, monkeypatch):
     made = msgspec.structs.replace(made, launch=made.launch.changed({"num_stages": 4}))
     launches, q, _ = kernel_calls(made, random_call(BIG), target.arch.cores)
     with buggy.worker() as worker:
-        monkeypatch.setattr(compiling, "_worker", worker)
-        return compiling.ensure(made, launches, q, target, current()).incident
+        monkeypatch.setattr(ensure, "_worker", worker)
+        return ensure.ensure(made, launches, q, target, current()).incident
 
 
 def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path) -> None:
     name = incident_of(registry, buggy, monkeypatch)
-    monkeypatch.setattr("portattn.lab.worker", lambda toolchain, **options: buggy.worker())
+    monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
     called = portattn("quirks", "reduce", name, "--write", "--json")
     assert called.status == 0, called.err
     reduced = called.json["reduced"]
@@ -194,7 +194,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     path.write_text(text)
     known = Registry.read(find_backends(), tmp_path)
     monkeypatch.setattr(Registry, "load", lambda: known)
-    monkeypatch.setattr("portattn.lab.worker", lambda toolchain, **options: buggy.worker())
+    monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
     called = portattn("quirks", "reduce", "cuda-0901-planted", "--toolchain", "triton==3.6.0", "--write")
     assert called.status == 0, called.err
     written = path.read_text()
@@ -228,8 +228,8 @@ def test_a_quirk_without_a_planned_probe_is_refused(registry) -> None:
 @pytest.mark.compiles
 def test_a_real_failure_is_reduced(registry) -> None:
     """Triton 3.6.0 fails on gfx950 at four stages with four loads in a loop: the bias is the fourth, and stays."""
-    from portattn import lab
-    from portattn.toolchain import installed
+    from portattn.schema.toolchain import installed
+    from portattn.tools import lab
 
     if str(installed()) != "triton==3.6.0":
         pytest.skip(f"the bug is in triton==3.6.0, and this is {installed()}")

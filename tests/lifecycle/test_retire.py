@@ -9,9 +9,9 @@ import pytest
 import quirk_files
 
 from portattn.errors import ArgumentError, DataError
-from portattn.lifecycle import retire, writing
-from portattn.lifecycle.editing import edit
-from portattn.registry import Registry, find_backends
+from portattn.planning.registry import Registry, find_backends
+from portattn.tools.quirks.lifecycle import retire, writing
+from portattn.tools.quirks.lifecycle.editing import edit
 
 TODAY = datetime.date(2026, 11, 30)
 BLOCK = """

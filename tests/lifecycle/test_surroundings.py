@@ -6,10 +6,10 @@ import pytest
 from lifecycle_logs import facts_of, read
 
 from portattn.errors import ArgumentError
-from portattn.lifecycle import facts
-from portattn.lifecycle.excerpts import excerpts, request_in
-from portattn.lifecycle.known import known
-from portattn.lifecycle.surroundings import surroundings
+from portattn.tools.quirks.lifecycle import facts
+from portattn.tools.quirks.lifecycle.excerpts import excerpts, request_in
+from portattn.tools.quirks.lifecycle.known import known
+from portattn.tools.quirks.lifecycle.surroundings import surroundings
 
 # log -> backend, arch, compiler, function
 TOLD = {
@@ -31,7 +31,7 @@ TOLD = {
 
 @pytest.mark.parametrize("name", TOLD)
 def test_what_a_log_says(name: str, registry) -> None:
-    from portattn.lifecycle.recognise import recognise
+    from portattn.tools.quirks.lifecycle.recognise import recognise
 
     text = read(name)
     failure = recognise(text)
@@ -177,7 +177,7 @@ def test_a_tombstone_is_known_too(registry) -> None:
 
     import msgspec
 
-    from portattn.quirk import Retired
+    from portattn.schema.quirk import Retired
 
     old = registry.quirks["rocm-0015-kpack"]
     buried = msgspec.structs.replace(

@@ -6,9 +6,9 @@ import pytest
 import quirk_files
 
 from portattn.errors import ArgumentError
-from portattn.lifecycle import upgrade
-from portattn.matrix.problems import quick
-from portattn.registry import Registry
+from portattn.planning.registry import Registry
+from portattn.tools.matrix.problems import quick
+from portattn.tools.quirks.lifecycle import upgrade
 
 OPEN = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01'
 BLOCK = """

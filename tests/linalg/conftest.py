@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from portattn import lab
-from portattn.linalg.tools import TOOLCHAIN, missing
+from portattn.backends.ascend.linalg.tools import TOOLCHAIN, missing
+from portattn.tools import lab
 from portattn.worker.client import Worker
 
 

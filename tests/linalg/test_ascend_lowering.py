@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from portattn import Target
-from portattn.compiling import compile_in
-from portattn.core import CORES
+from portattn.backends.ascend.linalg.check import Executed, looked_at
+from portattn.backends.ascend.linalg.program import Programs
+from portattn.compile.ensure import compile_in
 from portattn.launch import kernel_calls, meta_call
-from portattn.linalg.check import Executed, looked_at
-from portattn.linalg.program import Programs
-from portattn.matrix.cells import Numerics
-from portattn.matrix.problems import decode, dense, mla, paged, sparse, varlen
-from portattn.planner import Plan, plan
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import Plan, plan
+from portattn.tools.matrix.cells import Numerics
+from portattn.tools.matrix.problems import decode, dense, mla, paged, sparse, varlen
 from portattn.worker.client import Worker
 
 pytestmark = pytest.mark.usefixtures("mlir")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.linalg.lints import Lint
-from portattn.matrix import run, select
-from portattn.matrix.cells import Cell, KernelFacts, Numerics
-from portattn.matrix.problems import Named, decode, dense
-from portattn.matrix.run import Means, Options, Workers, make_cell
+from portattn.backends.ascend.linalg.lints import Lint
+from portattn.tools.matrix import run, select
+from portattn.tools.matrix.cells import Cell, KernelFacts, Numerics
+from portattn.tools.matrix.problems import Named, decode, dense
+from portattn.tools.matrix.run import Means, Options, Workers, make_cell
 from portattn.worker.client import Reply
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from portattn import Target
+from portattn.backends.ascend.linalg import check
+from portattn.backends.ascend.linalg.check import Executed, looked_at, small_problems
 from portattn.launch import signature
 from portattn.launch.kernelcall import KernelCall
-from portattn.linalg import check
-from portattn.linalg.check import Executed, looked_at, small_problems
-from portattn.planner import Plan, plan
-from portattn.problem import Problem
+from portattn.planning.planner import Plan, plan
+from portattn.schema.problem import Problem
 from portattn.worker.client import Reply, Worker
 
 TARGET = Target.parse("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import lowered_texts as texts
 import pytest
 
-from portattn.linalg.footprint import footprint
-from portattn.linalg.lints import LIMITS, lints
-from portattn.linalg.operations import read
+from portattn.backends.ascend.linalg.footprint import footprint
+from portattn.backends.ascend.linalg.lints import LIMITS, lints
+from portattn.backends.ascend.linalg.operations import read
 
 TILE = 64 * 64 * 4
 SELECT_F16 = """\

@@ -6,9 +6,9 @@ import lowered_texts as texts
 import pytest
 import torch
 
-from portattn.linalg import program, tools
-from portattn.linalg.program import Programs
-from portattn.linalg.tools import LinalgError
+from portattn.backends.ascend.linalg import program, tools
+from portattn.backends.ascend.linalg.program import Programs
+from portattn.backends.ascend.linalg.tools import LinalgError
 
 pytestmark = pytest.mark.usefixtures("mlir")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import lowered_texts as texts
 import pytest
 
-from portattn.linalg.text import Argument, kernel_of, upstream
-from portattn.linalg.tools import LinalgError
+from portattn.backends.ascend.linalg.text import Argument, kernel_of, upstream
+from portattn.backends.ascend.linalg.tools import LinalgError
 
 
 def test_a_kernel_has_its_own_arguments_only():

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from planted import planted as planted
 
-from portattn.matrix import numerics, provenance, select
-from portattn.matrix.cells import Cell, PlanSummary, Run, cell_id
-from portattn.matrix.problems import Named, decode, dense
+from portattn.testing import numerics
+from portattn.tools.matrix import provenance, select
+from portattn.tools.matrix.cells import Cell, PlanSummary, Run, cell_id
+from portattn.tools.matrix.problems import Named, decode, dense
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from portattn.config import Settings
-from portattn.core import CORES
-from portattn.matrix import gates
-from portattn.matrix.cells import KernelFacts
-from portattn.matrix.problems import dense, quick
-from portattn.planner import plan
-from portattn.registry import Registry
-from portattn.target import Target
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.testing import gates
+from portattn.tools.matrix.cells import KernelFacts
+from portattn.tools.matrix.problems import dense, quick
 
 FITS = {"local_memory": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
 

@@ -9,17 +9,15 @@ import pytest
 import support
 import torch
 
-from portattn.core import CORES
 from portattn.launch import run_core
-from portattn.matrix import numerics
-from portattn.matrix.numerics import Interpreter, on_device, request_of, scaled
-from portattn.matrix.problems import PADDED, dense, full
-from portattn.matrix.run import core_of
-from portattn.planner import plan
-from portattn.reference import check
-from portattn.registry import Registry
-from portattn.target import Target
-from portattn.worker import interpret
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.testing import numerics, run_plan, tolerance
+from portattn.testing.numerics import Interpreter, on_device, request_of, scaled
+from portattn.tools.matrix.problems import PADDED, dense, full
+from portattn.tools.matrix.run import core_of
 from portattn.worker.client import Reply
 
 KEPT = ("op", "group", "head_dim", "head_dim_v", "dtype", "causal", "layout", "aligned", "return_lse",
@@ -117,7 +115,7 @@ def small_request(**changes):
     "changes", [{}, PADDED | {"leftpad_q": True, "leftpad_k": True}, {"layout": "bshd", "aligned": False}]
 )
 def test_the_kernels_are_right(changes):
-    facts = interpret.compare(small_request(**changes))["facts"]
+    facts = run_plan.compare(small_request(**changes))["facts"]
     assert 0 < facts["error"] <= facts["budget"] < 0.1
     assert facts["lse_error"] <= facts["lse_budget"] < 0.1
     assert facts["wrong"] == 0
@@ -138,8 +136,8 @@ def test_damage_is_seen(monkeypatch, damage):
             lse = torch.zeros_like(lse) if damage == "lse" else torch.full_like(lse, float("inf"))
         return out, lse
 
-    monkeypatch.setattr(interpret, "run_core", damaged)
-    facts = interpret.compare(small_request())["facts"]
+    monkeypatch.setattr(run_plan, "run_core", damaged)
+    facts = run_plan.compare(small_request())["facts"]
     seen = numerics.numerics(Reply(outcome="ok", facts=facts), "here", support.problem())
     assert seen.outcome == "fail"
 
@@ -147,17 +145,17 @@ def test_damage_is_seen(monkeypatch, damage):
 def test_the_reference_path_is_compared_too():
     problem = support.problem(seqlens_k=True)
     request = {"problem": msgspec.to_builtins(problem), "path": "reference", "target": "cpu:generic"}
-    facts = interpret.compare(request | {"device": "cpu"})["facts"]
+    facts = run_plan.compare(request | {"device": "cpu"})["facts"]
     assert facts["wrong"] == 0
     assert facts["error"] <= facts["budget"]
 
 
 def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
     call = support.random_call(support.problem(), seed=3)
-    out, lse = check.same_dtype(call)
-    budgets = [check.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
+    out, lse = tolerance.same_dtype(call)
+    budgets = [tolerance.judge(call, out, lse, precision)["budget"] for precision in ("ieee", "tf32x3", "tf32")]
     assert budgets[0] <= budgets[1] < 10 * budgets[0] < budgets[2] / 10
-    assert check.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
+    assert tolerance.rounded(torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 3 * 2**-11, -2.0]), 10).tolist() == [
         1,
         1,
         1 + 2**-9,
@@ -169,10 +167,10 @@ def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():
 @pytest.mark.parametrize("where", ["out", "lse"])
 def test_what_is_not_finite_is_wrong_here_and_in_the_tests(where, value):
     call = support.random_call(support.problem(), seed=3)
-    out, lse = check.same_dtype(call)
+    out, lse = tolerance.same_dtype(call)
     support.assert_right(call, out, lse)
     {"out": out, "lse": lse}[where][0, 0, 3] = value
-    facts = check.judge(call, out, lse)
+    facts = tolerance.judge(call, out, lse)
     assert facts["wrong"] == (16 if where == "out" else 1)
     with pytest.raises(AssertionError, match="NaN or infinite"):
         support.assert_right(call, out, lse)
@@ -180,11 +178,11 @@ def test_what_is_not_finite_is_wrong_here_and_in_the_tests(where, value):
 
 def test_a_row_with_nothing_to_attend_must_be_zero_and_minus_infinity():
     call = support.random_call(support.problem(seq_q=24, seq_k=5, causal="bottom_right"))
-    out, lse = check.same_dtype(call)
-    assert check.judge(call, out, lse)["wrong"] == 0
+    out, lse = tolerance.same_dtype(call)
+    assert tolerance.judge(call, out, lse)["wrong"] == 0
     out[0, 0, 0, 0] = 1e-30
     lse[0, 0, 1] = float("inf")
-    assert check.judge(call, out, lse)["wrong"] == 2
+    assert tolerance.judge(call, out, lse)["wrong"] == 2
 
 
 def test_a_missing_interpreter_alone_is_not_run(monkeypatch):

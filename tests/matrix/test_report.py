@@ -8,10 +8,10 @@ from collections import Counter
 import msgspec
 import pytest
 
-from portattn.matrix.cells import Footnote, Gate, KernelFacts, Numerics
-from portattn.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
-from portattn.matrix.report import brief, link, render, sizes
-from portattn.problem import OPS
+from portattn.schema.problem import OPS
+from portattn.tools.matrix.cells import Footnote, Gate, KernelFacts, Numerics
+from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
+from portattn.tools.matrix.report import brief, link, render, sizes
 
 SLOW = Footnote(
     id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported"

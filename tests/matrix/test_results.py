@@ -11,8 +11,8 @@ import pytest
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
-from portattn.matrix.cells import SCHEMA, Cell
-from portattn.matrix.results import NAME, Results, read
+from portattn.tools.matrix.cells import SCHEMA, Cell
+from portattn.tools.matrix.results import NAME, Results, read
 
 TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
 

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from portattn.machine import devices
-from portattn.matrix import numerics, run, select
-from portattn.matrix.cells import Cell
-from portattn.matrix.problems import dense
-from portattn.matrix.run import Options, execute
-from portattn.toolchain import Toolchain, installed
+from portattn.planning.detect import devices
+from portattn.schema.toolchain import Toolchain, installed
+from portattn.testing import numerics
+from portattn.tools.matrix import run, select
+from portattn.tools.matrix.cells import Cell
+from portattn.tools.matrix.problems import dense
+from portattn.tools.matrix.run import Options, execute
 from portattn.worker.client import Reply
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton, also where the compiler is planted
@@ -96,7 +97,7 @@ def test_a_variant_s_cell_is_red_by_either_kernel(monkeypatch, planted, small, r
         return Reply(outcome="ok", facts=facts)
 
     monkeypatch.setattr(run, "compile_in", compile_in)
-    monkeypatch.setattr("portattn.matrix.variants.compile_in", compile_in)
+    monkeypatch.setattr("portattn.tools.matrix.variants.compile_in", compile_in)
     cell = variant_cell(planted, small)
     assert (cell.status, cell.level) == (("ERROR", "declared") if refused else ("PASS", "compiles"))
     assert cell.reason == reason
@@ -200,7 +201,7 @@ def test_ascend_says_what_it_needs(small):
 
 @pytest.mark.usefixtures("no_interpreter")
 def test_lowering_to_linalg_is_a_note_and_no_level(planted, small, monkeypatch):
-    monkeypatch.setattr("portattn.linalg.check.missing", lambda: "no mlir-opt here")
+    monkeypatch.setattr("portattn.backends.ascend.linalg.check.missing", lambda: "no mlir-opt here")
     found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)), pythons={ASCEND: planted})
     for cell in found.values():
         assert (cell.status, cell.level) == ("NOTE", "declared")

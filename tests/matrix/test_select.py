@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from portattn import lab
 from portattn.errors import ArgumentError
-from portattn.matrix import select
-from portattn.matrix.problems import SETS, full, quick
-from portattn.options import HAS_LENGTHS, TAKES
-from portattn.problem import OPS
-from portattn.toolchain import Toolchain, installed
+from portattn.schema.options import HAS_LENGTHS, TAKES
+from portattn.schema.problem import OPS
+from portattn.schema.toolchain import Toolchain, installed
+from portattn.tools import lab
+from portattn.tools.matrix import select
+from portattn.tools.matrix.problems import SETS, full, quick
 
 ASCEND = Toolchain.parse("triton-ascend==3.1.0")
 

@@ -13,18 +13,20 @@ import pytest
 from click.testing import CliRunner
 from planted import planted as planted
 
-from portattn import Target, canary, verify
+from portattn import Target
+from portattn.backends.cuda.ptx_compat.check import Older
 from portattn.cli import main
 from portattn.cli.matrix import _counts, _summary
 from portattn.config import Settings
 from portattn.errors import ArgumentError
-from portattn.matrix import numerics, provenance, select
-from portattn.matrix.cells import Cell, Numerics
-from portattn.matrix.problems import dense
-from portattn.matrix.report import brief, render
-from portattn.matrix.run import Options, execute
-from portattn.older.check import Older
-from portattn.planner import plan
+from portattn.planning.planner import plan
+from portattn.testing import canary, numerics
+from portattn.tools import verify
+from portattn.tools.matrix import provenance, select
+from portattn.tools.matrix.cells import Cell, Numerics
+from portattn.tools.matrix.problems import dense
+from portattn.tools.matrix.report import brief, render
+from portattn.tools.matrix.run import Options, execute
 from portattn.worker.client import Reply
 
 TOOLCHAIN = "triton==3.6.0"
@@ -263,7 +265,7 @@ def called(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portattn.machine.devices", lambda: [])
+    monkeypatch.setattr("portattn.planning.detect.devices", lambda: [])
     monkeypatch.setattr(verify, "devices", lambda: [])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
 

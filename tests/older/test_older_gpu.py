@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from portattn import Problem, Target, canary
-from portattn.machine import devices
-from portattn.matrix import problems
-from portattn.matrix.cells import Numerics
-from portattn.matrix.numerics import on_device
-from portattn.older.check import Older
-from portattn.planner import plan
-from portattn.toolchain import installed
+from portattn import Problem, Target
+from portattn.backends.cuda.ptx_compat.check import Older
+from portattn.planning.detect import devices
+from portattn.planning.planner import plan
+from portattn.schema.toolchain import installed
+from portattn.testing import canary
+from portattn.testing.numerics import on_device
+from portattn.tools.matrix import problems
+from portattn.tools.matrix.cells import Numerics
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiles]

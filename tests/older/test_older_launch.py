@@ -15,21 +15,23 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
-from portattn import Target, canary, kernels, lab
+from portattn import Target, kernels
+from portattn.backends.cuda.ptx_compat import driver as driving
+from portattn.backends.cuda.ptx_compat import execute as executing
+from portattn.backends.cuda.ptx_compat import launch as launching
+from portattn.backends.cuda.ptx_compat.driver import CudaError, Driver, PtxTooNew
+from portattn.backends.cuda.ptx_compat.launch import Code, arguments, fits, run
+from portattn.backends.cuda.ptx_compat.ptx import BadPtx, read
 from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
 from portattn.launch.kernelcall import KernelCall, signature
-from portattn.lowering import Launch
-from portattn.matrix.numerics import request_of
-from portattn.older import driver as driving
-from portattn.older import execute as executing
-from portattn.older import launch as launching
-from portattn.older.driver import CudaError, Driver, PtxTooNew
-from portattn.older.launch import Code, arguments, fits, run
-from portattn.older.ptx import BadPtx, read
-from portattn.planner import plan
+from portattn.planning.planner import plan
+from portattn.schema.lowering import Launch
+from portattn.testing import canary
+from portattn.testing.numerics import request_of
+from portattn.testing.run_plan import call_of, plan_of
+from portattn.tools import lab
 from portattn.worker.client import Worker
-from portattn.worker.interpret import call_of, plan_of
 
 PARAMETERS = ("u64 .ptr .global .align 1", "f32", "u32", "u64", "u64 .ptr .global .align 1")
 TYPES = {"x": "*fp16", "scale": "fp32", "n": "i32", "far": "i64"}

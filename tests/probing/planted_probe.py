@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from portattn.quirk import Quirk, load_quirk
+from portattn.schema.quirk import Quirk, load_quirk
 from portattn.worker.client import Worker
 
 ID = "rocm-0901-planted"

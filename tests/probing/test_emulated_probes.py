@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from planted_probe import plant
 
-from portattn import probing
-from portattn.emulate.check import Emulated
-from portattn.matrix.cells import Numerics
-from portattn.probing import executing, plans
-from portattn.quirk import Quirk
-from portattn.registry import Registry
-from portattn.target import Target
-from portattn.toolchain import installed
+from portattn.backends.rocm.emulator.check import Emulated
+from portattn.planning.registry import Registry
+from portattn.schema.quirk import Quirk
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed
+from portattn.tools.matrix.cells import Numerics
+from portattn.tools.quirks import probe
+from portattn.tools.quirks.probe import executing, plans
 from portattn.worker.client import Worker
 from portattn.worker.probe import Bench, Code, Missing
 
@@ -66,7 +66,7 @@ def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ())
 def test_wrong_numbers_and_findings_are_seen(
     tmp_path: Path, off: tuple[int, int], unchecked: tuple[str, ...], told: str
 ) -> None:
-    result = probing.run(planted(tmp_path, off, unchecked), seconds=300)
+    result = probe.run(planted(tmp_path, off, unchecked), seconds=300)
     assert (result.verdict, result.off.word, result.level) == ("confirmed", "fail:signature", "emulated"), result
     assert told in result.reason
     assert (result.control.level, result.on.level) == ("emulated", "emulated")
@@ -75,7 +75,7 @@ def test_wrong_numbers_and_findings_are_seen(
 @compiles
 @pytest.mark.compiles
 def test_fixed_compiler_turns_red(tmp_path: Path) -> None:
-    result = probing.run(planted(tmp_path, off=(0, 0)), seconds=300)
+    result = probe.run(planted(tmp_path, off=(0, 0)), seconds=300)
     assert (result.verdict, result.level, result.red) == ("stale", "emulated", True), result
 
 
@@ -87,14 +87,14 @@ def test_fixed_compiler_turns_red(tmp_path: Path) -> None:
 def test_shipped_probes_see_what_their_ranges_say(number: str, arch: str) -> None:
     """On the installed compiler: confirmed where the entry's range has it, and red on the day that it is fixed."""
     (quirk,) = (quirk for id_, quirk in KNOWN.quirks.items() if id_.startswith(number))
-    result = probing.run(quirk, target=f"rocm:{arch}", seconds=300)
+    result = probe.run(quirk, target=f"rocm:{arch}", seconds=300)
     assert result.verdict == ("confirmed" if result.in_range else "absent"), result
     assert result.level == "emulated"
 
 
 def test_what_the_model_does_not_know_is_missing() -> None:
     """No verdict comes of an instruction that is not modelled, or of a compiler that the model was not tried with."""
-    from portattn.emulate.amdgpu import UnknownInstruction
+    from portattn.backends.rocm.emulator.amdgpu import UnknownInstruction
 
     request = {"arguments": {}, "outputs": [], "grid": [1], "unchecked": [], "types": {}, "lds": 0, "waves": 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -120,14 +120,14 @@ def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
     return msgspec.structs.replace(quirk, symptom=symptom, when=when, evidence=evidence)
 
 
-def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probing.Arm:
+def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probe.Arm:
     """The off arm of a planned probe whose code, once compiled, ends as told."""
 
     def check(self: Emulated, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
         return seen
 
     monkeypatch.setattr(Emulated, "check", check)
-    return probing.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}), seconds=300)
+    return probe.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}), seconds=300)
 
 
 @compiles
@@ -156,6 +156,6 @@ def test_planned_probe_in_the_model() -> None:
     """Really executed: this plan is right, so that an entry that says otherwise is stale."""
     quirk = wrong_result()
     registry = msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk})
-    result = probing.run(quirk, registry=registry, seconds=300)
+    result = probe.run(quirk, registry=registry, seconds=300)
     assert plans.executes(quirk, registry.target("rocm:gfx942"))
     assert (result.off.word, result.off.level) == ("pass", "emulated"), result

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from planted_probe import plant
 
-from portattn import probing
 from portattn.errors import ArgumentError, PortattnError
-from portattn.probing import plans
-from portattn.probing.running import place
-from portattn.quirk import Quirk
-from portattn.registry import Registry
-from portattn.toolchain import installed
+from portattn.planning.registry import Registry
+from portattn.schema.quirk import Quirk
+from portattn.schema.toolchain import installed
+from portattn.tools.quirks import probe as probing
+from portattn.tools.quirks.probe import plans
+from portattn.tools.quirks.probe.running import place
 
 SIZES = "--q 2,8,1024,128 --kv 2,8,1024,128 --dtype bf16"
 PROBE = f"plan: attention --target rocm:gfx950 {SIZES} --start num_stages=4,k_tile=row"

@@ -11,10 +11,10 @@ import click.testing
 import pytest
 from planted_probe import BOOM, ID, arms_of, child, plant
 
-from portattn import audit
 from portattn.cli import main
-from portattn.quirk import load_quirk
-from portattn.toolchain import Toolchain
+from portattn.schema.quirk import load_quirk
+from portattn.schema.toolchain import Toolchain
+from portattn.tools.quirks import audit
 
 Probe = Callable[..., click.testing.Result]
 HERE = Toolchain(distribution="triton", version="3.6.0")
@@ -24,11 +24,11 @@ HERE = Toolchain(distribution="triton", version="3.6.0")
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
     """probe("--record", off=BOOM): run the command on the planted folder with a planted compiler, triton==3.6.0."""
     for module in ("running", "many"):
-        monkeypatch.setattr(f"portattn.probing.{module}.installed", lambda: HERE)
-    monkeypatch.setattr("portattn.toolchain.installed", lambda: HERE)
+        monkeypatch.setattr(f"portattn.tools.quirks.probe.{module}.installed", lambda: HERE)
+    monkeypatch.setattr("portattn.schema.toolchain.installed", lambda: HERE)
 
     def call(*arguments: str, arms: dict[str, str] | None = None) -> click.testing.Result:
-        monkeypatch.setattr("portattn.lab.worker", lambda *_, **__: child(tmp_path, **(arms or {})))
+        monkeypatch.setattr("portattn.tools.lab.worker", lambda *_, **__: child(tmp_path, **(arms or {})))
         words = ["quirks", "probe", "--folder", str(tmp_path), *arguments]
         result = click.testing.CliRunner().invoke(main, words, prog_name="portattn")
         if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from planted_probe import BOOM, OTHER, arms_of, child, plant
 
-from portattn import probing
 from portattn.errors import ArgumentError
-from portattn.probing.results import saw
+from portattn.tools.quirks import probe
+from portattn.tools.quirks.probe.results import saw
 
 IN, OUT = ">=3.2", ">=3.7"  # the toolchain is triton==3.6.0
 PATH, NOTE = 'path = "reference"', 'note = "mind"'
@@ -17,9 +17,9 @@ PATH, NOTE = 'path = "reference"', 'note = "mind"'
 
 def probed(
     folder: Path, range_: str, control: str, off: str, on: str, seconds: float = 60, **quirk: str
-) -> probing.Result:
+) -> probe.Result:
     with child(folder, control, off, on) as worker:
-        return probing.run(plant(folder, range_=range_, **quirk), "triton==3.6.0", worker=worker, seconds=seconds)
+        return probe.run(plant(folder, range_=range_, **quirk), "triton==3.6.0", worker=worker, seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -79,48 +79,48 @@ def test_note_has_no_work_around_to_try(tmp_path: Path) -> None:
 
 def test_off_alone(tmp_path: Path) -> None:
     with child(tmp_path, control=OTHER, off=BOOM) as worker:
-        arm = probing.off(plant(tmp_path), "triton==3.6.0", worker=worker)
+        arm = probe.off(plant(tmp_path), "triton==3.6.0", worker=worker)
     assert arm.matched
     assert arms_of(tmp_path) == ["off"]
 
 
 def test_cannot_run_here(tmp_path: Path) -> None:
     quirk = plant(tmp_path)
-    result = probing.run(quirk, "triton==3.5.0")  # no release that the lab makes
+    result = probe.run(quirk, "triton==3.5.0")  # no release that the lab makes
     assert result.verdict == "unverified"
     assert result.reason == (
         "triton==3.5.0 is not here: `portattn lab create triton==3.5.0` makes it; never verified on triton==3.5.0"
     )
-    with pytest.raises(probing.ProbeError, match="portattn lab create"):
-        probing.off(quirk, "triton==3.5.0")
+    with pytest.raises(probe.ProbeError, match="portattn lab create"):
+        probe.off(quirk, "triton==3.5.0")
 
 
 def test_unverified_says_since_when(tmp_path: Path) -> None:
     table = '\n[[verified]]\ntoolchain = "triton==3.5.0"\ntarget = "rocm:gfx942"\nlevel = "compiles"\n'
     quirk = plant(tmp_path, more=f'{table}off = "fail:signature"\non = "pass"\ndate = 2026-11-01\n')
-    assert probing.run(quirk, "triton==3.5.0").reason.endswith("last verified here on 2026-11-01")
+    assert probe.run(quirk, "triton==3.5.0").reason.endswith("last verified here on 2026-11-01")
 
 
 def test_needs_a_device(tmp_path: Path) -> None:
     quirk = plant(tmp_path, more='needs = "rocm:gfx942"\n')
     with child(tmp_path) as worker:
-        result = probing.run(quirk, "triton==3.6.0", worker=worker)
+        result = probe.run(quirk, "triton==3.6.0", worker=worker)
     assert (result.verdict, arms_of(tmp_path)) == ("unverified", [])
     assert result.reason.startswith("needs rocm:gfx942")
 
 
 def test_another_compiler(tmp_path: Path) -> None:
     with child(tmp_path) as worker:
-        result = probing.run(plant(tmp_path), "triton-ascend==3.2.0", worker=worker)
+        result = probe.run(plant(tmp_path), "triton-ascend==3.2.0", worker=worker)
     assert result.reason.startswith("triton-ascend==3.2.0 compiles nothing for rocm")
 
 
 def test_target_that_the_quirk_does_not_concern(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="--target is 'rocm:gfx950', but rocm-0901-planted concerns rocm:gfx942"):
-        probing.run(plant(tmp_path), "triton==3.6.0", "rocm:gfx950")
+        probe.run(plant(tmp_path), "triton==3.6.0", "rocm:gfx950")
 
 
 def test_paths_of_this_machine_are_left_out(tmp_path: Path) -> None:
     quirk = plant(tmp_path)
-    arm = probing.Arm(outcome="fail", text="at 3:4:\n/home/me/env/triton/x.py:3:4: error: boom in it\nmore")
+    arm = probe.Arm(outcome="fail", text="at 3:4:\n/home/me/env/triton/x.py:3:4: error: boom in it\nmore")
     assert saw(quirk, arm) == "x.py:3:4: error: boom in it"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from planted_probe import BOOM, child, plant
 
-from portattn import probing
-from portattn.probing import ranges
-from portattn.toolchain import parse_range
+from portattn.schema.toolchain import parse_range
+from portattn.tools.quirks import probe
+from portattn.tools.quirks.probe import ranges
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_extended(old: str, version: str, new: str) -> None:
 def test_diff_is_of_the_files_line(tmp_path: Path) -> None:
     quirk = plant(tmp_path, range_=">=3.4,<3.9")
     with child(tmp_path) as worker:
-        stale = probing.run(quirk, "triton==3.6.0", worker=worker)
+        stale = probe.run(quirk, "triton==3.6.0", worker=worker)
     line = next(n for n, text in enumerate(Path(quirk.file).read_text().splitlines(), 1) if "toolchain" in text)
     assert stale.diff.splitlines() == [
         f"--- {quirk.file}:{line}",
@@ -58,10 +58,10 @@ def test_diff_is_of_the_files_line(tmp_path: Path) -> None:
     ]
     quirk = plant(tmp_path, range_=">=3.7")
     with child(tmp_path, off=BOOM) as worker:
-        narrow = probing.run(quirk, "triton==3.6.0", worker=worker)
+        narrow = probe.run(quirk, "triton==3.6.0", worker=worker)
     assert narrow.diff.endswith('+toolchain = { triton = ">=3.6.0" }')
 
 
 def test_no_diff_where_the_range_is_right(tmp_path: Path) -> None:
     with child(tmp_path, off=BOOM) as worker:
-        assert probing.run(plant(tmp_path), "triton==3.6.0", worker=worker).diff == ""
+        assert probe.run(plant(tmp_path), "triton==3.6.0", worker=worker).diff == ""

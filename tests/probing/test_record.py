@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from planted_probe import BOOM, OTHER, child, plant
 
-from portattn import probing
 from portattn.errors import DataError
-from portattn.probing.record import record
-from portattn.quirk import Quirk, load_quirk
+from portattn.schema.quirk import Quirk, load_quirk
+from portattn.tools.quirks import probe
+from portattn.tools.quirks.probe.record import record
 
 
-def result(folder: Path, quirk: Quirk, toolchain: str, **arms: str) -> probing.Result:
+def result(folder: Path, quirk: Quirk, toolchain: str, **arms: str) -> probe.Result:
     with child(folder, **arms) as worker:
-        return probing.run(quirk, toolchain, worker=worker)
+        return probe.run(quirk, toolchain, worker=worker)
 
 
 def test_writes_one_table_for_each_toolchain(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_what_saw_nothing_is_not_recorded(tmp_path: Path) -> None:
     said_nothing = [
         result(tmp_path, quirk, "triton==3.6.0", control=OTHER),
         result(tmp_path, quirk, "triton==3.6.0", off=OTHER),
-        probing.run(quirk, "triton==3.5.0"),
+        probe.run(quirk, "triton==3.5.0"),
     ]
     assert [r.verdict for r in said_nothing] == ["broken", "inconclusive", "unverified"]
     assert record(quirk, said_nothing) == 0

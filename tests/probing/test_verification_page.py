@@ -7,24 +7,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from portattn import catalogue, verification
-from portattn.quirk import Verified
-from portattn.registry import Registry
+from portattn.planning.registry import Registry
+from portattn.schema.quirk import Verified
+from portattn.tools.quirks import pages, verification
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "quirk-verification.md"
 KNOWN = Registry.load()
 
 
 def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    catalogue.main(["--verification"])
+    pages.main(["--verification"])
     assert capsys.readouterr().out == PAGE.read_text(encoding="utf-8"), (
-        "run: python -m portattn.catalogue --verification > docs/quirk-verification.md"
+        "run: python -m portattn.tools.quirks.pages --verification > docs/quirk-verification.md"
     )
 
 
 def test_unknown_argument() -> None:
     with pytest.raises(SystemExit, match="--verify' is not --verification"):
-        catalogue.main(["--verify"])
+        pages.main(["--verify"])
 
 
 def test_enough_is_verified_on_both_sides() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from support import poisoned
 
-from portattn.call import Call
-from portattn.problem import Problem
 from portattn.reference import blockwise
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
 PAGED = {"seq_k": 40, "page_size": 8, "seqlens_k": True}

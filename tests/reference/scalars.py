@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from portattn.call import Call
+from portattn.schema.call import Call
 
 INF = float("inf")
 

@@ -7,7 +7,7 @@ from reference_cases import CASES, OPS, problem, run
 from support import assert_right
 
 from portattn.reference import blockwise
-from portattn.reference.check import random_call
+from portattn.testing.tolerance import random_call
 
 
 @pytest.mark.parametrize(("op", "feature"), CASES)

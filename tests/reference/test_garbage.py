@@ -13,10 +13,10 @@ import torch
 from reference_cases import CASES, OPS, problem, run
 from support import assert_right
 
-from portattn.call import TENSORS, Call
-from portattn.problem import Problem
 from portattn.reference import blockwise
-from portattn.reference.check import random_call
+from portattn.schema.call import TENSORS, Call
+from portattn.schema.problem import Problem
+from portattn.testing.tolerance import random_call
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 VALUES = (LOWEST, HIGHEST, -1, 0, 1, 5, 23, 1000, 2**30)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from reference_cases import CHOSEN, PLACED, TERMS, problem
 
-from portattn.call import TENSORS, Call
 from portattn.reference import blockwise
-from portattn.reference.check import random_call
-from portattn.reference.oracle import oracle
+from portattn.schema.call import TENSORS, Call
+from portattn.testing.oracle import oracle
+from portattn.testing.tolerance import random_call
 
 FEATURES = [*TERMS, *PLACED]
 CASES = [

@@ -8,7 +8,7 @@ from reference_cases import problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from portattn.reference import blockwise
-from portattn.reference.check import random_call
+from portattn.testing.tolerance import random_call
 
 
 class LargestTensor(TorchDispatchMode):

@@ -11,13 +11,13 @@ import torch
 from reference_cases import CASES, OPS, problem
 from scalars import sampled, scalars
 
-from portattn.call import Call
-from portattn.problem import Problem
 from portattn.reference import blockwise
-from portattn.reference.check import random_call, same_dtype
 from portattn.reference.magicpig import log_sampling_probability
-from portattn.reference.oracle import oracle
 from portattn.reference.scoreterms import log_sampled
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
+from portattn.testing.oracle import oracle
+from portattn.testing.tolerance import random_call, same_dtype
 
 SMALLER = {"heads_q": 2, "heads_k": 1, "head_dim": 4, "head_dim_v": 3}
 

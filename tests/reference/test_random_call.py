@@ -8,10 +8,10 @@ import pytest
 import torch
 from reference_cases import CASES, OPS, problem, run
 
-from portattn.call import Call
-from portattn.reference import check
-from portattn.reference.check import judge, random_call, same_dtype
-from portattn.reference.dense_view import dense_view
+from portattn.schema.call import Call
+from portattn.testing import tolerance
+from portattn.testing.dense_view import dense_view
+from portattn.testing.tolerance import judge, random_call, same_dtype
 
 PACKED = [name for name, fields in OPS.items() if "total_q" in fields]
 PAGED = [name for name, fields in OPS.items() if "page_size" in fields]
@@ -29,7 +29,7 @@ def poisoned(call: Call) -> torch.Tensor:
 @pytest.mark.parametrize(("op", "feature"), CASES)
 def test_a_seed_decides_everything(op: str, feature: str) -> None:
     a, b, c = (random_call(problem(op, feature), seed) for seed in (3, 3, 4))
-    for name in check.TENSORS:
+    for name in tolerance.TENSORS:
         assert same(getattr(a, name), getattr(b, name)), name
     assert not same(a.q, c.q)
 

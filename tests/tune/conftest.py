@@ -11,13 +11,13 @@ import torch
 from faketunable import FILE, SMALL, FakeClock, NoWorker
 from planted import planted as planted
 
-from portattn.target import Target
-from portattn.tune.classes import Class, classes
-from portattn.tune.log import History
-from portattn.tune.records import Origin, Outcome, Record
-from portattn.tune.run import Options, Tuner
-from portattn.tune.workloads import parse, workload
-from portattn.tuning import load_tuning
+from portattn.schema.target import Target
+from portattn.schema.tuning import load_tuning
+from portattn.tools.tune.classes import Class, classes
+from portattn.tools.tune.log import History
+from portattn.tools.tune.records import Origin, Outcome, Record
+from portattn.tools.tune.run import Options, Tuner
+from portattn.tools.tune.workloads import parse, workload
 
 
 @pytest.fixture

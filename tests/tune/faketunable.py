@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from portattn.call import Call
 from portattn.reference import blockwise
-from portattn.tune.choice import Choice
-from portattn.tune.tunable import Built, Compiled, NotBuilt, Started
+from portattn.schema.call import Call
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started
 
 SMALL = "attention q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
 OTHER = "attention q=2,2,20,16 kv=2,1,37,16 dtype=fp16 causal"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from faketunable import SMALL, FakeClock, FakeTunable, Made, NoWorker
 
-from portattn import lab
 from portattn.cli import main
-from portattn.registry import Registry
-from portattn.tune.log import read
-from portattn.tune.records import Candidate, Code, Outcome
-from portattn.tuning import Entry, Tuning, load_tuning
+from portattn.planning.registry import Registry
+from portattn.schema.tuning import Entry, Tuning, load_tuning
+from portattn.tools import lab
+from portattn.tools.tune.log import read
+from portattn.tools.tune.records import Candidate, Code, Outcome
 from portattn.worker.client import Worker
 
 WHERE = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0")
@@ -76,7 +76,7 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
         common += ("--compile-only",)
         monkeypatch.setattr("portattn.cli.tune._device", lambda where: pytest.fail("a device is looked for"))
     else:
-        monkeypatch.setattr("portattn.machine.devices", list)
+        monkeypatch.setattr("portattn.planning.detect.devices", list)
     called = tune("--target", "cuda:sm_90", *common, "--out", str(tmp_path), "--json")
     assert called.exit_code == 0
     told = json.loads(called.stdout)
@@ -94,13 +94,13 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
 def device(monkeypatch: pytest.MonkeyPatch):
     """A device that is the CPU, a fake kernel and clock: returns the function that sets the kernel's candidates."""
     monkeypatch.setattr("portattn.cli.tune._device", lambda where: torch.device("cpu"))
-    monkeypatch.setattr("portattn.tune.race.DeviceClock", FakeClock)
+    monkeypatch.setattr("portattn.tools.tune.race.DeviceClock", FakeClock)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a chip")
     monkeypatch.setattr(lab, "worker", lambda name: NoWorker())
 
     def plant(made: dict[int, Made]) -> FakeTunable:
         tunable = FakeTunable(made)
-        monkeypatch.setattr("portattn.tune.tunable.tunables", lambda target: [tunable])
+        monkeypatch.setattr("portattn.tools.tune.tunable.tunables", lambda target: [tunable])
         return tunable
 
     return plant

@@ -6,15 +6,15 @@ import pytest
 import torch
 from faketunable import SMALL, choice
 
-from portattn import lab
-from portattn.lab import LabError
-from portattn.target import Target
-from portattn.tune.choice import Choice
-from portattn.tune.core import planned
-from portattn.tune.facts import compile_all, programs_a_core, verdict
-from portattn.tune.search import Stage, facts_of
-from portattn.tune.tunable import Compiled, NotBuilt, tunables
-from portattn.tune.workloads import parse, workload
+from portattn.schema.target import Target
+from portattn.tools import lab
+from portattn.tools.lab import LabError
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.core import planned
+from portattn.tools.tune.facts import compile_all, programs_a_core, verdict
+from portattn.tools.tune.search import Stage, facts_of
+from portattn.tools.tune.tunable import Compiled, NotBuilt, tunables
+from portattn.tools.tune.workloads import parse, workload
 
 WIDE = "attention q=2,4,512,128 kv=2,4,512,128 dtype=bf16 causal"
 

@@ -8,19 +8,19 @@ import fnmatch
 import pytest
 from faketunable import OTHER, SMALL, FakeTunable, Made, choice
 
-from portattn.core import KERNEL_NAMES
 from portattn.errors import DataError
-from portattn.registry import Registry
-from portattn.target import Target
-from portattn.tune.choice import Choice
-from portattn.tune.classes import classes
-from portattn.tune.core import CoreTunable
-from portattn.tune.entries import TuningFile
-from portattn.tune.race import Times
-from portattn.tune.records import Outcome, Result
-from portattn.tune.tunable import tunables
-from portattn.tune.workloads import parse, workload
-from portattn.tuning import load_tuning
+from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.schema.tuning import load_tuning
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.classes import classes
+from portattn.tools.tune.core import CoreTunable
+from portattn.tools.tune.entries import TuningFile
+from portattn.tools.tune.race import Times
+from portattn.tools.tune.records import Outcome, Result
+from portattn.tools.tune.tunable import tunables
+from portattn.tools.tune.workloads import parse, workload
 
 TIMES = Times(least=10.0, median=12.3456, most=20.0)
 

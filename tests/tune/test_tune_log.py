@@ -7,9 +7,9 @@ import pytest
 from faketunable import choice
 
 from portattn.errors import ArgumentError, DataError
-from portattn.tune.log import COLUMNS, History, Log, latest, read, text
-from portattn.tune.race import Times
-from portattn.tune.records import Candidate, Code, Outcome, Stopped, Trying
+from portattn.tools.tune.log import COLUMNS, History, Log, latest, read, text
+from portattn.tools.tune.race import Times
+from portattn.tools.tune.records import Candidate, Code, Outcome, Stopped, Trying
 
 NAME = "dense_forward: causal"
 

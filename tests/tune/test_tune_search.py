@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from faketunable import OTHER, SMALL, FakeClock, FakeTunable, Made, choice
 
-from portattn.tune import race
-from portattn.tune.log import History
-from portattn.tune.records import Candidate, Code, Trying
-from portattn.tune.run import red
-from portattn.tune.search import DeviceLost
+from portattn.tools.tune import race
+from portattn.tools.tune.log import History
+from portattn.tools.tune.records import Candidate, Code, Trying
+from portattn.tools.tune.run import red
+from portattn.tools.tune.search import DeviceLost
 
 
 def verdicts(records) -> dict[int, list[str]]:
@@ -242,7 +242,7 @@ def test_a_device_that_is_lost_ends_the_run(class_of, search, monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     tunable = FakeTunable({64: Made(100.0), 32: Made(1.0)})
-    monkeypatch.setattr("portattn.tune.search.synchronize", synchronize)
+    monkeypatch.setattr("portattn.tools.tune.search.synchronize", synchronize)
     with pytest.raises(DeviceLost, match="left the device unusable: CUDA error"):
         search(tunable, class_of(tunable))
 

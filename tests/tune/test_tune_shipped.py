@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from portattn.errors import DataError
-from portattn.registry import Registry
-from portattn.tuning import Source, load_tuning
+from portattn.planning.registry import Registry
+from portattn.schema.tuning import Source, load_tuning
 
 SHIPPED = [
     (f"{backend}/{name}", tuning)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.core import CORES, KERNEL_NAMES
-from portattn.lowering import CHOICES, check_launch_values
-from portattn.registry import Registry
-from portattn.target import Target
-from portattn.tune import space
-from portattn.tune.choice import Choice
-from portattn.tune.space import SPACES, Axis, candidates, check_space, left_out
-from portattn.tune.workloads import parse, workload
+from portattn.planning.kernel_specs import CORES, KERNEL_NAMES
+from portattn.planning.registry import Registry
+from portattn.schema.lowering import CHOICES, check_launch_values
+from portattn.schema.target import Target
+from portattn.tools.tune import space
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.space import SPACES, Axis, candidates, check_space, left_out
+from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
 PROBLEMS = {

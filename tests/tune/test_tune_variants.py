@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.backends.cuda import forward
-from portattn.backends.cuda.forward_tuning import ForwardTunable
-from portattn.target import Target
-from portattn.tune.choice import Choice
-from portattn.tune.tunable import NotBuilt, tunables
-from portattn.tune.workloads import parse, workload
+from portattn.backends.cuda.hopper_forward import variant as forward
+from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
+from portattn.schema.target import Target
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.tunable import NotBuilt, tunables
+from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
 

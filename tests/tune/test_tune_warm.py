@@ -7,10 +7,10 @@ import os
 import pytest
 from faketunable import SMALL, choice
 
-from portattn.tune import warm
-from portattn.tune.choice import Choice
-from portattn.tune.warm import Asked, warm_all
-from portattn.tune.workloads import parse
+from portattn.tools.tune import warm
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.warm import Asked, warm_all
+from portattn.tools.tune.workloads import parse
 
 
 def asked(code: str, **changes) -> Asked:

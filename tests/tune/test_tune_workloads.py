@@ -6,11 +6,11 @@ import msgspec
 import pytest
 import torch
 
-from portattn.bench.gate import as_call
-from portattn.bench.sets import SETS
-from portattn.bench.tensors import Tensors
 from portattn.errors import ArgumentError
-from portattn.tune.workloads import from_sets, parse, workload
+from portattn.tools.bench.gate import as_call
+from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.tensors import Tensors
+from portattn.tools.tune.workloads import from_sets, parse, workload
 
 TEXTS = [
     "attention q=2,4,20,16 kv=2,2,37,16 dtype=fp16 causal",

@@ -10,9 +10,9 @@ import torch
 from good_calls import LAID_OUT, OPS, good, perform, ragged, sparse_paged
 
 import portattn
-from portattn.call import Call
+from portattn.api.request import collecting
 from portattn.config import Settings
-from portattn.request import collecting
+from portattn.schema.call import Call
 from portattn.validate import attention_call
 from portattn.validate.checks import reachable, wants_gradients
 

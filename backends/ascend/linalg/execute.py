@@ -1,0 +1,50 @@
+"""A plan's launches, as triton-ascend lowers them, on a small random problem. Child process only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from portattn.backends.ascend.linalg.program import Launched, Programs
+from portattn.launch import KernelCall, has_rows, kernel_calls, signature
+from portattn.planning.registry import Registry
+from portattn.testing.run_plan import call_of, plan_of
+from portattn.testing.tolerance import judge, nan_filled_memory
+
+_programs: Programs | None = None
+
+
+def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Execute lowered launches: {"facts": …} as reference/check.judge says, and `strays`, stray accesses as a text.
+
+    The request is that of worker/interpret.py with `texts`, the lowered text of each launch in order. Outputs, partial
+    results, scratch memory and all padding start as NaN. Raises LinalgError when a text cannot be executed.
+    """
+    global _programs
+    _programs = _programs or Programs()
+    target = Registry.load().target(request["target"])
+    with nan_filled_memory(), torch.no_grad():
+        plan, call = plan_of(request, target), call_of(request)
+        launches, out, lse = kernel_calls(plan, call, target.arch.cores)
+        found: list[str] = []
+        if has_rows(plan):
+            for launch, text in zip(launches, request["texts"], strict=True):
+                enter(f"execute {launch.function}")
+                seen = _programs.launch(text, launch.grid, arguments_of(launch))
+                found += complaints(launch.function, seen)
+    enter("judge")
+    return {"facts": judge(call, out, lse) | {"strays": "; ".join(found)}}
+
+
+def arguments_of(launch: KernelCall) -> dict[str, Any]:
+    """The run-time arguments that the compiled kernel still takes."""
+    taken = signature(launch).types
+    return {name: value for name, value in launch.arguments.items() if name in taken}
+
+
+def complaints(function: str, seen: Launched) -> list[str]:
+    """What a launch did to memory that is not its own, a sentence each."""
+    inputs = [f"{function} writes its input {name}" for name in seen.wrote_inputs]
+    return [*(f"{function} {stray}" for stray in seen.strays), *inputs]

@@ -1,0 +1,1 @@
+"""`gluon_forward`: the forward for Hopper, explicitly scheduled."""

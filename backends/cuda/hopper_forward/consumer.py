@@ -1,0 +1,354 @@
+"""A consumer of the Hopper forward: one warp group, 64 query rows of each tile."""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
+from portattn.backends.cuda.hopper_forward.mail import BOXES, read
+from portattn.backends.cuda.hopper_forward.parts import (
+    capped,
+    clear,
+    following,
+    here,
+    hold,
+    lane_sum,
+    masked_scores,
+    operand,
+    rescaled,
+    row_maximum,
+)
+from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
+from portattn.backends.cuda.named_barriers import arrive, sync
+from portattn.backends.cuda.sizes import GROUP_ROWS
+
+TURN: gl.constexpr = gl.constexpr(5)  # 5..7   named barriers: consumer w may issue its products: TURN + w
+FREE: gl.constexpr = gl.constexpr(8)  # 8..15  key buffer b may be loaded again: FREE + b; values: FREE + STAGES + b
+_ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+_LN2: gl.constexpr = gl.constexpr(math.log(2))
+
+
+@gluon.jit
+def _scores(q, shared, ring, form):
+    """Q Kᵀ of this tile, begun."""
+    k = shared.k.index(ring.slot).reshape([form.KEYS, form.DIM]).permute((1, 0))
+    return warpgroup_mma(q, k, gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _values(state, shared, ring, form):
+    """acc += P V of the tile before, begun."""
+    v = shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM])
+    return warpgroup_mma(operand(state.held, form, shared.v.dtype), v, state.acc, is_async=True)
+
+
+@gluon.jit
+def _advanced(ring, form):
+    slot, phase = following(ring.slot, ring.phase, form.STAGES)
+    return Ring(slot, phase, ring.slot, ring.phase)
+
+
+@gluon.jit
+def _passed(count, ring, shared, group: gl.constexpr, form):
+    """Let key tiles pass that only other consumers of the tile need."""
+    for _ in range(count):
+        mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
+        if form.TURNS:
+            sync(TURN + group, 256)
+            arrive(TURN + (group + 1) % form.GROUPS, 256)
+        arrive(FREE + ring.slot, form.PARTY)
+        mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
+        arrive(FREE + form.STAGES + ring.slot, form.PARTY)
+        slot, phase = following(ring.slot, ring.phase, form.STAGES)
+        ring = Ring(slot, phase, ring.v_slot, ring.v_phase)
+    return ring
+
+
+@gluon.jit
+def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
+    """A tile's first scores, complete; which key tiles it has; and the ring, at the first of them."""
+    row = work.row + group * _ROWS
+    all_begin, all_end, _some = tile_keys(work, sizes, form)
+    begin, clean, unclean, end = all_begin, all_begin, all_end, all_end
+    if form.RIGHT or form.LEFT:
+        begin, clean, unclean, end = key_tiles(row, _ROWS, work, sizes, form)
+        end = gl.minimum(gl.maximum(end, all_begin + 1), all_end)
+        begin = gl.minimum(gl.maximum(begin, all_begin), end - 1)
+        ring = _passed(all_end - end, ring, shared, group, form)
+    place = buffer * form.GROUPS + group
+    mbarrier.wait(shared.q_full.index(place), phase)
+    q = shared.q.index(place).reshape([_ROWS, form.DIM])
+    if form.REG_Q:
+        q = q.load(form.QROWS)
+        mbarrier.arrive(shared.q_free.index(place), count=1)
+    mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
+    if form.TURNS:
+        sync(TURN + group, 256)
+    s = _scores(q, shared, ring, form)
+    if form.TURNS:
+        arrive(TURN + (group + 1) % form.GROUPS, 256)
+    s = warpgroup_mma_wait(0, deps=[s])
+    arrive(FREE + ring.slot, form.PARTY)
+    return s, q, Keys(begin, clean, unclean, end, begin - all_begin), ring
+
+
+@gluon.jit
+def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
+    """The state after the first key tile, whose values are not added yet."""
+    masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.VARYING != "none"
+    factor = scale
+    if form.SOFTCAP:
+        s = capped(s, scale, softcap, form)
+        factor = 1.0
+    if masked:
+        s = masked_scores(s, row_start, row_end, n, form)
+    row_max = row_maximum(s, form) * factor
+    base = row_max
+    if masked:
+        base = gl.where(row_max == -float("inf"), 0.0, row_max)
+    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
+    alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
+    return State(acc, hold(p, form, shared.v.dtype), alpha, row_max, lane_sum(p, form))
+
+
+@gluon.jit
+def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked: gl.constexpr, group: gl.constexpr,
+          form):  # fmt: skip
+    """One more key tile: its scores and softmax, while the values of the tile before are added."""
+    # The order of these statements is the schedule: moving one costs up to 8 %.
+    mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
+    if form.TURNS:
+        sync(TURN + group, 256)
+    s = _scores(q, shared, ring, form)
+    acc = state.acc
+    if form.LATE:
+        acc = rescaled(acc, here(state.alpha), form)
+    mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
+    acc = _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
+    if form.TURNS:
+        arrive(TURN + (group + 1) % form.GROUPS, 256)
+    s = warpgroup_mma_wait(1, deps=[s])
+    arrive(FREE + ring.slot, form.PARTY)
+    factor = scale
+    if form.SOFTCAP:
+        s = capped(s, scale, softcap, form)
+        factor = 1.0
+    if masked:
+        s = masked_scores(s, row_start, row_end, n, form)
+    row_max = gl.maximum(state.row_max, row_maximum(s, form) * factor)
+    base = row_max
+    if masked:
+        base = gl.where(row_max == -float("inf"), 0.0, row_max)
+    if form.EARLY:
+        alpha = gl.exp2(state.row_max - base)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    else:
+        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+        alpha = gl.exp2(state.row_max - base)
+    row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
+    row_sum = row_sum + lane_sum(p, form)
+    if not form.EARLY:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+    if not form.LATE:
+        acc = rescaled(acc, alpha, form)
+    return State(acc, hold(p, form, shared.v.dtype), alpha, row_max, row_sum), _advanced(ring, form)
+
+
+@gluon.jit
+def _last_values(state, ring, shared, form):
+    """acc += P V of the last tile, begun."""
+    acc = state.acc
+    if form.LATE:
+        acc = rescaled(acc, state.alpha, form)
+    mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
+    return _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
+
+
+@gluon.jit
+def _normalised(acc, row_max, row_sum, sink, valid, form):
+    """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
+    rows."""
+    total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
+    factor = 1.0
+    largest = row_max * _LN2
+    if sink is not None:
+        # One that base 2 cannot hold stays as it is: both numbers are beyond every score.
+        score = sink * (1.0 / _LN2)
+        score = gl.where(gl.abs(score) == float("inf"), sink, score)
+        new_max = gl.maximum(row_max, score)
+        factor = gl.where(row_max == -float("inf"), 0.0, gl.exp2(row_max - new_max))
+        total = total * factor + gl.where(score == -float("inf"), 0.0, gl.exp2(score - new_max))
+        largest = gl.where(new_max == score, sink, new_max * _LN2)
+    empty = total == 0.0  # a NaN total stays NaN
+    if form.VARYING != "none":
+        empty = empty | (valid == 0)
+    lse = gl.where(empty, -float("inf"), largest + gl.log2(gl.where(empty, 1.0, total)) * _LN2)
+    acc = rescaled(acc, gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total)), form)
+    if form.VARYING != "none":  # padding rows may hold anything
+        nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
+        acc = gl.where(gl.expand_dims(nothing, 1) != 0, 0.0, acc)
+    return acc, lse
+
+
+@gluon.jit
+def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
+    """Rows of the output by way of shared memory, one part of the columns after the other."""
+    if form.PARTS == 1:
+        _part_stored(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+    else:
+        gl.static_assert(form.PARTS == 2)
+        halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
+        first, second = gl.split(halves)
+        _part_stored(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+        tma.store_wait(0)
+        _part_stored(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
+
+
+@gluon.jit
+def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, work, row, place, form):
+    flat = place.reshape([_ROWS, form.DIM // form.PARTS])
+    flat.store(acc.to(place.dtype))
+    at = work.q_first + row
+    whole = row + _ROWS <= work.q_length  # else a packed tile would overwrite the next sequence's rows
+    if form.VARYING != "packed" or whole:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [work.slot, work.head, at, column], place)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
+        first = out + (at.to(gl.int64) * stride_s + work.head.to(gl.int64) * stride_h) * 8
+        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
+        offsets = gl.expand_dims(rows * stride_s * 8, 1) + gl.expand_dims(columns, 0)
+        inside = gl.expand_dims(rows < work.q_length - row, 1)
+        for j in gl.static_range(form.DIM // form.PARTS // 16):
+            there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
+            gl.store(first + (offsets + column + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
+        if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
+            fence_async_shared()
+
+
+@gluon.jit
+def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, group: gl.constexpr, form):
+    """The key tiles after the first: masked ones, then those that need no mask, then masked ones before a window."""
+    n = keys.end - 1
+    if form.RIGHT:
+        for _ in range(n - gl.maximum(keys.unclean, keys.begin)):
+            n -= 1
+            state, ring = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
+    stop = keys.begin
+    if form.LEFT:
+        stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
+    for _ in range(n - stop):
+        state, ring = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, False, group, form)
+    if form.LEFT:
+        n = stop
+        for _ in range(stop - keys.begin):
+            n -= 1
+            state, ring = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
+    return state, ring
+
+
+@gluon.jit
+def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, group: gl.constexpr, form):
+    """One warp group."""
+    for j in gl.static_range(2 * form.STAGES):  # every buffer starts free
+        arrive(FREE + j, form.PARTY)
+    if form.TURNS and group == form.GROUPS - 1:
+        arrive(TURN, 256)
+    zero = gl.to_tensor(0)
+    ring = Ring(zero, zero, zero, zero)
+    buffer, q_phase, box, box_phase = zero, zero, zero, zero
+    mbarrier.wait(shared.mail_full.index(box), box_phase)
+    work = read(box, shared)
+    while work.row >= 0:
+        s, q, keys, ring = _begun(work, buffer, q_phase, ring, sizes, shared, group, form)
+        place = buffer * form.GROUPS + group
+        rows = work.row + group * _ROWS + gl.arange(0, _ROWS, form.ROW)
+        seen, position = last_seen(work, sizes, form), position_of(work, form)
+        if form.SPLIT:
+            _begin, _end, some = tile_keys(work, sizes, form)
+            seen = gl.where(some, seen, 0)
+        row_end = gl.full([_ROWS], 0, gl.int32, form.ROW) + seen
+        row_start = row_end
+        if form.RIGHT:
+            row_end = gl.minimum(rows + (position + sizes.right + 1), seen)
+        if form.LEFT:
+            row_start = rows + (position - sizes.left)
+        state = _first_state(s, row_start, row_end, keys.end - 1, scale, softcap, shared, form)
+        if form.UNSEEN:
+            if keys.end * form.KEYS > seen:
+                mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
+                v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
+                clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
+        ring = _advanced(ring, form)
+        state, ring = _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, group, form)
+        if form.LEFT:
+            first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
+            if first > 0:
+                mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
+                clear(shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM]), first, form.KEYS, form)
+        if form.OWN_OUT:
+            if not form.REG_Q:  # the queries have been read for the last time
+                mbarrier.arrive(shared.q_free.index(place), count=1)
+        acc = _last_values(state, ring, shared, form)
+        # What is this tile's is read again below, not kept in registers over the loops, which need all that there are.
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+        ring = _passed(keys.after, ring, shared, group, form)
+        _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group, form)
+        if not form.OWN_OUT:  # staged where the queries were
+            tma.store_wait(0)
+            mbarrier.arrive(shared.q_free.index(place), count=1)
+        mbarrier.arrive(shared.mail_free.index(box), count=1)
+        box, box_phase = following(box, box_phase, BOXES)
+        buffer, q_phase = following(buffer, q_phase, form.QUERIES)
+        mbarrier.wait(shared.mail_full.index(box), box_phase)
+        work = read(box, shared)
+    if form.TURNS and group == 0:
+        sync(TURN, 256)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group: gl.constexpr,
+           form):  # fmt: skip
+    """The tile's results, normalised, to memory. place: where its queries were, which have been read."""
+    work = read(box, shared)
+    row = work.row + group * _ROWS
+    rows = row + gl.arange(0, _ROWS, form.ROW)
+    sink = None
+    if sinks is not None:
+        sink = gl.load(sinks + work.head).to(gl.float32)
+    valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
+    acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, form)
+    first = ((work.split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
+    if lse is not None:
+        if form.VARYING == "packed":
+            gl.store(lse + first + work.q_first + rows, row_lse, mask=rows < work.q_length)
+        else:
+            gl.store(lse + first + rows, row_lse, mask=rows < sizes.seq_q)
+    if form.SPLIT:
+        inside = gl.convert_layout(sizes.seq_q - rows, gl.SliceLayout(1, form.OUTPUT))
+        columns = gl.arange(0, form.DIM, gl.SliceLayout(0, form.OUTPUT))
+        lines = gl.arange(0, _ROWS, gl.SliceLayout(1, form.OUTPUT)) * form.DIM
+        offsets = gl.expand_dims(lines, 1) + gl.expand_dims(columns, 0)
+        there = gl.expand_dims(inside > 0, 1)
+        gl.store(out + (first + row) * form.DIM + offsets, acc, mask=there)
+    else:
+        if form.OWN_OUT:
+            tma.store_wait(0)
+            place = group
+        _stored(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(place), form)

@@ -1,0 +1,181 @@
+"""Attention forward for sm_90a, explicitly scheduled in Gluon (Triton 3.6).
+
+A persistent block per multiprocessor draws tiles of GROUPS × 64 query rows of one head, until none are left:
+
+    producer     one warp: says which tile is next, and brings Q, then tile after tile of K and V, through TMA
+    consumer w   one warp group, w = 0 .. GROUPS - 1: 64 of the rows, over their keys from the last tile to the first
+
+A consumer's step has two products under way while it computes a softmax: this tile's scores and the tile before's
+values. So a tile's probabilities are held over the edge of the loop. Consumers may issue their products in turns, and
+then one is in its softmax while another has the tensor cores. The idea of both is FlashAttention-3's (arXiv 2407.08608,
+section 3); which of the choices below helps depends on the head and on the mask, and is tuned (tuning/sm_90.toml).
+
+Key tiles that some row does not see whole are masked, in loops of their own. Values that no row of the sequence may
+see (behind its last key, before its first window) are cleared in shared memory: their weight is 0, and 0·NaN is NaN.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of constants.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from portattn.backends.cuda.hopper_forward.consumer import FREE, consume
+from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
+from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
+from portattn.backends.cuda.hopper_forward.parts import following
+from portattn.backends.cuda.hopper_forward.work import tile_keys, work_of
+from portattn.backends.cuda.named_barriers import sync
+from portattn.backends.cuda.sizes import GROUP_ROWS
+
+_ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def _draw(counter, tiles):
+    """The number of the next tile. The very last draw of a launch leaves the counter at 0 for the next one."""
+    blocks = gl.num_programs(0)
+    tile = gl.atomic_add(counter, 1) + blocks
+    if tile == tiles + blocks - 1:
+        gl.store(counter, 0)
+    return tile
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form):
+    """One warp."""
+    tiles = sizes.row_tiles * sizes.heads
+    if form.VARYING != "packed":
+        tiles = tiles * sizes.batches * sizes.splits
+    slot, box, box_phase = 0, 0, 1
+    buffer, q_phase = 0, 1
+    tile = gl.program_id(0)
+    while tile < tiles:
+        work = work_of(tile, sizes, form)
+        if work.row < 0:
+            tile = _draw(counter, tiles)
+        else:
+            box, box_phase = send(work, box, box_phase, shared, form)
+            begin, end, _some = tile_keys(work, sizes, form)
+            kv_head = work.head // sizes.share
+            for n in range(end - 1, begin - 1, -1):
+                key = work.k_first + n * form.KEYS
+                sync(FREE + slot, form.PARTY)
+                k_full = shared.k_full.index(slot)
+                mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
+                tma.async_copy_global_to_shared(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
+                if n == end - 1:
+                    for w in gl.static_range(form.GROUPS):
+                        q_at = [work.slot, work.head, work.q_first + work.row + w * _ROWS, 0]
+                        place = buffer * form.GROUPS + w
+                        q_full = shared.q_full.index(place)
+                        mbarrier.wait(shared.q_free.index(place), q_phase)
+                        mbarrier.expect(q_full, _ROWS * form.DIM * 2)
+                        tma.async_copy_global_to_shared(q_desc, q_at, q_full, shared.q.index(place))
+                    buffer, q_phase = following(buffer, q_phase, form.QUERIES)
+                if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
+                    tile = _draw(counter, tiles)
+                sync(FREE + form.STAGES + slot, form.PARTY)
+                v_full = shared.v_full.index(slot)
+                mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
+                tma.async_copy_global_to_shared(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
+                slot += 1
+                if slot == form.STAGES:
+                    slot = 0
+    none = Work(tile - tile - 1, tile, tile, tile, tile, tile, tile, tile)
+    send(none, box, box_phase, shared, form)
+    for j in gl.static_range(2 * form.STAGES):  # the last arrivals, for which nothing is loaded
+        sync(FREE + j, form.PARTY)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
+        "row_tiles", "together", "splits",
+    ]
+)  # fmt: skip
+def scheduled_forward(
+    q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, counter,
+    scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
+    splits,
+    GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
+    LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
+    SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
+    PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
+    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+):  # fmt: skip
+    """A persistent block. The number of blocks is anything up to the number of tiles.
+
+    q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns, of o_desc
+          DIM/PARTS; packed tensors are one batch
+    out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
+          sequences
+    splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and
+          `lse`, which must be there, (splits, B, Hq, Sq); not with packed tensors, nor with sinks
+    lse   (B, Hq, Sq) float32, or None; sinks (Hq,) or None
+    lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
+    counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
+    scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
+    softcap  with SOFTCAP log2(e)·softcap
+    CONSUMER, PRODUCER  registers of a thread. The other constants: Form
+    """
+    form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
+                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS)  # fmt: skip
+    gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
+    dtype: gl.constexpr = q_desc.dtype
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    queries: gl.constexpr = QUERIES * GROUPS
+    q_smem = gl.allocate_shared_memory(dtype, [queries, 1, 1, _ROWS, DIM], q_desc.layout)
+    if OWN_OUT:
+        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, _ROWS, DIM // PARTS], o_desc.layout)
+    else:
+        o_smem = q_smem
+    shared = Shared(
+        q_smem,
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout),
+        o_smem,
+        gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int32, [BOXES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
+    )
+    for j in gl.static_range(queries):
+        mbarrier.init(shared.q_full.index(j), count=1)
+        mbarrier.init(shared.q_free.index(j), count=1)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(shared.k_full.index(j), count=1)
+        mbarrier.init(shared.v_full.index(j), count=1)
+    for j in gl.static_range(BOXES):
+        mbarrier.init(shared.mail_full.index(j), count=1)
+        mbarrier.init(shared.mail_free.index(j), count=GROUPS)
+    fence_async_shared()
+    if lengths_q is None:
+        lengths_q = counter  # not read
+    if lengths_k is None:
+        lengths_k = counter
+    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 0, form)),
+                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 1, form)),
+                (_produce, (q_desc, k_desc, v_desc, counter, sizes, shared, form)),
+            ],
+            [4, 1],
+            [CONSUMER, PRODUCER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 0, form)),
+                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 1, form)),
+                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 2, form)),
+                (_produce, (q_desc, k_desc, v_desc, counter, sizes, shared, form)),
+            ],
+            [4, 4, 1],
+            [CONSUMER, CONSUMER, PRODUCER],
+        )

@@ -1,0 +1,332 @@
+"""The explicitly scheduled dense forward for Hopper as a path: what it takes, and how it is launched."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from portattn.backends.cuda.canaries import FORWARD
+from portattn.backends.cuda.copies import with_copies
+from portattn.backends.cuda.counters import multiprocessors
+from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.merging import merging
+from portattn.backends.cuda.sizes import GROUP_ROWS
+from portattn.launch.driver_launch import Step
+from portattn.planning.backend import Variant
+from portattn.planning.kernel_specs import FULL, ceil_div, heads_together
+from portattn.planning.splits import split_cheapest
+from portattn.schema.plan import Rejection
+from portattn.schema.problem import UNLIMITED
+from portattn.schema.sizes import least
+from portattn.schema.steps import Buffers, StepLauncher
+from portattn.schema.tuning import Tuning, load_tuning
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Arch, Target
+    from portattn.tools.tune.tunable import Tunable
+
+WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
+MOST_TILES = 2**30
+LOG2E = math.log2(math.e)
+# What larger caps count as: no score comes near it, and it is small enough for log2(e) times it to be a float32.
+LARGEST_CAP = 1e30
+# Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
+# a producer counts as four, and 65,536 is what there is).
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
+PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
+
+MOST_SPLITS = 32
+_FEATURES = ("alibi_slopes", "bias", "mask", "leftpad_q", "leftpad_k", "negative_scale", "needs_grad", "dropout")
+CHOICES = Path(__file__).parents[1] / "tuning" / "sm_90.toml"
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the kernel is scheduled; forward_kernel.Form says what each means.
+
+    in_turn  of causal and of packed rows, tiles of many heads in turn (core.heads_together), not of one after the other
+
+    Raises ValueError for reg_q or parts without own_out.
+    """
+
+    groups: int
+    keys: int
+    stages: int
+    turns: bool
+    late: bool
+    early: bool
+    pairs: bool
+    own_out: bool
+    queries: int = 1
+    reg_q: bool = False
+    parts: int = 1
+    in_turn: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.own_out and (self.reg_q or self.parts > 1):
+            raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
+
+
+class Choice(NamedTuple):
+    """A schedule, and whether it was timed for such problems."""
+
+    schedule: Schedule
+    timed: bool
+
+
+class ForwardVariant(Variant):
+    """attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16."""
+
+    name = "gluon_forward"
+    ops = ("attention", "varlen_attention")
+    arches = ("sm_90",)
+    needs = f"sm_90, Triton {TRITON}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
+    canaries = FORWARD
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why the kernel cannot run the problem, or is not for it; None when it runs."""
+        p, found = problem, target.toolchain
+        asked = [name for name in _FEATURES if getattr(p, name)]
+        empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
+        reasons = {
+            f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
+            f"needs Triton {TRITON}, and this is {found}": untried(found),
+            f"is for {' and '.join(self.ops)}": p.op not in self.ops,
+            f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
+            f"takes heads of at most {WIDTHS[-1]} columns, not {p.head_dim}": p.head_dim > WIDTHS[-1],
+            f"takes K and V of one width, not {p.head_dim} and {p.head_dim_v}": width(p.head_dim)
+            != width(p.head_dim_v),
+            f"takes no {', '.join(asked)}": bool(asked),
+            "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
+            "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
+            f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
+            "has too many tiles of rows": _tiles(p, 2 * GROUP_ROWS) > MOST_TILES,
+        }
+        reason = next((text for text, holds in reasons.items() if holds), None)
+        if reason is None and choice(p) is None:
+            reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
+        return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def leaves(self, problem: Problem) -> str:
+        """What the tuning data says of problems that the core is faster at."""
+        return _tuning().left_to_core(self.name, problem.features())
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs calls like this one."""
+        chosen = choice(call.problem)
+        assert chosen is not None
+        return launcher(call, chosen.schedule)
+
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """The schedule, and the width that heads are padded to."""
+        chosen = choice(problem)
+        assert chosen is not None
+        return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
+
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
+        chosen = choice(problem)
+        assert chosen is not None
+        splits = _splits(problem, chosen.schedule, _arch().cores)
+        return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
+
+    def timed(self, problem: Problem) -> bool:
+        """Whether the schedule was timed."""
+        chosen = choice(problem)
+        return chosen is not None and chosen.timed
+
+    def tunable(self) -> Tunable:
+        """Its schedules, to `portattn tune`."""
+        from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
+
+        return ForwardTunable()
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        chosen = choice(call.problem)
+        assert chosen is not None
+        return steps_of(call, chosen.schedule)
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
+        swapped = problem.layout == "bshd"
+        seen = dict(tensors)
+        for name in ("q", "k", "v", "out"):
+            if problem.packed:
+                seen[name] = tensors[name].transpose(0, 1)[None]
+            elif swapped:
+                seen[name] = tensors[name].transpose(1, 2)
+        return seen
+
+
+def _arch() -> Arch:
+    from portattn.planning.registry import Registry  # which imports the backends
+
+    return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
+
+
+def width(head_dim: int) -> int:
+    """The kernel's width for a head."""
+    return next((w for w in WIDTHS if w >= head_dim), head_dim)
+
+
+@functools.cache
+def _tuning() -> Tuning:
+    return load_tuning(CHOICES, "cuda")
+
+
+def choice(problem: Problem) -> Choice | None:
+    """The first entry of the tuning data with a schedule whose conditions hold."""
+    tuned = _tuning()
+    entry = tuned.find(ForwardVariant.name, problem.features(), variant=True)
+    if entry is None:
+        return None
+    return Choice(schedule=msgspec.convert(entry.flags, Schedule), timed=tuned.measured(entry))
+
+
+def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
+    """What runs calls like this one with a schedule: given tensors by the Call's names, and `out` and `lse`."""
+    return with_copies(steps_of(call, schedule), call, ("q", "k", "v"), ("q",))
+
+
+def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
+    """The launches of calls like this one with a schedule."""
+    return _Launcher(call, schedule)
+
+
+def _row_tiles(p: Problem, rows: int) -> int:
+    """Tiles of so many rows of a head; of packed rows the numbers that forward_work looks sequences up by."""
+    return ceil_div(p.seq_q, rows) if p.total_q is None else p.total_q // rows + p.batch + 1
+
+
+def _tiles(p: Problem, rows: int) -> int:
+    return _row_tiles(p, rows) * p.heads_q * (1 if p.packed else p.batch)
+
+
+def _splits(p: Problem, s: Schedule, cores: int) -> int:
+    """Blocks that share a tile's keys."""
+    # A sink counts once; and partial results have the kernel's width.
+    whole = p.packed or p.sinks or p.head_dim_v not in WIDTHS
+    return 1 if whole else split_count(_tiles(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
+
+
+def _together(p: Problem, s: Schedule) -> int:
+    """Heads whose tiles are drawn side by side: 1 where tiles are all as long, or the schedule says so."""
+    return heads_together(p, _arch()) if s.in_turn and uneven(p) else 1
+
+
+def uneven(p: Problem) -> bool:
+    """Whether tiles of rows may see different numbers of keys, so that their order matters."""
+    return p.packed or _limited_right(p)
+
+
+def _limited_right(p: Problem) -> bool:
+    return p.causal != "none" or p.window_right != UNLIMITED
+
+
+def split_count(tiles: int, key_tiles: int, cores: int) -> int:
+    """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
+    if tiles >= FULL * cores:
+        return 1
+    ends, merge = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
+    return split_cheapest(tiles, key_tiles, cores, least(key_tiles, MOST_SPLITS), ends, merge, 0)
+
+
+class _Launcher(StepLauncher):
+    """One launch; where keys are split a second one, which merges."""
+
+    def __init__(self, call: Call, schedule: Schedule) -> None:
+        import torch
+
+        from portattn.backends.cuda.counters import counter
+
+        p, s, device = call.problem, schedule, call.q.device
+        self._problem, self._schedule = p, s
+        rows = GROUP_ROWS * s.groups
+        cores = multiprocessors(device)
+        self._row_tiles = _row_tiles(p, rows)
+        tiles = _tiles(p, rows)
+        self._splits = _splits(p, s, cores)
+        self._grid = least(cores, tiles * self._splits)
+        self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
+        if p.softcap:
+            cap = min(call.softcap, LARGEST_CAP)
+            self._scale, self._softcap = (call.scale or 1.0) / cap, LOG2E * cap
+        buffers: Buffers = {}
+        if self._splits > 1:
+            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            buffers = {"partial": ((*shape, p.head_dim_v), torch.float32), "partial_lse": (shape, torch.float32)}
+        super().__init__(buffers, {"counter": functools.partial(counter, device)})
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
+
+        p, s = self._problem, self._schedule
+        dim, split = width(p.head_dim), self._splits > 1
+        kind = ("cu_seqlens_q", "cu_seqlens_k") if p.packed else ("seqlens_q", "seqlens_k")
+        filled = ("partial", "partial_lse") if split else ("out", "lse")
+        roles = {
+            "q_desc": "q", "k_desc": "k", "v_desc": "v", "o_desc": "out", "out": filled[0], "lse": filled[1],
+            "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "counter": "counter",
+        }  # fmt: skip
+        out = tensors["out"]
+        registers, consumer, producer = (PACKED_REGISTERS if p.packed else REGISTERS)[s.groups]
+        arguments = {
+            name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
+        } | {
+            "q_desc": _described(tensors["q"], GROUP_ROWS, dim), "k_desc": _described(tensors["k"], s.keys, dim),
+            "v_desc": _described(tensors["v"], s.keys, dim), "o_desc": _described(out, GROUP_ROWS, dim // s.parts),
+            "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
+            "stride_s": out.stride(2) // 8, **self._numbers(), **self._constants(),
+            "CONSUMER": consumer, "PRODUCER": producer,
+        }  # fmt: skip
+        forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
+        return [forward, merging(p, self._splits, tensors)] if split else [forward]
+
+    def _numbers(self) -> dict[str, int]:
+        p = self._problem
+        return {
+            "batches": p.batch, "heads": p.heads_q, "share": p.group,
+            "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
+            "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
+            "row_tiles": self._row_tiles, "together": _together(p, self._schedule),
+            "splits": self._splits,
+        }  # fmt: skip
+
+    def _constants(self) -> dict[str, Any]:
+        p, s = self._problem, self._schedule
+        varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
+        lengths = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
+        return {
+            "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
+            "RIGHT": _limited_right(p), "LEFT": p.window_left != UNLIMITED,
+            "TOP_LEFT": p.causal == "top_left", "RAGGED": p.seq_k % s.keys != 0, "VARYING": lengths,
+            "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
+            "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
+            "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
+        }  # fmt: skip
+
+
+def _described(x: torch.Tensor, rows: int, dim: int) -> Any:
+    """A descriptor of (B, H, S, D), by blocks of some rows and a kernel's width."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
+    strides = [stride if size > 1 else 8 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, dim], _layout(rows, dim, str(x.dtype)))
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(rows: int, dim: int, dtype: str) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], kind)

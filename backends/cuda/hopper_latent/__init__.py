@@ -1,0 +1,1 @@
+"""`gluon_mla`: latent attention for Hopper, explicitly scheduled."""

@@ -1,0 +1,182 @@
+"""The explicitly scheduled latent (MLA) kernel for Hopper as a path: what it takes, and how it is launched."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from portattn.backends.cuda.canaries import LATENT
+from portattn.backends.cuda.copies import with_copies
+from portattn.backends.cuda.counters import multiprocessors
+from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.merging import merging
+from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
+from portattn.launch.driver_launch import Step
+from portattn.planning.backend import Variant
+from portattn.planning.kernel_specs import ceil_div
+from portattn.planning.splits import split_cheapest
+from portattn.schema.plan import Rejection
+from portattn.schema.sizes import least, most, next_power_of_two, pinned
+from portattn.schema.steps import Buffers, StepLauncher
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Target
+
+MOST_BLOCKS = 65_535  # of a grid's second and third axis
+# 3 × 128 threads (one warp counts as four) with 168 registers each, which the kernel's three roles then share out anew.
+REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
+_FEATURES = ("softcap", "alibi_slopes", "sinks", "bias", "mask", "window", "packed", "negative_scale", "needs_grad")
+
+
+class LatentVariant(Variant):
+    """mla_attention on sm_90: dense queries, pages of a multiple of 64 latent rows of 512 + 64, fp16 and bf16."""
+
+    name = "gluon_mla"
+    ops = ("mla_attention",)
+    arches = ("sm_90",)
+    needs = (
+        f"sm_90, Triton {TRITON}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"
+    )
+    canaries = LATENT
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why the kernel cannot run the problem; None when it can."""
+        p, found = problem, target.toolchain
+        asked = [name for name in _FEATURES if getattr(p, name)]
+        empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
+        reasons = {
+            f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
+            f"needs Triton {TRITON}, and this is {found}": untried(found),
+            f"is for {self.ops[0]}": p.op not in self.ops,
+            f"takes rows of {RANK} + {ROPE} columns, not {p.head_dim_v} + {p.head_dim - p.head_dim_v}": (
+                (p.head_dim_v, p.head_dim) != (RANK, RANK + ROPE)
+            ),
+            f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
+            f"takes pages of a multiple of {KEYS} rows, not {p.page_size}": p.page_size % KEYS != 0,
+            f"takes no {', '.join(asked)}": bool(asked),
+            f"aligns causal masks at the bottom right, not {p.causal}": p.causal == "top_left",
+            "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
+            "takes pages that follow each other in memory": not p.pages_in_line,
+            f"takes at most {MOST_BLOCKS} sequences": p.batch > MOST_BLOCKS,
+            f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
+        }
+        reason = next((text for text, holds in reasons.items() if holds), None)
+        return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs calls like this one: given q, q_rope, k (P, 1, page, 576), page_table, seqlens_k, out and lse."""
+        rows = ("q", "q_rope")
+        return with_copies(self.described(call), call, rows, rows)
+
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """Heads and queries of a block. Over how many blocks keys are split depends on the chip's number of cores."""
+        heads, queries = row_tile(problem.seq_q)
+        return {"heads": heads, "queries": queries, "keys": KEYS, "splits": problem.num_splits or "by the chip"}
+
+    def timed(self, problem: Problem) -> bool:
+        """It was: its one schedule is the measured one."""
+        return True
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        return _Launcher(call)
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
+        swapped = problem.layout == "bshd"
+        rows = {name: tensors[name].transpose(1, 2) if swapped else tensors[name] for name in ("q", "q_rope", "out")}
+        others = {name: tensors[name] for name in ("page_table", "seqlens_k", "lse")}
+        return {**rows, "k": tensors["k"][:, None], **others}
+
+
+def row_tile(seq_q: int) -> tuple[int, int]:
+    """(heads, queries) of a block: 64 rows, the queries of a head side by side."""
+    queries = min(next_power_of_two(seq_q), ROWS)
+    return ROWS // queries, queries
+
+
+def split_count(row_tiles: int, batch: int, capacity: int, cores: int) -> int:
+    """Over how many blocks to split a sequence's keys, one block a core at a time: least time, counted in tiles.
+
+    capacity  the most keys that a sequence can have. The lengths themselves stay on the device
+    """
+    ends, merge = 4, 4  # a block's start and end, and the way of a partial result through memory, in tiles
+    tiles = most(1, ceil_div(capacity, KEYS))
+    return split_cheapest(row_tiles * batch, tiles, cores, least(tiles, 2 * cores), ends, 0, merge)
+
+
+class _Launcher(StepLauncher):
+    """One kernel, and where keys are split a second one, which merges."""
+
+    def __init__(self, call: Call) -> None:
+        import torch
+
+        p = self._problem = call.problem
+        self._heads, self._queries = pinned(row_tile(p.seq_q))  # descriptors' blocks: the kernel is compiled for them
+        self._row_tiles = ceil_div(p.heads_q, self._heads) * ceil_div(p.seq_q, self._queries)
+        splits = p.num_splits or split_count(self._row_tiles, p.batch, p.seq_k, multiprocessors(call.q.device))
+        self._splits = least(splits, ceil_div(p.seq_k, KEYS))
+        self._scale = (call.scale or 1.0) * math.log2(math.e)
+        buffers: Buffers = {}
+        if self._splits > 1:
+            shape = (self._splits, p.batch, p.heads_q, p.seq_q)
+            buffers = {"partial": ((*shape, RANK), torch.float32), "partial_lse": (shape, torch.float32)}
+        super().__init__(buffers)
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        from portattn.backends.cuda.hopper_latent.kernel import latent_decode
+
+        p, split, table = self._problem, self._splits > 1, tensors["page_table"]
+        roles = {
+            "q_desc": "q", "q_tail_desc": "q_rope", "k_desc": "k", "k_tail_desc": "k", "out_desc": "out",
+            "partial": "partial", "lse": "partial_lse" if split else "lse", "page_table": "page_table",
+            "seqlens_k": "seqlens_k",
+        }  # fmt: skip
+        arguments = {
+            **_descriptors(tensors, self._heads, self._queries),
+            **{name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")},
+            "scale": self._scale, "heads": p.heads_q, "seq_q": p.seq_q, "batches": p.batch,
+            "head_tiles": ceil_div(p.heads_q, self._heads), "page_tiles": p.page_size // KEYS, "pages": table.shape[1],
+            "table_stride": table.stride(0), "HEADS": self._heads, "QUERIES": self._queries,
+            "CAUSAL": p.causal != "none", "SPLIT": split, "CONSUMER": CONSUMER_REGISTERS,
+            "PRODUCER": PRODUCER_REGISTERS,
+        }  # fmt: skip
+        grid, options = (self._row_tiles, self._splits, p.batch), {"num_warps": 4, "maxnreg": REGISTERS}
+        decode = Step(latent_decode, grid, arguments, options, roles)
+        return [decode, merging(p, self._splits, tensors)] if split else [decode]
+
+
+def _descriptors(tensors: Mapping[str, Any], heads: int, queries: int) -> dict[str, Any]:
+    """Of q and q_rope (64 rows), of the latent rows (a chunk of their first 512 columns, and the rest), and of out."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from portattn.backends.cuda.hopper_latent.kernel import CHUNKS
+
+    def describe(x: torch.Tensor, *block: int) -> Any:
+        # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
+        strides = [stride if size > 1 else x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+        return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, str(x.dtype)))
+
+    pages = tensors["k"][:, 0]
+    latent = pages.as_strided((pages.shape[0] * pages.shape[1], RANK + ROPE), pages.stride()[1:])
+    return {
+        "q_desc": describe(tensors["q"], 1, heads, queries, RANK // CHUNKS),
+        "q_tail_desc": describe(tensors["q_rope"], 1, heads, queries, ROPE),
+        "k_desc": describe(latent, KEYS, RANK // CHUNKS),
+        "k_tail_desc": describe(latent, KEYS, ROPE),
+        "out_desc": describe(tensors["out"], 1, heads, queries, RANK // 2),
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(block: tuple[int, ...], dtype: str) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), kind)

@@ -1,0 +1,291 @@
+"""amdgcn assembly text → instructions, labels, kernel descriptor, arguments.
+
+The text is what LLVM prints (`compiled.asm["amdgcn"]` in Triton). Source: LLVM "User Guide for AMDGPU Backend",
+sections "Assembler", "Code Object V5 Metadata" and "Kernel Descriptor".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from portattn.backends.rocm.emulator.amdgpu.errors import (
+    BadLaunch,
+    BadProgram,
+    Place,
+    TruncatedText,
+    UnknownOperand,
+    WrongArch,
+)
+from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, Arch
+
+_TARGET = re.compile(r'^\s*\.amdgcn_target\s+"[^"]*--?(gfx\w+)(?::[^"]*)?"', re.MULTILINE)
+_LABEL = re.compile(r"^([.\w$]+):$")
+_LOC = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
+_FILE = re.compile(r'^\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
+_DESCRIPTOR = re.compile(r"^\.amdhsa_(\w+)\s+(\S+)")
+_MNEMONIC = re.compile(r"^[a-z][a-z0-9_]*$")
+
+# Instructions whose operands are a little language of their own, kept as one string.
+RAW = ("s_waitcnt", "s_delay_alu", "s_sendmsg", "s_wait_alu", "s_waitcnt_depctr", "s_setreg_imm32_b32", "s_getreg_b32",
+       "s_setreg_b32")  # fmt: skip
+# Modifiers without a value. LLVM, "Syntax of AMDGPU Instruction Modifiers".
+FLAGS = frozenset(
+    ["offen", "idxen", "glc", "slc", "dlc", "sc0", "sc1", "nt", "lds", "clamp", "gds", "tfe", "lwe", "scc"]
+)
+# Modifiers with a value.
+VALUED = frozenset(
+    [
+        "offset",
+        "offset0",
+        "offset1",
+        "op_sel",
+        "op_sel_hi",
+        "neg_lo",
+        "neg_hi",
+        "quad_perm",
+        "row_shl",
+        "row_shr",
+        "row_ror",
+        "row_mirror",
+        "row_half_mirror",
+        "row_bcast",
+        "row_newbcast",
+        "row_share",
+        "row_xmask",
+        "wave_shr",
+        "wave_shl",
+        "wave_ror",
+        "wave_rol",
+        "row_mask",
+        "bank_mask",
+        "bound_ctrl",
+        "fi",
+        "dpp8",
+        "dst_sel",
+        "dst_unused",
+        "src0_sel",
+        "src1_sel",
+        "mul",
+        "div",
+        "bitop3",
+        "cbsz",
+        "abid",
+        "blgp",
+        "th",
+        "scope",
+        "index_key",
+        "byte_sel",
+    ]
+)
+# DPP controls that LLVM prints without a value.
+BARE = frozenset({"row_mirror", "row_half_mirror"})
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction. `second` is the other half of a dual-issue pair (v_dual_… :: v_dual_…)."""
+
+    place: Place
+    mnemonic: str
+    operands: tuple[str, ...]
+    modifiers: dict[str, str]
+    second: Instruction | None = None
+
+    def number(self, modifier: str, default: int = 0) -> int:
+        """The integer that a modifier has."""
+        return int(self.modifiers[modifier], 0) if modifier in self.modifiers else default
+
+    def numbers(self, modifier: str, default: list[int]) -> list[int]:
+        """The list that a modifier such as op_sel:[0,1] has."""
+        if modifier not in self.modifiers:
+            return default
+        return [int(part, 0) for part in self.modifiers[modifier].strip("[]").split(",")]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A kernel argument as the metadata gives it: bytes from the start of the kernarg segment, and what it is."""
+
+    offset: int
+    size: int
+    kind: str
+    name: str = ""
+
+
+@dataclass
+class Assembly:
+    """A parsed text: one kernel.
+
+    descriptor  the .amdhsa_… values
+    labels      label → index of the instruction after it
+    threads     work-items of a work-group (.max_flat_workgroup_size); Triton compiles for exactly so many
+    """
+
+    arch: Arch
+    name: str
+    wave: int
+    descriptor: dict[str, int]
+    arguments: tuple[Argument, ...]
+    threads: int
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+def parse(text: str, kernel: str | None = None) -> Assembly:
+    """Parse the assembly of one kernel (`kernel` names which where the text has several).
+
+    Raises WrongArch, TruncatedText, UnknownOperand, BadProgram; each names the line.
+    """
+    target = _TARGET.search(text)
+    if target is None:
+        raise BadProgram("no .amdgcn_target line: this is no amdgcn assembly, or its beginning is missing")
+    if target[1] not in ARCHES:
+        raise WrongArch(f"the text is for {target[1]}; modelled are {', '.join(ARCHES)}")
+    arch = ARCHES[target[1]]
+    name, descriptor = _descriptor(text, kernel)
+    metadata = _metadata(text, name)
+    for key, only in (("float_round_mode_32", 0), ("float_round_mode_16_64", 0), ("float_denorm_mode_16_64", 3),
+                      ("float_denorm_mode_32", 3)):  # fmt: skip
+        if descriptor.get(key, only) != only:
+            raise BadProgram(f".amdhsa_{key} is {descriptor[key]}; modelled is {only} only")
+    wave = 32 if descriptor.get("wavefront_size32") else 64
+    if wave == 32 and arch.family == 9:
+        raise WrongArch(f"{arch.name} has waves of 64 lanes only, and the text asks for 32")
+    threads = re.search(r"\.max_flat_workgroup_size:\s+(\d+)", metadata)
+    result = Assembly(arch, name, wave, descriptor, _arguments(metadata), int(threads[1]) if threads else wave)
+    _body(text, result)
+    return result
+
+
+def _descriptor(text: str, kernel: str | None) -> tuple[str, dict[str, int]]:
+    names = re.findall(r"^\s*\.amdhsa_kernel\s+(\S+)", text, re.MULTILINE)
+    if not names:
+        raise TruncatedText("no .amdhsa_kernel: the kernel's descriptor is missing")
+    name = kernel or names[0]
+    if name not in names:
+        raise BadLaunch(f"no kernel {name!r} in the text; it has {', '.join(names)}")
+    start = re.search(rf"^\s*\.amdhsa_kernel\s+{re.escape(name)}\s*$", text, re.MULTILINE)
+    end = text.find(".end_amdhsa_kernel", start.start() if start else 0)
+    if start is None or end < 0:
+        raise TruncatedText(f"the descriptor of {name} has no end (.end_amdhsa_kernel)")
+    values: dict[str, int] = {}
+    for line in text[start.start() : end].splitlines():
+        found = _DESCRIPTOR.match(line.strip())
+        if found and found[1] != "kernel":
+            try:
+                values[found[1]] = int(found[2], 0)
+            except ValueError:
+                continue  # a symbol that the assembler would resolve; none that the model reads
+    return name, values
+
+
+def _metadata(text: str, name: str) -> str:
+    start = text.find(".amdgpu_metadata")
+    end = text.find(".end_amdgpu_metadata")
+    if start < 0 or end < 0:
+        raise TruncatedText("the text ends before its metadata does (.end_amdgpu_metadata)")
+    kernels = re.split(r"^  - (?=\.)", text[start:end], flags=re.MULTILINE)[1:]
+    for block in kernels:
+        if re.search(rf"\.name:\s+'?{re.escape(name)}'?\s*$", block, re.MULTILINE):
+            return block
+    raise TruncatedText(f"the metadata has no entry for {name}")
+
+
+def _arguments(metadata: str) -> tuple[Argument, ...]:
+    found = []
+    listed = re.search(r"^(?:    )?\.args:[^\n]*\n((?:      .*\n)*)", metadata, re.MULTILINE)
+    for block in re.split(r"^\s+- ", listed[1] if listed else "", flags=re.MULTILINE)[1:]:
+        values = dict(re.findall(r"\.(\w+):\s+'?([^\s']+)'?", block))
+        if "offset" in values and "value_kind" in values:
+            kind = values["value_kind"]
+            found.append(Argument(int(values["offset"]), int(values["size"]), kind, values.get("name", "")))
+    return tuple(found)
+
+
+def _body(text: str, result: Assembly) -> None:
+    files: dict[str, str] = {}
+    source, inside, ended = "", False, False
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.split(";", 1)[0].strip()
+        if line.startswith(".file"):
+            found = _FILE.match(line)
+            if found:
+                files[found[1]] = found[2]
+        if not inside:
+            inside = line == result.name + ":"
+            continue
+        if not line:
+            continue
+        if line.startswith((".Lfunc_end", ".section", ".end_amdhsa_kernel")):
+            ended = True
+            break
+        label = _LABEL.match(line)
+        if label:
+            result.labels[label[1]] = len(result.instructions)
+        elif line.startswith(".loc"):
+            found = _LOC.match(line)
+            # Line 0 is the compiler's own code: the last real line is nearer than nothing.
+            if found and found[2] != "0":
+                source = f"{files.get(found[1], '?')}:{found[2]}:{found[3]}"
+        elif not line.startswith("."):
+            result.instructions.append(parse_instruction(line, number, source))
+    if not inside:
+        raise TruncatedText(f"no code for {result.name}")
+    if not ended or not any(i.mnemonic == "s_endpgm" for i in result.instructions):
+        raise TruncatedText(f"the code of {result.name} ends before an s_endpgm")
+    for instruction in result.instructions:
+        name = instruction.operands[0] if instruction.operands else ""
+        if instruction.mnemonic.startswith(("s_branch", "s_cbranch")) and name not in result.labels:
+            raise TruncatedText(f"no label {name} in the text", instruction.place)
+
+
+def parse_instruction(text: str, line: int = 0, source: str = "") -> Instruction:
+    """One line of assembly without its comment. Raises UnknownOperand for a modifier that is not known."""
+    place = Place(line, text, source)
+    if "::" in text:
+        first, _, second = text.partition("::")
+        other = _single(second.strip(), place)
+        main = _single(first.strip(), place)
+        return Instruction(place, main.mnemonic, main.operands, main.modifiers, other)
+    return _single(text, place)
+
+
+def _single(text: str, place: Place) -> Instruction:
+    mnemonic, _, rest = text.partition(" ")
+    if "\t" in mnemonic:
+        mnemonic, _, rest = text.partition("\t")
+    if not _MNEMONIC.match(mnemonic):
+        raise BadProgram(f"{mnemonic!r} is no mnemonic", place)
+    rest = rest.strip()
+    if mnemonic in RAW:
+        return Instruction(place, mnemonic, (rest,) if rest else (), {})
+    operands: list[str] = []
+    modifiers: dict[str, str] = {}
+    for piece in split_outside(rest, ","):
+        for index, word in enumerate(split_outside(piece, " ")):
+            name, colon, value = word.partition(":")
+            is_modifier = word in FLAGS or word in BARE or (bool(colon) and name in VALUED)
+            if index == 0 and not is_modifier:
+                operands.append(word)
+            elif is_modifier:
+                modifiers[name] = value or "1"
+            else:
+                raise UnknownOperand(f"modifier {word!r} is not known", place)
+    return Instruction(place, mnemonic, tuple(operands), modifiers)
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at a separator outside of brackets; empty parts are left out."""
+    if "[" not in text and "(" not in text:
+        return [part for part in map(str.strip, text.split(separator)) if part]
+    parts, depth, current = [], 0, ""
+    for character in text:
+        depth += (character in "[(") - (character in "])")
+        if character == separator and depth == 0:
+            parts.append(current.strip())
+            current = ""
+        else:
+            current += character
+    parts.append(current.strip())
+    return [part for part in parts if part]

@@ -1,0 +1,86 @@
+"""From a mnemonic to the family that knows it, and from an instruction to a Bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portattn.backends.rocm.emulator.amdgpu import (
+    compare,
+    control,
+    lanes,
+    lds_ops,
+    matrix,
+    packed,
+    scalar,
+    scratch,
+    smem,
+    vector,
+    vmem,
+)
+from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
+from portattn.backends.rocm.emulator.amdgpu.binder import Bound
+from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, UnknownInstruction
+
+if TYPE_CHECKING:
+    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+
+FAMILIES = ("control", "scalar", "scalar memory", "vector", "compare", "packed", "matrix", "lanes", "LDS", "scratch",
+            "vector memory")  # fmt: skip
+
+
+def family(mnemonic: str) -> str | None:
+    """Which family models a mnemonic; None where none does."""
+    name = vector.base_name(mnemonic)
+    if control.known(mnemonic):
+        return "control"
+    if lanes.table_name(mnemonic) in lanes.TABLE:
+        return "lanes"
+    if mnemonic.startswith("s_"):
+        if smem.known(mnemonic):
+            return "scalar memory"
+        return "scalar" if scalar.known(mnemonic[2:]) else None
+    if mnemonic.startswith("ds_"):
+        return "LDS" if lds_ops.known(mnemonic) else None
+    if mnemonic.startswith("scratch_"):
+        return "scratch" if scratch.known(mnemonic) else None
+    if mnemonic.startswith(("buffer_", "global_", "flat_")):
+        return "vector memory" if vmem.known(mnemonic) else None
+    if matrix.known(mnemonic):
+        return "matrix"
+    if packed.known(mnemonic):
+        return "packed"
+    if compare.known(name):
+        return "compare"
+    if mnemonic.startswith("v_s_"):
+        return "scalar" if name[2:] in scalar.TRANSCENDENTAL else None
+    return "vector" if mnemonic.startswith("v_") and vector.known(name) else None
+
+
+def bind(machine: Machine, instruction: Instruction) -> Bound:
+    """Bind an instruction to a machine. Raises UnknownInstruction and UnknownOperand, with the line."""
+    try:
+        if instruction.second is not None:
+            first = _bind_single(machine, instruction)
+            second = _bind_single(machine, instruction.second)
+            return packed.dual(first, second, machine.state, instruction)
+        return _bind_single(machine, instruction)
+    except EmulationError as error:
+        raise error.at(instruction.place) from None
+
+
+def _bind_single(machine: Machine, instruction: Instruction) -> Bound:
+    kind = family(instruction.mnemonic)
+    state = machine.state
+    if kind is None:
+        raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
+    if kind == "lanes":
+        return lanes.TABLE[lanes.table_name(instruction.mnemonic)](machine, instruction)
+    if instruction.mnemonic.startswith("v_s_"):
+        return scalar.bind_transcendental(state, instruction)
+    if kind in _ON_STATE:
+        return _ON_STATE[kind].bind(state, instruction)
+    return _ON_MACHINE[kind].bind(machine, instruction)
+
+
+_ON_STATE = {"scalar": scalar, "vector": vector, "compare": compare, "packed": packed, "matrix": matrix}
+_ON_MACHINE = {"control": control, "scalar memory": smem, "LDS": lds_ops, "scratch": scratch, "vector memory": vmem}

@@ -1,0 +1,211 @@
+"""The LDS of a work-group: its bytes, which of them are undefined, and who accessed what since the last barrier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from portattn.backends.rocm.emulator.amdgpu.checks import Findings
+from portattn.backends.rocm.emulator.amdgpu.errors import LdsOutOfRange, LdsRace, MissingWait, Place
+from portattn.backends.rocm.emulator.amdgpu.memory import gather, scatter
+from portattn.backends.rocm.emulator.amdgpu.state import Array
+from portattn.backends.rocm.emulator.amdgpu.waits import Entry
+
+
+@dataclass(eq=False)
+class Access:
+    """One LDS instruction: [n] waves and byte offsets, and the bytes written (None for a read).
+
+    entry   its place in a wait queue: until it has left that, a barrier does not order it
+    late    it was issued before the last barrier and not waited for
+    """
+
+    place: Place
+    waves: Array
+    offsets: Array
+    size: int
+    data: Array | None
+    entry: Entry | None = None
+    late: bool = False
+    atomic: bool = False
+
+
+class Lds:
+    """`size` bytes. Accesses take [n] byte offsets and the [n] waves that make them."""
+
+    def __init__(self, size: int, waves: int, findings: Findings, track_undefined: bool) -> None:
+        self.size, self.waves, self.findings = size, waves, findings
+        room = -(-max(size, 16) // 16) * 16
+        self.bytes: Array = np.zeros(room, np.uint8)
+        self.unset: Array | None = np.ones(room, bool) if track_undefined else None
+        self.log: list[Access] = []
+        self.dma: list[Access] = []
+        self._record = findings.checks.races and waves > 1
+        self._marks: Array = np.zeros((2, waves, room), np.uint8)
+
+    def reset(self) -> None:
+        self.bytes[...] = 0xA5
+        if self.unset is not None:
+            self.unset[...] = True
+        self.log.clear()
+        self.dma.clear()
+
+    def inside(self, offsets: Array, size: int, place: Place) -> Array | None:
+        """Which accesses lie inside; None for all. Reports those that do not."""
+        if not len(offsets) or (int(offsets.max()) + size <= self.size and int(offsets.min()) >= 0):
+            return None
+        ok = (offsets >= 0) & (offsets + size <= self.size)
+        if self.findings.checks.lds:
+            first = int(offsets[~ok][0])
+            problem = f"LDS access of {size} bytes at {first}, and the work-group has {self.size} bytes"
+            self.findings.report(LdsOutOfRange, problem, place)
+        return ok
+
+    def load(self, offsets: Array, size: int, waves: Array, place: Place) -> tuple[Array, Array | None]:
+        """Bytes [n, size], and as bool which of them are undefined (None: none)."""
+        if self.dma:
+            self._dma_waited_for(offsets, size, waves, place)
+        if self._record:
+            self.log.append(Access(place, waves, offsets, size, None))
+        data = gather(self.bytes, offsets, size)
+        if self.unset is None:
+            return data, None
+        unset = gather(self.unset.view(np.uint8), offsets, size)
+        return data, unset.view(bool) if unset.any() else None
+
+    def store(
+        self, offsets: Array, data: Array, waves: Array, place: Place, undefined: Array | None, entry: Entry | None,
+        dma: bool = False,
+    ) -> None:  # fmt: skip
+        """Write uint8 [n, size]. `undefined` [n, size or more] bool marks bytes that nothing has defined."""
+        if self._record or dma:
+            access = Access(place, waves, offsets, data.shape[1], data, entry)
+            if self._record:
+                self.log.append(access)
+            if dma and entry is not None:
+                self.dma.append(access)
+        scatter(self.bytes, offsets, data)
+        if self.unset is not None:
+            access_size = int(data.shape[1])
+            marks = np.zeros(data.shape, np.uint8)
+            if undefined is not None:
+                marks[...] = undefined[:, :access_size]
+            scatter(self.unset.view(np.uint8), offsets, marks)
+
+    def note_atomic(self, offsets: Array, size: int, waves: Array, place: Place) -> None:
+        """An atomic's access; atomics race with everything but each other."""
+        if self._record:
+            data = np.zeros((len(offsets), size), np.uint8)
+            self.log.append(Access(place, waves, offsets, size, data, atomic=True))
+        if self.unset is not None:
+            scatter(self.unset.view(np.uint8), offsets, np.zeros((len(offsets), size), np.uint8))
+
+    def _dma_waited_for(self, offsets: Array, size: int, waves: Array, place: Place) -> None:
+        """A wave that reads LDS bytes which its own load to LDS may still be writing."""
+        self.dma = [access for access in self.dma if access.entry is not None and access.entry.waves]
+        for access in self.dma:
+            assert access.entry is not None
+            pending = (access.entry.waves >> access.waves) & 1 == 1
+            for wave in np.unique(access.waves[pending]):
+                written = np.zeros(len(self.bytes), bool)
+                for byte in range(access.size):
+                    written[access.offsets[access.waves == wave] + byte] = True
+                own = offsets[waves == wave]
+                if len(own) and written[own[:, None] + np.arange(size)].any():
+                    problem = f"LDS bytes are read that the load at {access.place} may not have written yet"
+                    self.findings.report(MissingWait, problem, place)
+                    return
+
+    # ---- races
+
+    def barrier(self) -> None:
+        """All waves have met: look at the interval that ends, and begin the next."""
+        if not self._record:
+            return
+        if self.log:
+            self._look_for_races()
+        # Reads are done when their LDS instruction leaves the queue in order; a write that was not waited for may land
+        # after the barrier.
+        self.log = [a for a in self.log if a.data is not None and a.entry is not None and a.entry.waves]
+        for access in self.log:
+            access.late = True
+
+    def _look_for_races(self) -> None:
+        top = max((int(access.offsets.max()) + access.size for access in self.log if len(access.offsets)), default=0)
+        marks = self._marks[:, :, : -(-top // 16) * 16]
+        marks[...] = 0
+        room = self._marks.shape[2]
+        for access in self.log:
+            if len(access.offsets):
+                flat = self._marks[0 if access.data is None else 1].reshape(-1)
+                place = access.waves.astype(np.int64) * room + access.offsets
+                scatter(flat, place, np.ones((len(place), access.size), np.uint8))
+        written = marks[1].any(0)
+        several = (marks[0] | marks[1]).sum(0, dtype=np.uint8) > 1
+        suspects = np.nonzero(written & several)[0]
+        if len(suspects):
+            self._explain(suspects)
+
+    def _explain(self, suspects: Array) -> None:
+        """Report the first pair of accesses to suspected bytes that can go wrong. Equal values written are harmless."""
+        wanted = np.zeros(len(self.bytes), bool)
+        wanted[suspects] = True
+        bytes_, access_of, wave_of, value_of = [], [], [], []
+        for index, access in enumerate(self.log):
+            span = access.offsets[:, None] + np.arange(access.size)
+            lane, column = np.nonzero(wanted[span])
+            bytes_.append(span[lane, column])
+            access_of.append(np.full(len(lane), index))
+            wave_of.append(access.waves[lane])
+            read = access.data is None or access.atomic
+            value_of.append(np.full(len(lane), -1) if read else access.data[lane, column].astype(np.int64))  # type: ignore[index]
+        byte, number, wave, value = (np.concatenate(x) for x in (bytes_, access_of, wave_of, value_of))
+        # A byte is harmless when every access of it has one value: all write the same, and nobody reads.
+        order = np.argsort(byte, kind="stable")
+        start = np.concatenate([[0], np.nonzero(np.diff(byte[order]))[0] + 1])
+        low, high = np.minimum.reduceat(value[order], start), np.maximum.reduceat(value[order], start)
+        for group in np.nonzero((low != high) | (low < 0))[0]:
+            end = start[group + 1] if group + 1 < len(start) else len(order)
+            uses = order[start[group] : end]
+            if self._conflict(int(byte[uses[0]]), number[uses], wave[uses], value[uses]):
+                return
+
+    def _conflict(self, byte: int, numbers: Array, waves: Array, values: Array) -> bool:
+        """Look at all pairs of accesses of one byte; report the first that conflicts."""
+        for index in range(len(numbers)):
+            first = self.log[numbers[index]]
+            for other in range(index + 1, len(numbers)):
+                second = self.log[numbers[other]]
+                if waves[index] == waves[other] or (first.data is None and second.data is None):
+                    continue
+                if values[index] == values[other] >= 0:
+                    continue
+                if (first.atomic and second.atomic) or (first.late and second.late):
+                    continue
+                self._race(byte, first, int(waves[index]), second, int(waves[other]))
+                return True
+        return False
+
+    def _race(self, byte: int, first: Access, wave: int, second: Access, other: int) -> None:
+        def verb(access: Access) -> str:
+            return "reads" if access.data is None else "writes"
+
+        if first.late and self.findings.checks.waits:
+            problem = (
+                f"wave {wave} writes LDS byte {byte} here and does not wait for it before the barrier; "
+                f"wave {other} {verb(second)} it at {second.place}"
+            )
+            self.findings.report(MissingWait, problem, first.place)
+            return
+        problem = (
+            f"wave {other} {verb(second)} LDS byte {byte}, which wave {wave} {verb(first)} at {first.place}, "
+            "with no barrier between them"
+        )
+        self.findings.report(LdsRace, problem, second.place)
+
+
+def flat_waves(mask: Array | None, waves: int, lanes: int) -> Any:
+    """The wave of each lane that is on, in the order in which masks flatten."""
+    return np.repeat(np.arange(waves), lanes) if mask is None else np.nonzero(mask)[0]

@@ -1,0 +1,330 @@
+"""Vector memory instructions: buffer_…, global_…, flat_…: loads, stores, atomics, and loads that go to LDS.
+
+Sources: AMD "Instinct MI300" ISA reference, "Vector memory buffer instructions" and "Flat, scratch and global"; "CDNA4"
+(loads to LDS of 96 and 128 bits); "RDNA4" (th: and scope:).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portattn.backends.rocm.emulator.amdgpu import atomics, scratch
+from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
+from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, unified, vector_plane
+from portattn.backends.rocm.emulator.amdgpu.errors import MissingWait, OutOfBounds, UnknownInstruction, UnknownOperand
+from portattn.backends.rocm.emulator.amdgpu.isa import M0
+from portattn.backends.rocm.emulator.amdgpu.lds import flat_waves
+from portattn.backends.rocm.emulator.amdgpu.memory import BASE, gather, scatter
+from portattn.backends.rocm.emulator.amdgpu.operands import Operand
+from portattn.backends.rocm.emulator.amdgpu.state import Array
+from portattn.backends.rocm.emulator.amdgpu.transfer import Element, element, get, put
+
+if TYPE_CHECKING:
+    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+
+_NAME = re.compile(r"(buffer|global|flat)_(load|store|atomic)_(\w+)")
+# Caches and ordering: nothing to model, values never depend on them here.
+_HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
+# Triton's descriptors end at 2 GiB, whatever the tensor; lanes that its masks leave out have an offset just there. Any
+# other offset that is negative as a 32-bit number was meant to lie before the tensor's first element.
+_UNBOUNDED, _MASKED, _NEAR = 0x7FFFFFFE, 0x80000000, 4096
+# Every lane's address [waves, lanes] int64, from BASE, and which lanes are in range (None: all, or not checked).
+Address = Callable[[], tuple[Array, Array | None]]
+
+
+def known(mnemonic: str) -> bool:
+    found = _NAME.fullmatch(mnemonic)
+    if not found:
+        return False
+    if found[2] == "atomic":
+        return found[3] in atomics.TABLE or found[3] in atomics.COMPARE
+    try:
+        element(found[3].replace("lds_", ""))
+    except UnknownInstruction:
+        return False
+    return True
+
+
+def bind(machine: Machine, instruction: Instruction) -> Bound:
+    """Bind one vector memory instruction. Raises UnknownInstruction."""
+    found = _NAME.fullmatch(instruction.mnemonic)
+    if not found:
+        raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
+    space, action, name = found.groups()
+    binder = Binder(machine.state, instruction)
+    binder.allow("offset", "offen", "lds", *_HINTS)
+    to_lds = "lds" in instruction.modifiers or name.startswith("lds_")
+    if action == "atomic":
+        return _atomic(machine, binder, space, name)
+    kind = element(name.replace("lds_", ""))
+    if to_lds:
+        items = binder.operands
+        return _load_to_lds(machine, binder, kind, _address(machine, binder, space, items, kind.size), items)
+    binder.expect(4 if space == "buffer" else 2 if space == "flat" else 3)
+    data_first = space == "buffer" or action == "load"
+    data = binder.operands[0] if data_first else binder.operands[1]
+    items = binder.operands[1:] if data_first else [binder.operands[0], *binder.operands[2:]]
+    if space == "buffer" and scratch.is_buffer_scratch(machine, items[1]):
+        return scratch.bind_buffer(machine, binder, kind, action)
+    address = _address(machine, binder, space, items, kind.size)
+    if data.half is not None:
+        kind = Element(kind.size, kind.signed, data.half)
+    make = _load if action == "load" else _store
+    return make(machine, binder, kind, vector_plane(data), address, items)
+
+
+def _address(machine: Machine, binder: Binder, space: str, items: list[Operand], size: int) -> Address:
+    if space == "buffer":
+        return _buffer_address(machine, binder, items, size)
+    state, offset = machine.state, binder.instruction.number("offset")
+    if len(items) > 1 and items[1].kind == "s":
+        base, plane = items[1].index, vector_plane(items[0])
+        if items[1].count != 2 or items[0].count != 1:
+            raise UnknownOperand("an address is a 64-bit scalar and a 32-bit vector, or a 64-bit vector")
+        planes = state.planes["u"]
+
+        def scalar_base() -> tuple[Array, Array | None]:
+            start = state.scalar(base, 64).view(np.int64)[:, None] + (offset - BASE)
+            return start + planes[plane], None
+
+        return scalar_base
+    plane = vector_plane(items[0])
+    if items[0].count != 2:
+        raise UnknownOperand("an address of 64 bits is needed")
+    return lambda: (state.pair(plane).view(np.int64) + (offset - BASE), None)
+
+
+def _buffer_address(machine: Machine, binder: Binder, items: list[Operand], size: int) -> Address:
+    """base + vector offset + scalar offset + immediate; in range by the descriptor's num_records.
+
+    Words of the descriptor: base (48 bits), stride, num_records, flags. Raw buffers (stride 0) only: out of range is
+    vector offset + immediate + bytes > num_records − scalar offset. Out of range reads 0 and writes nothing.
+    """
+    state, offset = machine.state, binder.instruction.number("offset")
+    vector, resource, scalar = items
+    if resource.kind != "s" or resource.count != 4:
+        raise UnknownOperand("a buffer descriptor is four scalar registers")
+    offen = "offen" in binder.instruction.modifiers
+    if not offen and vector.kind == "v":
+        raise UnknownOperand("a buffer address with idxen or without offen is not modelled")
+    planes, r = state.planes["u"], resource.index
+    plane = vector_plane(vector) if offen else 0
+    add = scalar.bits(32) if scalar.kind == "literal" else 0
+
+    def address() -> tuple[Array, Array | None]:
+        words = state.S[:, r : r + 4]
+        if (words[state.group, 1] >> np.uint32(16) & np.uint32(0x3FFF)).any():
+            raise UnknownOperand("a buffer with a stride is not modelled")
+        base = words[:, 0].astype(np.int64) | ((words[:, 1] & np.uint32(0xFFFF)).astype(np.int64) << 32)
+        records = words[:, 2].astype(np.int64)
+        extra = state.S[:, scalar.index].astype(np.int64) if scalar.kind == "s" else add
+        fixed = extra + offset
+        inside = planes[plane].astype(np.int64) if offen else np.zeros(state.mask.shape, np.int64)
+        # One comparison for all: limits differ by wave only.
+        in_range = inside <= (records - fixed - size)[:, None]
+        if in_range.all():
+            return inside + (base + fixed - BASE)[:, None], None
+        negative = (inside >= _MASKED + _NEAR) & (records == _UNBOUNDED)[:, None] & state.mask
+        if negative.any() and machine.checks.memory:
+            first = int(inside[negative][0]) - 2**32
+            problem = f"a buffer offset of {first} counts as beyond the buffer's end: it reads 0, or is not stored"
+            machine.report(OutOfBounds, f"{problem}; {int(negative.sum())} lanes")
+        return inside + (base + fixed - BASE)[:, None], in_range
+
+    return address
+
+
+def _chosen(machine: Machine, address: Address, size: int) -> tuple[Array | None, Array | None, Array, Array | None]:
+    """The lanes that are on (None: all), those of them in range (None: all), offsets and which lie in buffers."""
+    state = machine.state
+    where, in_range = address()
+    mask = None if state.full else state.mask
+    within: Array | None = None
+    if in_range is not None:
+        chosen: Array = in_range.reshape(-1) if mask is None else in_range[mask]
+        within = None if chosen.all() else chosen
+    offsets = where.reshape(-1) if mask is None else where[mask]
+    if within is not None:
+        offsets = offsets[within]
+    if not len(offsets):
+        return mask, within, offsets, None
+    bad = machine.memory.outside(offsets, size)
+    if bad is not None and machine.checks.memory:
+        first = int(offsets[bad][0])
+        problem = f"access outside every buffer: {machine.memory.describe(first, size)}; {int(bad.sum())} lanes"
+        machine.report(OutOfBounds, problem)
+    return mask, within, offsets, bad
+
+
+def _uses(items: list[Operand]) -> tuple[int, ...]:
+    return tuple(register for item in items for register in item.registers)
+
+
+def _load(machine: Machine, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]) -> Bound:
+    state, instruction = machine.state, binder.instruction
+    registers = unified(plane, kind.registers)
+    marks = registers if kind.half is None else registers[:1]
+
+    def run() -> None:
+        data, mask, unset = fetch(machine, address, kind.size)
+        put(state, plane, kind, data, mask)
+        if unset is not None:
+            machine.mark(marks, mask, unset)
+        machine.issue("load", registers, half=kind.half)
+
+    return Bound(instruction, run, (), (), registers, uses=_uses(items), counter="load")
+
+
+def fetch(machine: Machine, address: Address, size: int) -> tuple[Array, Array | None, Array | None]:
+    """Bytes [n, size] of the lanes that are on, those lanes, and as bool which bytes nothing has defined."""
+    mask, within, offsets, bad = _chosen(machine, address, size)
+    memory = machine.memory
+    machine.ordered(offsets if bad is None else offsets[~bad], size)
+    if bad is not None:
+        found = np.zeros((len(offsets), size), np.uint8)
+        found[~bad] = gather(memory.bytes, offsets[~bad], size)
+    else:
+        found = gather(memory.bytes, offsets, size)
+    unset = None
+    if memory.unset is not None and machine.defined is not None and len(offsets) and bad is None:
+        marks = gather(memory.unset.view(np.uint8), offsets, size)
+        unset = marks.view(bool) if marks.any() else None
+    if within is None:
+        return found, mask, unset
+    data = np.zeros((len(within), size), np.uint8)
+    data[within] = found
+    if unset is not None:
+        whole = np.zeros((len(within), size), bool)
+        whole[within] = unset
+        unset = whole
+    return data, mask, unset
+
+
+def _store(
+    machine: Machine, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]
+) -> Bound:
+    state, instruction = machine.state, binder.instruction
+    registers = unified(plane, kind.registers)
+
+    def run() -> None:
+        mask, within, offsets, bad = _chosen(machine, address, kind.size)
+        data = get(state, plane, kind, mask)
+        undefined = machine.undefined(registers, mask)
+        if within is not None:
+            data = data[within]
+            undefined = None if undefined is None else undefined[within]
+        if bad is not None:
+            offsets, data = offsets[~bad], data[~bad]
+            undefined = None if undefined is None else undefined[~bad]
+        if undefined is not None and undefined.any():
+            machine.undefined_store(registers)
+        if machine.group_races is not None:
+            machine.group_races.store(offsets, data)
+        scatter(machine.memory.bytes, offsets, data)
+        if machine.memory.unset is not None:
+            scatter(machine.memory.unset.view(np.uint8), offsets, np.zeros(data.shape, np.uint8))
+        machine.issue_store(offsets, kind.size, mask if within is None else None)
+
+    return Bound(instruction, run, registers, uses=_uses(items))
+
+
+def _load_to_lds(machine: Machine, binder: Binder, kind: Element, address: Address, items: list[Operand]) -> Bound:
+    """Lane i of a wave writes LDS bytes m0 + immediate + i·size (4 bytes each on gfx90a and gfx942)."""
+    state, instruction, lds = machine.state, binder.instruction, machine.lds
+    lane = np.arange(state.lanes, dtype=np.int64) * kind.size
+    if kind.size < 4 or (kind.size > 4 and state.arch.name != "gfx950"):
+        raise UnknownInstruction(f"{instruction.mnemonic} to LDS is not modelled for {state.arch.name}")
+    offset = instruction.number("offset")
+
+    def run() -> None:
+        data, mask, unset = fetch(machine, address, kind.size)
+        base = (state.S[:, M0] & np.uint32(0x3FFFF)).astype(np.int64)[:, None] + offset
+        where = np.broadcast_to(base + lane, state.mask.shape)
+        targets = where.reshape(-1) if mask is None else where[mask]
+        waves = flat_waves(mask, state.waves, state.lanes)
+        inside = lds.inside(targets, kind.size, instruction.place)
+        if inside is not None:
+            targets, data, waves = targets[inside], data[inside], waves[inside]
+            unset = None if unset is None else unset[inside]
+        entry = machine.issue("load", (), writes_lds=True)
+        lds.store(targets, data, waves, instruction.place, unset, entry, dma=True)
+
+    return Bound(instruction, run, uses=(*_uses(items), M0))
+
+
+def _atomic(machine: Machine, binder: Binder, space: str, name: str) -> Bound:
+    """The old value comes back where sc0, glc or th:TH_ATOMIC_RETURN asks for it."""
+    state, instruction = machine.state, binder.instruction
+    compares = name in atomics.COMPARE
+    if not compares and name not in atomics.TABLE:
+        raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
+    modifiers = instruction.modifiers
+    returns = "sc0" in modifiers or "glc" in modifiers or "RETURN" in modifiers.get("th", "")
+    size = atomics.COMPARE.get(name) or atomics.TABLE[name][0]
+    words = size // 4
+    items = list(binder.operands)
+    if space == "buffer":
+        binder.expect(4)
+        data, where = items[0], items[1:]
+        result = data.index
+    else:
+        binder.expect((2 if space == "flat" else 3) + returns)
+        destination = items.pop(0) if returns else None
+        where, data = [items[0], *items[2:]], items[1]
+        result = vector_plane(destination) if destination else 0
+    plane, kind = vector_plane(data), Element(size, False, None)
+    address = _address(machine, binder, space, where, size)
+    stored = unified(plane, words * (2 if compares else 1))
+    written = unified(result, words) if returns else ()
+
+    def run() -> None:
+        mask, within, offsets, bad = _chosen(machine, address, size)
+        word = np.dtype(np.uint32 if size == 4 else np.uint64)
+        if bad is not None:
+            return
+        undefined = machine.undefined(stored, mask)
+        values = [get(state, plane + part * words, kind, mask).view(word)[:, 0] for part in range(1 + compares)]
+        if within is not None:
+            values = [value[within] for value in values]
+            undefined = None if undefined is None else undefined[within]
+        if undefined is not None and undefined.any():
+            machine.undefined_store(stored)
+        if machine.group_races is not None:
+            machine.group_races.atomic(offsets, size, returns)
+        # cmpswap: the new value first, then the comparand.
+        old = atomics.apply(machine.memory.bytes, offsets, name, values[0], values[1] if compares else None)
+        if returns:
+            whole = old
+            if within is not None:
+                whole = np.zeros(len(within), word)
+                whole[within] = old
+            put(state, result, kind, whole[:, None].view(np.uint8), mask)
+            machine.issue("load", written)
+        else:
+            machine.issue_store(offsets, size, None)
+
+    return Bound(instruction, run, (), (), written, uses=_uses(where))
+
+
+def check_order(machine: Machine, offsets: Array, size: int) -> None:
+    """A load of bytes that another wave's store, not yet waited for, writes."""
+    waits, group = machine.waits, machine.group_bits
+    if waits is None or not len(offsets):
+        return
+    low, high = int(offsets.min()), int(offsets.max()) + size
+    for entry in waits.queues[waits.names["store"]]:
+        if entry.payload is None or (entry.waves | group) == 0:
+            continue
+        first, last, stored, width, owners = entry.payload
+        if last <= low or first >= high:
+            continue
+        overlap = np.intersect1d(stored // 4, offsets // 4)
+        if len(overlap) and width:
+            others = owners[np.isin(stored // 4, overlap)]
+            if any(entry.waves >> int(wave) & 1 for wave in np.unique(others)):
+                machine.report(MissingWait, f"loads what the store at {entry.place} may not have written yet")
+                return

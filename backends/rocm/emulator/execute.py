@@ -1,0 +1,52 @@
+"""A plan's launches as machine code in a model of the chip, on a small random problem. Child process only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from portattn.backends.rocm.emulator.amdgpu.checks import Checks
+from portattn.backends.rocm.emulator.amdgpu.memory import Memory
+from portattn.backends.rocm.emulator.amdgpu.program import Program
+from portattn.backends.rocm.emulator.amdgpu.tensors import share, value_of
+from portattn.launch import KernelCall, has_rows, kernel_calls, load_kernels, signature
+from portattn.planning.registry import Registry
+from portattn.testing.run_plan import call_of, plan_of
+from portattn.testing.tolerance import judge, nan_filled_memory
+
+
+def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Run compiled launches in the model: {"facts": …} as reference/check.judge says, and `steps`, what the model did.
+
+    The request is that of worker/interpret.py with `texts`: of each launch in order its assembly (`text`), bytes of LDS
+    (`lds`) and waves of a work-group (`waves`). Outputs, partial results and all padding start as NaN. Raises what the
+    model's checks find (portattn.backends.rocm.emulator.amdgpu.errors).
+    """
+    target = Registry.load().target(request["target"])
+    steps = 0
+    with nan_filled_memory(), torch.no_grad():
+        plan, call = plan_of(request, target), call_of(request)
+        launches, out, lse = kernel_calls(plan, call, target.arch.cores)
+        if has_rows(plan):
+            for launch, code in zip(launches, request["texts"], strict=True):
+                enter(f"emulate {launch.function}")
+                steps += run(launch, code["text"], code["lds"], code["waves"])
+    enter("judge")
+    precision = request.get("lowering", {}).get("dot_precision", "ieee")
+    return {"facts": judge(call, out, lse, precision) | {"steps": steps}}
+
+
+def run(launch: KernelCall, text: str, lds: int, waves: int) -> int:
+    """Run one launch; the model's steps. The caller's tensors hold the results."""
+    types = signature(launch).types
+    kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
+    memory, names = Memory(), [name for name in kernel.arg_names if name in types]
+    share((launch.arguments[name] for name in names), memory)
+    values = [value_of(types[name], launch.arguments[name], memory) for name in names]
+    # portattn's programs never exchange anything through memory within a launch.
+    report = Program.parse(text).launch(
+        launch.grid, values, memory, lds_bytes=lds, waves=waves, checks=Checks(groups=True)
+    )
+    return report.steps

@@ -1,0 +1,1 @@
+"""The public operations: from a caller's arguments to results."""

@@ -1,0 +1,361 @@
+"""From a Call to its result: detect the target, plan, see that the kernel compiles, run, and say what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from portattn.compile import ensure, variants
+from portattn.config import Settings
+from portattn.errors import FallbackWarning, PathUnavailable
+from portattn.launch import KernelCall, cache, kernel_calls, launch_all, sizing
+from portattn.launch.cached_launch import Kept
+from portattn.launch.run import Launches, device_guard
+from portattn.planning.backend import Backend, Variant
+from portattn.planning.planner import Plan, Rejection, plan
+from portattn.planning.registry import Registry
+from portattn.reference import blockwise
+from portattn.schema.call import TENSORS, Call
+from portattn.schema.outcome import Verdict
+from portattn.schema.problem import Problem
+from portattn.schema.target import Arch, Target
+from portattn.schema.toolchain import Toolchain, installed
+
+_last = cache.last_plan
+_warned: set[tuple[str, str, str, str]] = set()
+# Keys of plans, under a canary setting, whose families gave right numbers here or need not show it.
+_trusted: set[tuple[str, str]] = set()
+PLAN_CACHE = 4096  # plans kept, by problem, device and settings
+
+
+def last_plan() -> Plan | None:
+    """The plan of the last call that ran in this thread or task, as it ran, fall-backs included; None before any.
+
+    A kept call plans nothing: its plan is made when it is asked for here.
+    """
+    found = _last.get()
+    if type(found) is tuple:
+        planner, inputs = found
+        found = planner(inputs)
+        _last.set(found)
+    made: Plan | None = found
+    return made
+
+
+def note(made: Any) -> None:
+    """Remember as the last one a plan that ran by other means than `run`, or what makes it (Kept.note)."""
+    _last.set(made)
+
+
+@functools.lru_cache(maxsize=64)
+def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
+    """The target that a torch device is, and why it is only the CPU's reference when no backend knows the device.
+
+    A device of a known backend whose arch is not known is a target that refuses kernels: the vendor's library runs it.
+    """
+    registry = Registry.load()
+    candidates = [b for b in registry.backends.values() if b.device_type == device_type]
+    if device_type == "meta" and not candidates:
+        return registry.target("cpu:generic"), ""  # shapes without data: the reference computes them
+    for backend in candidates:
+        arch = backend.detect(index)
+        if arch is None:
+            continue
+        toolchain = installed().with_components(backend.machine_components())
+        if arch in registry.arches[backend.name]:
+            return registry.target(f"{backend.name}:{arch}", toolchain), ""
+        return _unknown_arch(backend, arch, f"arch {arch}, which its arches.toml does not have", toolchain), ""
+    # Several backends can share a device type: the one that can say something about the device has it.
+    owner = next((b for b in candidates if b.describe(index)), None)
+    if owner is None and index is not None and len(candidates) == 1:
+        owner = candidates[0]  # a tensor's device: it is there
+    if owner is not None:
+        seen = owner.describe(index) or f"device {device_type}:{index or 0}"
+        toolchain = installed().with_components(owner.machine_components())
+        return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
+    target = registry.target("cpu:generic")
+    known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))
+    return target, f"no backend knows device {device_type}:{index or 0}; device types of backends: {known}"
+
+
+def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:
+    """A target for a device that the backend has, and of whose arch it knows nothing: no kernel is planned for it."""
+    arch = Arch(
+        name=name, title=name, cores=1, local_memory=0, local_memory_kind="none", max_programs=1, sources=(),
+        refused=f"backend {backend.name} finds {seen}; add it: docs/backends.md",
+    )  # fmt: skip
+    return Target(backend=backend.name, arch=arch, toolchain=toolchain)
+
+
+@functools.lru_cache(maxsize=PLAN_CACHE)
+def _planned(problem: Problem, device_type: str, index: int | None, settings: Settings) -> Plan:
+    target, unknown = detect_target(device_type, index)
+    if not unknown:
+        return plan(problem, target, settings=settings)
+    if settings.backend not in ("auto", "reference"):
+        raise PathUnavailable(f"{problem.op}: backend={settings.backend!r} cannot run: {unknown}")
+    made = plan(problem, target, settings=settings)
+    rejection = Rejection(path="triton", reason=unknown, hint="write a backend: docs/backends.md")
+    return msgspec.structs.replace(made, rejected=(rejection,))
+
+
+def forget_plans() -> None:
+    """Drop every cached plan: verdicts or data have changed."""
+    _planned.cache_clear()
+    _trusted.clear()
+    cache.forget()
+
+
+class Keeper(Protocol):
+    """What keeps the launches of a call (request.Keeping).
+
+    given   names of the tensors that the call brings, in order
+    inputs  its sizes and strides
+    """
+
+    given: tuple[str, ...]
+    inputs: list[int]
+
+    def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> sizing.Recipe: ...
+
+    def keep(self, kept: Kept, seconds: float) -> None:
+        """seconds  that it may be kept"""
+        ...
+
+
+def plan_call(call: Call, settings: Settings) -> Plan:
+    """How a call would run here, with what failed to compile before taken into account. Nothing is launched."""
+    call.dry = True
+    made, _, _ = _compilable(call, settings)
+    _refuse(made, settings)
+    return made
+
+
+def prepared(call: Call, settings: Settings, keeping: Keeper) -> tuple[Plan, Kept | None]:
+    """A call's plan, its kernels compiled and found right here, and its launches; None where no kernel of portattn's
+    runs, as after a compile that failed, also one that may pass: what is prepared is not prepared again. Nothing is
+    launched, and nothing kept for other calls.
+    """
+    call.dry = False
+    with _without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
+        made, launches, failed = _compilable(call, settings)
+    _refuse(made, settings)
+    variant = variants.variant_of(made)
+    with device_guard(call.q):
+        if launches is not None:
+            return made, _keep_core(made, launches, call, keeping, failed)
+        if variant is not None:
+            return made, _keep_variant(made, variant, variant.launcher(call), _tensors(call), call, keeping, failed)
+    return made, None
+
+
+def _keep_core(made: Plan, launches: Launches, call: Call, keeping: Keeper, failed: Mapping[str, Verdict]) -> Kept:
+    recipe = keeping.recipe(detect_target(call.q.device.type, call.q.device.index)[0], failed)
+    return sizing.keep_core(recipe, keeping.inputs, made, keeping.given, *launches, call.q.device)
+
+
+def _keep_variant(
+    made: Plan, variant: Variant, launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], call: Call,
+    keeping: Keeper, failed: Mapping[str, Verdict],
+) -> Kept:  # fmt: skip
+    recipe = keeping.recipe(detect_target(call.q.device.type, call.q.device.index)[0], failed)
+    return sizing.keep_variant(recipe, keeping.inputs, made, keeping.given, variant, launch, tensors, call.q.device)
+
+
+def run(call: Call, settings: Settings, keeping: Keeper | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
+
+    keeping  keeps the launches of portattn's own kernels for calls of the same kind
+
+    A compile that fails becomes an Incident, and the call is planned again without that path; where that was a variant,
+    the core runs, which is no fall-back. Nothing is kept where what failed may pass; what is kept after a time-out is
+    forgotten when that is over. An error while the kernel runs passes through: it is never retried elsewhere.
+
+    Every path computes in the dtypes that it is given: autocast, which kernels do not see, is off for the others too.
+    """
+    with _without_autocast(call.q.device.type):
+        return _run(call, settings, keeping)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block, torch's operators compute in the dtypes that they are given."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _run(call: Call, settings: Settings, keeping: Keeper | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    made, launches, failed = _compilable(call, settings)
+    if not _settled(failed):
+        keeping = None
+    _refuse(made, settings)
+    _warn(made, settings)
+    if launches is None:
+        result = _run_elsewhere(made, call, keeping, failed)
+    else:
+        calls, out, lse = launches
+        result = out, lse
+        if keeping is None or call.copied or not out.numel():
+            launch_all(calls, made, call.q)
+        else:
+            with device_guard(call.q):
+                first = _keep_core(made, launches, call, keeping, failed)
+            if first.direct is None:
+                launch_all(calls, made, call.q)
+            else:
+                del launches, calls  # and with them their buffers: the kept call has its own
+                _run_kept(first, call, out, lse)
+            keeping.keep(first, _seconds(failed))
+    _last.set(made)
+    return result
+
+
+def _run_kept(first: Kept, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run a call by what is kept of it, without Triton's launchers, which would have to be made first."""
+    inputs = [getattr(call, name) for name in first.given]
+    first(inputs, [tensor.data_ptr() for tensor in inputs], first.sizes, out, lse)
+
+
+def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None, dict[str, Verdict]]:
+    """The plan of a call; a core plan's launches, which compile here as far as is known, else None; and the verdicts
+    on what does not."""
+    device = call.q.device
+    made = _planned(call.problem, device.type, device.index, settings)
+    failed: dict[str, Verdict] = {}
+    while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
+        target, _ = detect_target(device.type, device.index)
+        variant = variants.variant_of(made)
+        if variant is None:
+            launches = kernel_calls(made, call, target.arch.cores)
+            failure = _failure(made, launches[0], call, settings)
+        else:
+            launches, failure = None, _variant_failure(variant, made, call, target, settings)
+        if failure is None:
+            return made, launches, failed
+        failed[made.key] = failure
+        made = plan(call.problem, target, verdicts=failed, settings=settings)
+    return made, None, failed
+
+
+def _settled(failed: Mapping[str, Verdict]) -> bool:
+    """Whether the plan holds for later calls too: no failure that may pass has led to it."""
+    return all(verdict.standing != "passing" for verdict in failed.values())
+
+
+def _seconds(failed: Mapping[str, Verdict]) -> float:
+    """How long the plan holds: until the first time-out that has led to it is over."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return min(((v.until - now).total_seconds() for v in failed.values() if v.until is not None), default=math.inf)
+
+
+def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Settings) -> Verdict | None:
+    """Why these launches do not compile here, tried if nobody has; None when they do. Interpreted ones always do."""
+    if made.path == "interpreter":
+        return None
+    if call.dry:
+        from portattn.testing import canary
+
+        target, _ = detect_target(call.q.device.type, call.q.device.index)
+        failure = ensure.known_failure(made, launches, settings)
+        return failure or canary.known_failure(made, target, settings)
+    target, _ = detect_target(call.q.device.type, call.q.device.index)
+    failure = ensure.ensure(made, launches, call.q, target, settings)
+    return _untrusted(made, target, settings, call.q.device) if failure is None else failure
+
+
+def _variant_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+    """Why a variant must not run this call here, tried if nobody has; None when it may."""
+    if call.dry:
+        return variants.known_failure(variant, made, call, target, settings)
+    failure = variants.failure(variant, made, call, target, settings)
+    return _untrusted(made, target, settings, call.q.device) if failure is None else failure
+
+
+def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
+    """The verdict that quarantines the plan's family here, its canaries run if nobody has; None when it may run."""
+    if settings.canary == "never" or (made.key, settings.canary) in _trusted:
+        return None
+    from portattn.testing import canary  # only where it may be needed: it brings the worker and the oracle
+
+    failure = canary.check(made, target, settings, device)
+    if failure is None:
+        _trusted.add((made.key, settings.canary))
+    return failure
+
+
+def _run_elsewhere(
+    made: Plan, call: Call, keeping: Keeper | None, failed: Mapping[str, Verdict]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run on a path that is not the core's."""
+    if made.path == "reference":
+        return blockwise.run(call)
+    backend = Registry.load().backends[made.target.partition(":")[0]]
+    variant = variants.variant_of(made)
+    if variant is not None:
+        if keeping is None or call.copied:
+            _, out, lse = run_variant(variant, call)
+            return out, lse
+        launch, inputs = variant.launcher(call), _tensors(call)
+        out, lse = inputs["out"], inputs["lse"]
+        with device_guard(call.q):
+            first = _keep_variant(made, variant, launch, inputs, call, keeping, failed)
+            if first.direct is None:
+                launch(inputs)
+        if first.direct is not None:
+            _run_kept(first, call, out, lse)
+        keeping.keep(first, _seconds(failed))
+        return out, lse
+    vendor = next(v for v in backend.vendor if v.name == made.path)
+    return vendor.run(call)
+
+
+def run_variant(
+    variant: Variant, call: Call
+) -> tuple[Callable[[Mapping[str, torch.Tensor | None]], None], torch.Tensor, torch.Tensor | None]:
+    """Run a call by a variant: (what runs others like it, out, LSE)."""
+    launch, tensors = variant.launcher(call), _tensors(call)
+    with device_guard(call.q):
+        launch(tensors)
+    return launch, tensors["out"], tensors["lse"]
+
+
+def _tensors(call: Call) -> dict[str, Any]:
+    """What a variant is launched with: a Call's tensors by name, and memory for out and LSE."""
+    lse = call.new_lse() if call.problem.return_lse else None
+    return {name: getattr(call, name) for name in TENSORS} | {"out": call.new_out(), "lse": lse}
+
+
+def _refuse(made: Plan, settings: Settings) -> None:
+    """Raise where falling back is forbidden and the plan does."""
+    if made.fell_back and settings.fallback == "error":
+        first = made.rejected[0]
+        raise PathUnavailable(
+            f"{made.problem.op}: the {first.path} path is not available on {made.target} and fallback='error'",
+            made.rejected,
+        )
+
+
+def _warn(made: Plan, settings: Settings) -> None:
+    """Warn about a fall-back, once for each cause."""
+    if not made.fell_back or settings.fallback == "silent":
+        return
+    first = made.rejected[0]
+    key = (made.problem.op, made.requested, made.path, first.reason)
+    if key in _warned:
+        return
+    _warned.add(key)
+    cause = f" [{first.quirk or first.incident}]" if first.quirk or first.incident else ""
+    hint = f" Hint: {first.hint}." if first.hint else ""
+    warnings.warn(
+        f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
+        FallbackWarning,
+        stacklevel=6,  # _warn, _run, run, request.perform, the op, its caller
+    )

@@ -1,0 +1,188 @@
+"""The monitor: a warning for each kernel that is compiled once a program should be warm, and what brought it about."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portattn.config import Settings
+from portattn.errors import CompileWarning
+from portattn.launch import cache, triton_compat
+from portattn.launch.kernelcall import POINTER_ALIGNMENT
+
+if TYPE_CHECKING:
+    from portattn.api.request import Request
+
+_armed = False
+_warned: set[tuple[str, str]] = set()
+_silent: ContextVar[bool] = ContextVar("portattn_monitor_silent", default=False)
+_OURS = ("portattn.kernels.", "portattn.backends.")
+
+
+def monitor(on: bool = True) -> None:
+    """Warn from now on (CompileWarning) when a call compiles a kernel, or loads one from Triton's cache; or no more.
+
+    `warmup` does this by itself. Each kernel's specialisation is warned about once; the warning names the call, the
+    seconds it took, the plan's key, and in what the call differs from the nearest one that was kept: an argument's
+    shape, strides, type, alignment, or another argument's value.
+
+    The setting `monitor` (PORTATTN_MONITOR) overrules it: "always" warns from the first call on, "never" never.
+    """
+    global _armed
+    _armed = bool(on)
+
+
+def arm() -> None:
+    monitor(True)
+
+
+def wanted(settings: Settings) -> bool:
+    """Whether a compile is to be warned about now."""
+    return not _silent.get() and (settings.monitor == "always" or (settings.monitor == "auto" and _armed))
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Inside the block compiles are expected."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[str]]:
+    """Yields a list that, after the block, names portattn's kernels that this process compiled or loaded in it."""
+    before, found = _specialisations(), list[str]()
+    yield found
+    found += [name for name, _ in sorted(_specialisations() - before)]
+
+
+@contextlib.contextmanager
+def watching(request: Request) -> Iterator[None]:
+    """Around what a call does that none was kept for: warns, where that is wanted, about what it compiled."""
+    if not wanted(request.settings):
+        yield
+        return
+    before, begun = _specialisations(), time.perf_counter()
+    near = nearest(request)
+    try:
+        yield
+    finally:
+        new = _specialisations() - before - _warned
+        _warned.update(new)
+        if new:
+            _warn(request, sorted({name for name, _ in new}), time.perf_counter() - begun, near)
+
+
+def _warn(request: Request, kernels: list[str], seconds: float, nearest: list[str] | None) -> None:
+    from portattn.api.dispatch import last_plan
+
+    made = last_plan()
+    of_call = made is not None and made.problem.op == request.op
+    about = f"{made.problem} on the {made.path} path" if made is not None and of_call else request.op
+    key = f", key {made.key}" if made is not None and of_call and made.key else ""
+    if nearest is None:
+        other = "no call of this operation was kept before"
+    elif nearest:
+        other = f"from the nearest call that was kept it differs in {'; '.join(nearest)}"
+    else:
+        other = "a call like it was kept before, and forgotten"
+    warnings.warn(
+        f"{' and '.join(kernels)} compiled after warm-up, in {seconds:.2f} s: {about}{key}; {other}. "
+        "Give such a call to portattn.warmup",
+        CompileWarning,
+        stacklevel=6,  # _warn, watching, contextlib, perform, the op, its caller
+    )
+
+
+_FACTS = ("shape", "strides", "type", "device", f"address modulo {POINTER_ALIGNMENT}")
+Facts = dict[str, Any]
+
+
+def nearest(request: Request) -> list[str] | None:
+    """In what a call differs from the kept one of its operation that differs in least; None where there is none."""
+    if not request.keepable():
+        return None
+    from portattn.api.request import CALLED, Keeping
+
+    mine, found = Keeping(request), None
+    for kind in cache.every_kind():
+        if kind.op != request.op:
+            continue
+        for kept in kind.classes:
+            called = CALLED.get(kind.op, {})
+            differing = _differences(_facts(mine.kind, mine.inputs, called), _facts(kind, kept.inputs, called))
+            differing += [
+                f"the setting {name}: {getattr(request.settings, name)!r} instead of {getattr(kept.settings, name)!r}"
+                for name in request.settings.__struct_fields__
+                if getattr(request.settings, name) != getattr(kept.settings, name) and name != "monitor"
+            ]
+            if found is None or len(differing) < len(found):
+                found = differing
+    return found
+
+
+def _facts(kind: cache.Kind, inputs: Sequence[int], called: Mapping[str, str]) -> Facts:
+    """What a call of a kind is: tensors as _FACTS, other arguments as they are. called: what its caller calls them,
+    where kernels have other names."""
+    numbers, layouts = iter(inputs), []
+    for one in kind.kinds:
+        shape = tuple(next(numbers) for _ in range(one.ndim))
+        strides = tuple(next(numbers) for _ in range(one.ndim))
+        layouts.append((shape, strides, one.dtype, one.device, one.residue))
+    facts: Facts = {
+        called.get(name, name): None if place is None else layouts[place] for name, place in kind.places.items()
+    }
+    facts |= dict(zip(kind.value_names, kind.values, strict=False))
+    facts |= {name: None if given is None else next(numbers) for name, given in kind.lengths.items()}
+    return facts | {"gradients": any(one.requires_grad for one in kind.kinds)}
+
+
+def _differences(mine: Facts, theirs: Facts) -> list[str]:
+    found = []
+    for name, one in mine.items():
+        two = theirs.get(name)
+        if cache.identical(one, two):
+            continue
+        if name == "gradients":
+            found.append(f"gradients are {'' if one else 'not '}asked for")
+        elif one is not None and two is not None and _is_layout(one) and _is_layout(two):
+            found += [
+                f"{name}'s {fact}: {_said(a)} instead of {_said(b)}"
+                for fact, a, b in zip(_FACTS, one, two, strict=True)
+                if a != b and not (fact == "strides" and one[0] != two[0])  # they mostly follow from the shape
+            ]
+        elif _is_layout(one) or _is_layout(two):
+            found.append(f"{name} is {'not ' if one is None else ''}given")
+        else:
+            found.append(f"{name}: {one!r} instead of {two!r}")
+    return found
+
+
+def _is_layout(fact: Any) -> bool:
+    return type(fact) is tuple and len(fact) == len(_FACTS) and isinstance(fact[2], torch.dtype)
+
+
+def _said(fact: Any) -> str:
+    return str(tuple(fact)) if isinstance(fact, tuple) else str(fact)
+
+
+def _specialisations() -> set[tuple[str, str]]:
+    """Every kernel of portattn's that Triton has compiled or loaded in this process: (name, specialised on what)."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_OURS):
+            for kernel in list(vars(module).values()):
+                # A kernel that another module imported is of its own module.
+                if getattr(kernel, "__module__", None) == name:
+                    found |= {(kernel.__name__, key) for key in triton_compat.keys(kernel)}
+    return found

@@ -1,0 +1,535 @@
+"""The public operations. Each hands its arguments on as a Request; validation and dispatch do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from portattn.api.page_table import PageTable
+from portattn.api.prepare import Prepared
+from portattn.api.request import Request, Result, again, collecting, perform, plan_request, settings_for
+from portattn.config import current
+from portattn.errors import ArgumentError
+from portattn.planning.planner import Plan
+from portattn.planning.planner import plan as plan_problem
+from portattn.schema.problem import OPS, Problem
+from portattn.schema.target import Target
+from portattn.validate.values import reads
+
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    seqlens_q: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    leftpad_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Attention of dense queries over dense keys and values: softmax(q·kᵀ·scale + mask)·v.
+
+    q           (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd"; float16, bfloat16 or float32; any strides
+    k, v        (B, Hk, Sk, D) and (B, Hk, Sk, Dv); Hq must be a multiple of Hk (GQA, MQA)
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
+                "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
+    window      (left, right), inclusive: a query sees that many keys before and after its own position, which is
+                aligned as `causal` says (bottom-right without one). None or -1 on a side: no limit. A model that
+                speaks of a window of W keys with the query's own among them means (W - 1, 0)
+    softcap     scores become softcap·tanh(score / softcap), before anything is added to them; None or 0 for none
+    alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
+    sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value (attention sinks). The LSE
+                counts it; a row with nothing to attend has it as its LSE
+    bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Sk). -inf masks, whatever the key
+                holds
+    mask        bool, broadcast to (B, Hq, Sq, Sk): True = attend
+    seqlens_q/k (B,) int32 on q's device: valid rows of each sequence; the rest is padding, which is never attended
+                and, as a query, gives 0. Causal alignment is each sequence's own
+    leftpad_q/k (B,) int32: padding rows before a sequence's first valid row (left-padded batches)
+    dropout_p   dropout on the probabilities, in [0, 1); not in the core kernels
+    return_lse  also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
+    backend     "auto", or a path that must be taken: "triton", "vendor", "reference", a vendor path's own name, and
+                on a CPU "interpreter"; None for the setting. A named path never falls back
+    validate    read lengths back and check them (on an accelerator that waits for the device); None for the setting,
+                which checks on the CPU only. What is not checked is clamped: nothing is read outside the tensors given
+
+    Returns out in q's dtype and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing to attend
+    gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included. Memory beyond the
+    inputs: the output, the LSE where it is asked for, 256 bytes a program while a launch that uses tensor descriptors
+    runs, and a copy of q, k or v whose rows lie more than 2³¹ elements apart within a tile.
+
+    Raises ArgumentError (argument, value, limit), PathUnavailable when a named path cannot run this or falling
+    back is forbidden, QuirkConflict when the registry contradicts itself.
+    """
+    found = again(
+        "attention",
+        (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
+        (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
+    )
+    if found is not None:
+        return found
+    settings = settings_for("attention", backend, validate)
+    features: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
+        "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k,
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout_p": dropout_p,
+        "return_lse": return_lse, "layout": layout,
+    }  # fmt: skip
+    request = Request(
+        "attention", settings, {"q": q, "k": k, "v": v, **features}, values,
+        (backend, validate),
+    )  # fmt: skip
+    return perform(request)
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Attention of packed sequences: all their rows one after the other, without padding.
+
+    q             (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    k, v          (Tk, Hk, D) and (Tk, Hk, Dv), likewise by cu_seqlens_k
+    cu_seqlens_*  (B + 1,) int32 on q's device, from 0 on, never falling (else the result is undefined, and still
+                  nothing outside the tensors is read). They stay on the device. Sequences may have no rows, and their
+                  queries and keys may differ in number
+    max_seqlen_*  rows of the longest sequence, or more: with less, what longer sequences give is undefined
+    causal        as in `attention`, each sequence for itself
+    alibi_slopes  (Hq,) or (B, Hq) float32
+
+    The rest as in `attention`. Returns out (Tq, Hq, Dv) and, with return_lse, the LSE (Hq, Tq). Rows after the last
+    sequence give 0 and -inf.
+    """
+    found = again(
+        "varlen_attention",
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
+        (scale, causal, window, softcap, return_lse, backend, validate),
+        (max_seqlen_q, max_seqlen_k),
+    )
+    if found is not None:
+        return found
+    settings = settings_for("varlen_attention", backend, validate)
+    features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    values: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": scale, "causal": causal, "window": window,
+        "softcap": softcap, "return_lse": return_lse,
+    }  # fmt: skip
+    request = Request(
+        "varlen_attention", settings,
+        {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features}, values,
+        (backend, validate),
+    )  # fmt: skip
+    return perform(request)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens_k: torch.Tensor | None,
+    *,
+    leftpad_k: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Attention of a few queries a sequence over a contiguous key/value cache.
+
+    q           (B, Hq, Sq, D), Sq small (1 for ordinary decoding), or (B, Sq, Hq, D) with layout="bshd"
+    k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv), in the same layout as q
+    seqlens_k   (B,) int32 on q's device: keys in each sequence's cache; None when every cache is full. It stays on
+                the device: no host synchronisation, so a CUDA graph can replay the call with lengths changed in place
+    leftpad_k   (B,) int32: padding rows before a sequence's first key
+    causal      with Sq > 1, True lets query i see what ends Sq-1-i keys before the last (speculative decoding)
+    num_splits  programs that share a row's keys; None for what fits the chip best. Any number gives the same result to
+                rounding; in the kernels 1 gives each sequence bit for bit the same result whatever the batch is
+    bias, mask  broadcast to (B, Hq, Sq, Smax)
+
+    The rest as in `attention`. Where keys are split over programs, float32 partial results of
+    splits·B·Hq·Sq·(Dv + 2) elements are allocated beside the output. Raises as `attention` does.
+    """
+    found = again(
+        "decode_attention",
+        (q, k_cache, v_cache, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+    )
+    if found is not None:
+        return found
+    settings = settings_for("decode_attention", backend, validate)
+    features: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_k": seqlens_k,
+        "leftpad_k": leftpad_k,
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits,
+        "return_lse": return_lse, "layout": layout,
+    }  # fmt: skip
+    request = Request(
+        "decode_attention", settings, {"q": q, "k": k_cache, "v": v_cache, **features}, values,
+        (backend, validate),
+    )  # fmt: skip
+    return perform(request)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor | PageTable,
+    seqlens_k: torch.Tensor | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    page_layout: str = "phd",
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Attention over a paged key/value cache: decoding, chunked prefill, or both in one ragged call.
+
+    q            (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd"; with cu_seqlens_q packed, (Tq, Hq, D)
+    k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or (P, Hk, page, D) with page_layout="hpd"; any page size
+                 and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D)
+    page_table   (B, pages a sequence) int32 on q's device: page ids of each sequence in order; entries past its length
+                 are never used. Or a PageTable, whose lengths each call computes (six small kernels; in a hot path
+                 give `table.pages` and `table.seqlens(page_size)`)
+    seqlens_k    (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
+    cu_seqlens_q (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
+    max_seqlen_q rows of the longest sequence of packed queries, or more, if known
+    causal       True: a sequence's last query sees its last key
+    bias, mask   broadcast to (B, Hq, Sq, pages a sequence · page); not with packed queries
+
+    Nothing waits for the device. The rest as in `attention` and `decode_attention`. Returns out like q with Dv columns,
+    and with return_lse the LSE (B, Hq, Sq), or (Hq, Tq) of packed queries. Where keys are split over programs, float32
+    partial results of splits·B·Hq·Sq·(Dv + 2) elements (packed: splits·Hq·Tq·(Dv + 2)) are allocated beside the output.
+    """
+    table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate)
+    found = again(
+        "paged_attention",
+        (q, k_pages, v_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
+        (max_seqlen_q,),
+    )
+    if found is not None:
+        return found
+    settings = settings_for("paged_attention", backend, validate)
+    features: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "bias": bias,
+        "mask": mask,
+        "cu_seqlens_q": cu_seqlens_q,
+    }
+    values: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+        "num_splits": num_splits, "return_lse": return_lse, "layout": layout, "page_layout": page_layout,
+    }  # fmt: skip
+    request = Request(
+        "paged_attention", settings,
+        {"q": q, "k": k_pages, "v": v_pages, "page_table": table, "seqlens_k": seqlens_k, **features}, values,
+        (backend, validate),
+    )  # fmt: skip
+    return perform(request)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    page_table: torch.Tensor | PageTable | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    log_weights: torch.Tensor | None = None,
+    magicpig: tuple[int | torch.Tensor, int | torch.Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    page_layout: str = "phd",
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Decode attention over tokens that were chosen for each query head.
+
+    q            (B, Hq, 1, D), or (B, 1, Hq, D) with layout="bshd"
+    k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv) in q's layout, or pages with page_table, as in
+                 `paged_attention`
+    indices      (B, Hq, Lmax) int32: token positions, in any order; negative ones are padding and passed over. A token
+                 that is listed twice counts twice
+    counts       (B, Hq) int32: how many places of a head's row of `indices` are used, from the first on
+    seqlens_k    (B,) int32: keys of each sequence; tokens beyond are passed over. None: as many as the cache holds
+    log_weights  (B, Hq, Lmax) float32, added to the scores of the tokens in those places: the logarithm of a weight
+                 (minus that of a sampling probability); -inf masks
+    magicpig     (K, L): the tokens were sampled by L hash tables of K bits each, a token being taken when two tables
+                 or more find it; the kernel computes each one's sampling probability u from the angle between query and
+                 key, and takes log u off its score (Chen et al., "MagicPIG", arXiv 2410.16179). Two integers, for
+                 which the kernel is compiled, or (Hq,) int32 tensors.
+                 Angles are between q and k as given: keys that were centred before they were hashed must be here
+    alibi_slopes (Hq,) or (B, Hq) float32; the query's position is that of the last key
+
+    A causal mask, a window, a mask or a bias are choices of tokens or log_weights here. The rest as in
+    `decode_attention`, with partial results of splits·B·Hq·(Dv + 2) float32 elements where tokens are split.
+    """
+    op = "sparse_attention"
+    table: Any = None
+    if page_table is not None:
+        table, seqlens_k = _table(op, page_table, seqlens_k, k_cache, page_layout, backend, validate)
+    bits, tables = (None, None) if magicpig is None else _magicpig(op, magicpig, counts)
+    by_head = isinstance(bits, torch.Tensor) or isinstance(tables, torch.Tensor)
+    sampling = {"magicpig_bits": bits, "magicpig_tables": tables} if by_head else _NO_SAMPLING
+    constants = None if bits is None or by_head else (bits, tables)
+    found = again(
+        op,
+        (
+            q, k_cache, v_cache, indices, counts, table, seqlens_k, alibi_slopes, sinks, log_weights,
+            sampling["magicpig_bits"], sampling["magicpig_tables"],
+        ),
+        (scale, softcap, num_splits, return_lse, layout, page_layout, constants, backend, validate),
+    )  # fmt: skip
+    if found is not None:
+        return found
+    settings = settings_for(op, backend, validate)
+    features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks, "log_weights": log_weights}
+    values: dict[str, Any] = {
+        "scale": scale, "softcap": softcap, "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
+        "page_layout": page_layout,
+    }  # fmt: skip
+    request = Request(
+        op, settings,
+        {
+            "q": q, "k": k_cache, "v": v_cache, "indices": indices, "counts": counts, "page_table": table,
+            "seqlens_k": seqlens_k, **features, **sampling,
+        },
+        values | {"magicpig": constants},
+        (backend, validate),
+    )  # fmt: skip
+    return perform(request)
+
+
+def mla_attention(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_pages: torch.Tensor,
+    page_table: torch.Tensor | PageTable,
+    seqlens_k: torch.Tensor | None = None,
+    *,
+    scale: float,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+) -> Result:
+    """Multi-head latent attention over a paged latent cache (DeepSeek-V2, arXiv 2405.04434, in its absorbed form).
+
+    q_nope     (B, H, Sq, R): queries with the key up-projection absorbed; R is the latent rank, 512 in DeepSeek's
+               models. Or (B, Sq, H, R) with layout="bshd"; with cu_seqlens_q packed, (Tq, H, R)
+    q_rope     (B, H, Sq, E): the part of the queries that carries positions, E = 64 there
+    kv_pages   (P, page, R + E): latent rows; each is read once, whole as key and its first R columns as value
+    page_table, seqlens_k, cu_seqlens_q, max_seqlen_q   as in `paged_attention`
+    scale      factor on the scores. It has no default: a model scales by its heads' width before absorption
+               (1/√192 for DeepSeek-V3), which the tensors no longer show
+
+    The rest as in `paged_attention`; all heads share the one latent row. Returns out (B, H, Sq, R), which the value
+    up-projection then expands. Memory beyond it as in `paged_attention`, with Dv = R.
+    """
+    op = "mla_attention"
+    table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
+    found = again(
+        op,
+        (q_nope, q_rope, kv_pages, kv_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+        (max_seqlen_q,),
+    )
+    if found is not None:
+        return found
+    settings = settings_for(op, backend, validate)
+    features: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "bias": bias,
+        "mask": mask,
+        "cu_seqlens_q": cu_seqlens_q,
+    }
+    values: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+        "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
+    }  # fmt: skip
+    request = Request(
+        op, settings,
+        {
+            "q": q_nope, "q_rope": q_rope, "k": kv_pages, "v": kv_pages, "page_table": table,
+            "seqlens_k": seqlens_k, **features,
+        },
+        values,
+        (backend, validate),
+    )  # fmt: skip
+    return perform(request)
+
+
+_NO_SAMPLING = {"magicpig_bits": None, "magicpig_tables": None}
+_OPS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "varlen_attention": varlen_attention,
+    "decode_attention": decode_attention,
+    "paged_attention": paged_attention,
+    "sparse_attention": sparse_attention,
+    "mla_attention": mla_attention,
+}
+
+
+def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
+    """How a call would run, without running it.
+
+    `plan("attention", q, k, v, causal=True)` takes the op's own arguments and plans for the tensors' device.
+    `plan(problem, target)` plans a Problem for any Target, also of a machine that is not here; verdicts of this
+    machine's cache are not consulted then. Raises what the call would raise before launching.
+    """
+    if isinstance(op, Problem):
+        target = args[0] if args else kwargs.pop("target", None)
+        if not isinstance(target, Target) or len(args) > 1 or kwargs:
+            raise ArgumentError(
+                "plan", "arguments", (*args, *kwargs), "plan(problem, target) takes a Problem and a Target"
+            )
+        return plan_problem(op, target, settings=current())
+    return plan_request(make_request("plan", op, args, kwargs))
+
+
+def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
+    """`plan(...)` as text for people: path, kernel, the quirks applied, and why each other path is not taken."""
+    return plan(op, *args, **kwargs).explain()
+
+
+def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
+    """Plan a call, compile what it needs and allocate its partial results: a handle whose `run` does the rest.
+
+    `prepare("paged_attention", q, k_pages, v_pages, page_table, seqlens_k).run(...)` takes the op's own arguments;
+    later runs may differ in data only. See Prepared. Raises what the call would raise before launching.
+    """
+    return Prepared(_op("prepare", op), make_request("prepare", op, args, kwargs))
+
+
+def _op(asker: str, op: Any) -> Callable[..., Any]:
+    if not isinstance(op, str) or op not in _OPS:
+        problem = "a Problem or " if asker == "plan" else ""
+        raise ArgumentError(asker, "op", op, f"must be {problem}one of {', '.join(OPS)}")
+    return _OPS[op]
+
+
+def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    """The request that a call with these arguments makes."""
+    function = _op(asker, op)
+    with collecting() as requests:
+        function(*args, **kwargs)
+    return requests[0]
+
+
+def _table(
+    op: str,
+    table: Any,
+    seqlens_k: torch.Tensor | None,
+    pages: Any,
+    page_layout: str,
+    backend: str | None,
+    validate: bool | None,
+) -> tuple[Any, torch.Tensor | None]:
+    """Page ids and lengths as tensors; a PageTable's lengths follow from the size of the pages."""
+    if not isinstance(table, PageTable):
+        return table, seqlens_k
+    if seqlens_k is not None:
+        given = tuple(seqlens_k.shape) if isinstance(seqlens_k, torch.Tensor) else seqlens_k
+        raise ArgumentError(op, "seqlens_k", given, "goes with a tensor of page ids; a PageTable has its own")
+    if not isinstance(pages, torch.Tensor) or pages.ndim < 3:
+        return table.pages, None  # validation says what is wrong with the pages
+    page_size = pages.shape[2 if page_layout == "hpd" else 1]
+    if reads(settings_for(op, backend, validate), table.counts):
+        table.check(op, page_size)
+    return table.pages, table.seqlens(page_size)
+
+
+def _magicpig(op: str, magicpig: Any, counts: Any) -> tuple[Any, Any]:
+    """K and L, both integers or both tensors."""
+    if not isinstance(magicpig, (tuple, list)) or len(magicpig) != 2:
+        raise ArgumentError(op, "magicpig", magicpig, "must be (K, L), bits a hash table and number of tables")
+    for name, value, least in (("K", magicpig[0], 1), ("L", magicpig[1], 2)):
+        if isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**15:
+            limit = f"must be an integer in {least}..{2**15 - 1}, or (Hq,) int32"
+            raise ArgumentError(op, f"magicpig's {name}", value, limit)
+    tensor = next((value for value in magicpig if isinstance(value, torch.Tensor)), None)
+    if tensor is not None and isinstance(counts, torch.Tensor) and counts.ndim == 2:
+        heads = counts.shape[1]
+        magicpig = tuple(
+            t if isinstance(t, torch.Tensor) else tensor.new_full((heads,), t, dtype=torch.int32) for t in magicpig
+        )
+    return magicpig[0], magicpig[1]

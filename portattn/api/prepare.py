@@ -1,0 +1,178 @@
+"""prepare(): plan a call once, run it many times, with memory that is there before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from portattn.api import dispatch
+from portattn.api.request import Collected, Keeping, Request, Result, _collected, admitted, finished
+from portattn.compile import variants
+from portattn.config import current
+from portattn.errors import ArgumentError
+from portattn.launch import cache, has_rows
+from portattn.launch.cached_launch import Kept, results
+from portattn.launch.kernelcall import POINTER_ALIGNMENT
+from portattn.launch.run import DescriptorMemory, device_guard
+from portattn.schema.plan import Plan
+from portattn.validate import wants_gradients
+
+
+class Prepared:
+    """One planned call, to be run with other data of the same shapes: what a serving loop holds per step shape.
+
+    plan   how it runs
+    run    `run(*args, out=None, lse=None, **kwargs)` with the operation's own arguments
+
+    Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
+    handle: use one handle on one stream at a time.
+    From its second run on, a run of portattn's kernels (the core's or a variant's) allocates nothing when `out` is
+    given (and `lse`, where one is returned) and pages come as a tensor (a PageTable's lengths are computed anew each
+    time). It never waits for the device unless validate=True asks for it, and can be captured in a CUDA graph, which
+    replays with lengths, tables and data changed in place.
+    Where no kernel of portattn runs, or q, k or v must be copied first (rows too far apart for 32-bit offsets), a run
+    is an ordinary call. At each run a variant copies what its descriptors cannot read as it is: q, k or v with a stride
+    of 0, and all of them where the scale is 0.
+    """
+
+    def __init__(self, op: Callable[..., Any], request: Request) -> None:
+        call = request.build()
+        self._op, self._settings = op, request.settings
+        self._kept: Kept | None = None
+        self._kind: cache.Kind | None = None
+        self.plan: Plan = dispatch.plan_call(call, request.settings)
+        self._name = self.plan.problem.op
+        self._description = _description(request)
+        self._out_shape, self._lse_shape = results(self.plan.problem)
+        q = request.tensors["q"]
+        self._dtype, self._device = q.dtype, q.device
+        ours = self.plan.kernel or variants.variant_of(self.plan) is not None
+        if not ours or not request.launched_by_address() or call.copied or not has_rows(self.plan):
+            return
+        # What must not run here is planned past. A run of what is left then warns, as a plain call does.
+        keeping = Keeping(request, only=True)
+        self.plan, self._kept = dispatch.prepared(call, request.settings, keeping)
+        if self._kept is None:
+            return
+        self._sizes = self._kept.sizes
+        with device_guard(q):
+            self._memory = self._kept.memory(self._sizes)
+        self._descriptors = DescriptorMemory(q.device, held={})
+        if request.keepable():
+            keeping.kind.add(self._kept)
+            self._kind = keeping.kind
+
+    def run(
+        self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
+    ) -> Result:
+        """Run with these arguments, as the operation itself takes them.
+
+        out   where the result goes: contiguous, in the operation's shape and q's dtype; allocated when None
+        lse   where the LSE goes, float32, if the operation returns one
+
+        Raises ArgumentError where an argument differs from the prepared call's in anything but its data.
+        """
+        running = _Running(self, out, lse)
+        token = _collected.set(running)
+        try:
+            found = self._op(*args, **kwargs)
+        finally:
+            _collected.reset(token)
+        if not running:
+            return found
+        request = running[0]
+        shapes = admitted(request)
+        self._check(request)
+        self._check_results(out, lse)
+        if lse is not None and not request.return_lse:
+            raise ArgumentError(self._name, "lse", tuple(lse.shape), "return_lse is False: none is computed")
+        if shapes is None and self._kept is not None:
+            if self._settings.validate == "always":
+                request.build()  # reads lengths and ids back, as asked
+            dispatch.note(self.plan)
+            given = [tensor for tensor in request.tensors.values() if tensor is not None]
+            return self._again(given, [tensor.data_ptr() for tensor in given], out, lse)
+        result: Any = shapes
+        if shapes is None:
+            call = request.build()
+            result = finished(call, *dispatch.run(call, request.settings, None))
+        values = result if isinstance(result, tuple) else (result,)
+        places = [
+            value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)
+        ]
+        return (places[0], places[1]) if request.return_lse else places[0]
+
+    def _again(
+        self, given: Sequence[torch.Tensor], addresses: list[int], out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> Result:
+        assert self._kept is not None
+        found, sums = self._kept(given, addresses, self._sizes, out, lse, self._memory, self._descriptors)
+        return found if sums is None else (found, sums)
+
+    def _check(self, request: Request) -> None:
+        if request.settings != self._settings:
+            for name in ("validate", "backend", *request.settings.__struct_fields__):
+                now, was = getattr(request.settings, name), getattr(self._settings, name)
+                if now != was:
+                    raise ArgumentError(self._name, name, now, f"the call was prepared with {was!r}")
+        now = _description(request)
+        for name, was in self._description.items():
+            if not cache.identical(now[name], was):
+                raise ArgumentError(self._name, name, now[name], f"the call was prepared with {was!r}")
+
+    def _check_results(self, out: Any, lse: Any) -> None:
+        if out is not None:
+            self._check_result("out", out, self._out_shape, self._dtype)
+        if lse is not None:
+            self._check_result("lse", lse, self._lse_shape, torch.float32)
+
+    def _check_result(self, name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            given = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ArgumentError(self._name, name, given, f"must be a torch.Tensor of {shape}, {dtype}")
+        where = self._device
+        if tensor.device != where or not tensor.is_contiguous() or tensor.data_ptr() % POINTER_ALIGNMENT:
+            limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
+            raise ArgumentError(self._name, name, (str(tensor.device), tensor.stride()), limit)
+
+
+class _Running(Collected):
+    """A run of a handle: where everything is as it was prepared, the call ends with the handle's result."""
+
+    def __init__(self, handle: Prepared, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+        super().__init__()
+        self._handle, self._out, self._lse = handle, out, lse
+
+    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Any:
+        handle, out, lse, settings = self._handle, self._out, self._lse, current()
+        kind = handle._kind
+        if kind is None or (lse is not None and handle.plan.problem.return_lse is False):
+            return None
+        if kind.hit is not None and isinstance(tensors[0], torch.Tensor):
+            handle._check_results(out, lse)
+            done = kind.hit(tensors, values, lengths, settings, out, lse, handle._memory)
+            if done is not NotImplemented:
+                return done
+        found = kind.match(tensors, values, lengths, settings)
+        if found is None:
+            return None
+        given, addresses, _ = found
+        handle._check_results(out, lse)
+        dispatch.note(handle.plan)
+        return handle._again(given, addresses, self._out, self._lse)
+
+
+def _description(request: Request) -> dict[str, Any]:
+    """Everything of a request but its data, by the names that its caller uses."""
+    found: dict[str, Any] = dict(request.values)
+    for name, t in request.named_tensors.items():
+        given = isinstance(t, torch.Tensor)
+        found[name] = (tuple(t.shape), t.stride(), t.dtype, str(t.device)) if given else type(t).__name__
+        if given:
+            found[f"whether {name} is a view to be negated"] = t.is_neg()
+        if given and t.device.type != "cpu":
+            found[f"{name}'s address, modulo {POINTER_ALIGNMENT}"] = t.data_ptr() % POINTER_ALIGNMENT
+    tensors = [t for t in request.tensors.values() if isinstance(t, torch.Tensor)]
+    return found | {"whether gradients are asked for": wants_gradients(*tensors)}

@@ -1,0 +1,276 @@
+"""Request: one call of a public operation before validation, and how it is carried out, planned or prepared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch.autograd import forward_ad
+
+from portattn.api import dispatch, monitor
+from portattn.api.tracing import refuse_what_no_kernel_sees, shapes_alone
+from portattn.config import Settings, current
+from portattn.errors import ArgumentError
+from portattn.launch import cache
+from portattn.launch.cached_launch import Kept
+from portattn.launch.guards import in_mode
+from portattn.launch.sizing import Recipe
+from portattn.schema.call import Call
+from portattn.schema.outcome import Verdict
+from portattn.schema.plan import Plan
+from portattn.schema.target import Target
+from portattn.validate.builders import BUILDERS
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Arguments that are sizes, as the tensors' sizes are; by operation.
+LENGTHS: dict[str, tuple[str, ...]] = {
+    "varlen_attention": ("max_seqlen_q", "max_seqlen_k"),
+    "paged_attention": ("max_seqlen_q",),
+    "mla_attention": ("max_seqlen_q",),
+}
+
+# What the caller knows tensors by, where kernels have other names or none; by operation.
+_CACHE = {"k": "k_cache", "v": "v_cache"}
+CALLED: dict[str, dict[str, str]] = {
+    "decode_attention": _CACHE,
+    "paged_attention": {"k": "k_pages", "v": "v_pages"},
+    "sparse_attention": _CACHE | {"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
+    "mla_attention": {"q": "q_nope", "k": "kv_pages", "v": "kv_pages"},
+}
+
+
+@dataclass(slots=True)
+class Request:
+    """What the caller gave.
+
+    tensors  by the names that they have in kernels' arguments; None for those that are not given
+    values   everything else that decides the plan, by the caller's names
+    asked    `backend` and `validate` as the caller gave them
+    """
+
+    op: str
+    settings: Settings
+    tensors: dict[str, Any]
+    values: dict[str, Any]
+    asked: tuple[Any, Any] = (None, None)
+
+    def build(self) -> Call:
+        """Validate, and make the Call. Raises ArgumentError."""
+        return BUILDERS[self.op](self.settings, self.tensors, self.values)
+
+    @property
+    def return_lse(self) -> bool:
+        return bool(self.values["return_lse"])
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the tensors that the caller gave."""
+        return tuple(name for name, tensor in self.tensors.items() if tensor is not None)
+
+    @property
+    def named_tensors(self) -> dict[str, Any]:
+        """The tensors by the names that the caller knows them by."""
+        called = CALLED.get(self.op, {})
+        return {called.get(name, name): tensor for name, tensor in self.tensors.items()}
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The arguments that are sizes."""
+        return {name: self.values[name] for name in LENGTHS.get(self.op, ())}
+
+    @property
+    def fixed_values(self) -> tuple[Any, ...]:
+        """All other arguments, and what the call asked for."""
+        lengths = LENGTHS.get(self.op, ())
+        return (*(value for name, value in self.values.items() if name not in lengths), *self.asked)
+
+    def keepable(self) -> bool:
+        """Whether calls like it may be kept.
+
+        Not those on a CPU, of what is no tensor, and of tensors that do not simply lie in memory: subclasses (fake
+        tensors have no memory at all) and views whose negation is still to be done. Nor calls that are validated each
+        time, have arguments of unusual types, or are made inside forward-mode differentiation or where a mode of
+        torch's sees every operator: no later call would be found to be like them.
+        """
+        if self.settings.validate == "always" or not cache.plain_values(self.fixed_values):
+            return False
+        if forward_ad._current_level >= 0 or in_mode():
+            return False
+        return self.launched_by_address()
+
+    def launched_by_address(self) -> bool:
+        """Whether kernels get the tensors' addresses as they are, and each has one."""
+        if any(length is not None and type(length) is not int for length in self.lengths.values()):
+            return False
+        tensors = [tensor for tensor in self.tensors.values() if tensor is not None]
+        plain = all(type(tensor) in _PLAIN and not tensor.is_neg() for tensor in tensors)
+        return plain and self._on_accelerator() and all(tensor.data_ptr() for tensor in tensors)
+
+    def _on_accelerator(self) -> bool:
+        q = self.tensors["q"]
+        return isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "meta")
+
+    def kind(self) -> cache.Kind:
+        """The kind of the call: one that is known, or a new one, which is not remembered yet."""
+        settings, values, lengths = current(), self.fixed_values, self.lengths
+        for known in cache.kinds(self.op, values):
+            if known.match(tuple(self.tensors.values()), values, tuple(lengths.values()), settings) is not None:
+                return known
+        return self.new_kind()
+
+    def new_kind(self, only: list[int] | None = None) -> cache.Kind:
+        """The kind of the call anew; of calls with these sizes alone where some are given."""
+        lengths = self.lengths
+        names = [name for name in self.values if name not in lengths]
+        return cache.Kind(self.op, self.tensors, self.fixed_values, lengths, current(), only, names)
+
+
+class Collected(list[Request]):
+    """Requests of operations that are not to be performed."""
+
+    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Any:
+        """What to do with a call before a request is made of it: a result ends it, None makes and adds the request."""
+        return None
+
+
+_collected: ContextVar[Collected | None] = ContextVar("portattn_collected", default=None)
+
+
+@contextmanager
+def collecting(collected: Collected | None = None) -> Iterator[Collected]:
+    """Inside the block, public operations are not performed; yields the list that their requests are added to."""
+    requests = Collected() if collected is None else collected
+    token = _collected.set(requests)
+    try:
+        yield requests
+    finally:
+        _collected.reset(token)
+
+
+def again(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...] = ()) -> Result | None:
+    """Perform a call of a kind that is known, with sizes of a class that is known; None where it is none.
+
+    tensors, values, lengths  as the Request has them, in its order; `backend` and `validate` come last among values.
+                              Nothing is known of them
+    """
+    collected = _collected.get()
+    if collected is not None:
+        return collected.again(op, tensors, values, lengths)
+    known = cache.kinds(op, values)
+    if not known:
+        return None
+    settings = current()
+    for kind in known:
+        hit = kind.hit
+        if hit is not None:
+            found = hit(tensors, values, lengths, settings, None, None, None)
+            if found is not NotImplemented:
+                if found is not None:
+                    return found
+                continue
+        matched = kind.match(tensors, values, lengths, settings)
+        if matched is None:
+            continue
+        given, addresses, inputs = matched
+        its_class = kind.find(inputs)
+        if its_class is not None:
+            kept, sizes = its_class
+            dispatch.note(kept.note(inputs))
+            out, lse = kept(given, addresses, sizes)
+            return out if lse is None else (out, lse)
+    return None
+
+
+def perform(request: Request) -> Result:
+    """Carry a request out: out in the caller's layout, with the LSE where it is asked for."""
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(request)
+        return None  # type: ignore[return-value]  # the collector never looks at it
+    shapes = admitted(request)
+    if shapes is not None:
+        return shapes
+    call = request.build()
+    keeping = Keeping(request) if request.keepable() else None
+    with monitor.watching(request):
+        out, lse = dispatch.run(call, request.settings, keeping)
+    return finished(call, out, lse)
+
+
+def admitted(request: Request) -> Result | None:
+    """What a call gives that computes shapes alone; None where it is to be carried out.
+
+    Raises where no kernel could see its tensors (tracing.py).
+    """
+    refuse_what_no_kernel_sees(request.op, request.named_tensors)
+    if not shapes_alone(request.tensors.values()):
+        return None
+    call = request.build()
+    return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
+
+
+def inputs_of(request: Request) -> list[int]:
+    """What decides the class of its sizes: sizes and strides of each tensor once, and the arguments that are sizes."""
+    distinct = list({id(t): t for t in request.tensors.values() if t is not None}.values())
+    return cache.sizes_of(distinct) + [n for n in request.lengths.values() if n is not None]
+
+
+class Keeping:
+    """Keeps what a call launches, for calls of its kind."""
+
+    def __init__(self, request: Request, only: bool = False) -> None:
+        self._request = request
+        self.kind, self.given = request.kind(), request.given
+        self.inputs = inputs_of(request)
+        if only:
+            self.kind = request.new_kind(self.inputs)
+
+    def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> Recipe:
+        request = self._request
+        return self.kind.recipe(request.settings, request.values, tuple(request.lengths), target, failed)
+
+    def keep(self, kept: Kept, seconds: float) -> None:
+        self.kind.add(kept)
+        cache.remember(self.kind, seconds)
+
+
+def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
+    """Results as (B, Hq, Sq, Dv) and (B, Hq, Sq) in the layout that the caller uses."""
+    problem = call.problem
+    if problem.packed:
+        out = out[0].transpose(0, 1)
+        lse = None if lse is None else lse[0]
+    elif problem.layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if lse is not None and problem.return_lse else out
+
+
+def plan_request(request: Request) -> Plan:
+    """How a request would run, without running it."""
+    return dispatch.plan_call(request.build(), request.settings)
+
+
+def settings_for(op: str, backend: Any, validate: Any) -> Settings:
+    """The settings in force, with a call's own path and its own word on reading values back."""
+    settings = current()
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(op, "backend", backend, "must be the name of a path, or None")
+    if validate is not None and not isinstance(validate, bool):
+        raise ArgumentError(op, "validate", validate, "must be True, False, or None for the setting")
+    if validate is None and (backend is None or backend == settings.backend):
+        return settings
+    return _changed(settings, settings.backend if backend is None else backend, validate)
+
+
+@functools.lru_cache(maxsize=64)
+def _changed(settings: Settings, backend: str, validate: bool | None) -> Settings:
+    """Built once, not at every call."""
+    reading = settings.validate if validate is None else "always" if validate else "never"
+    return msgspec.structs.replace(settings, backend=backend, validate=reading)

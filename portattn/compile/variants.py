@@ -1,0 +1,81 @@
+"""Whether a variant may run here: its kernels compile, and its canaries gave right numbers. As for the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from portattn.compile import ensure
+from portattn.config import Settings
+from portattn.launch import Signature, load_kernels, loading
+from portattn.launch.described import aligned, signatures
+from portattn.launch.run import device_guard
+from portattn.planning.backend import Variant
+from portattn.planning.registry import Registry
+from portattn.schema.call import TENSORS, Call
+from portattn.schema.outcome import Verdict
+from portattn.schema.plan import Plan
+from portattn.schema.target import Target
+
+# Calls that were looked at, and what a compiler sees of them: two calls with one key have the same launches.
+_seen: dict[Hashable, list[Signature]] = {}
+_MOST_SEEN = 4096
+
+
+def variant_of(made: Plan) -> Variant | None:
+    """The variant that a plan takes; None for a plan of another path."""
+    backend = Registry.load().backends.get(made.target.partition(":")[0])
+    return next((v for v in backend.variants if v.name == made.path), None) if backend else None
+
+
+def known_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+    """What was seen here that speaks against the variant; None where nothing was. Nothing is compiled, nothing run."""
+    from portattn.testing import canary
+
+    failure = ensure.known_failure(made, seen(variant, made, call), settings)
+    return failure or canary.known_failure(made, target, settings)
+
+
+def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+    """Why the launches of this call do not compile here, tried if nobody has; None when they do."""
+    load_kernels("portattn.kernels.combine", interpreted=False)  # says so where Triton interprets in this process
+    launches = seen(variant, made, call)
+    return ensure.ensure_all(made, launches, _Loader(variant, call, launches, settings), call.q, target, settings)
+
+
+def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:
+    """What a compiler sees of a call's launches."""
+    places = tuple(aligned(getattr(call, name)) for name in TENSORS)
+    key = (made.key, call.problem, call.softcap, places, call.q.device)
+    found = _seen.get(key)
+    if found is None:
+        with device_guard(call.q):
+            found = signatures(variant, call)
+        if len(_seen) >= _MOST_SEEN:
+            _seen.clear()
+        _seen[key] = found
+    return found
+
+
+class _Loader:
+    """Compiles and loads the launches of a call in this process, each asked for by its Signature."""
+
+    def __init__(self, variant: Variant, call: Call, seen: list[Signature], settings: Settings) -> None:
+        self._variant, self._call, self._seen, self._settings = variant, call, seen, settings
+        self._steps: list[Any] | None = None
+
+    def __call__(self, launch: ensure.Compiled) -> None:
+        if self._steps is None:
+            self._steps = self._described()
+        step = self._steps[next(place for place, one in enumerate(self._seen) if one is launch)]
+        compiled = step.kernel.run(*step.values, grid=step.grid, warmup=True, **step.options)
+        loading.load(compiled, self._settings.cache_dir)
+
+    def _described(self) -> list[Any]:
+        call = self._call
+        launcher = self._variant.described(call)
+        named: dict[str, torch.Tensor | None] = {name: getattr(call, name) for name in TENSORS}
+        named |= {"out": call.new_out(), "lse": call.new_lse() if call.problem.return_lse else None}
+        return [step for step in launcher.steps({**named, **launcher.fresh(call.q)}) if 0 not in step.grid]

@@ -1,0 +1,144 @@
+"""The protocol of a backend: small, so that another package can add a chip.
+
+A package registers an instance under the entry-point group `portattn.backends`. What a backend must say:
+which device is here, which arches it knows (arches.toml), how Triton names them, and what the vendor's own
+library can run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from portattn.planning.planner import Rejection
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.steps import StepLauncher
+    from portattn.schema.target import Arch, Target
+    from portattn.schema.toolchain import Toolchain
+
+ENTRY_POINT_GROUP = "portattn.backends"
+
+
+class VendorPath:
+    """A vendor library's attention, as one candidate path of a plan.
+
+    name      path name in plans, warnings and `backend=`
+    """
+
+    name: str
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why this library cannot run the problem; None when it can. Pure: asked about machines that are not here."""
+        raise NotImplementedError
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the call: (out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32 or None)."""
+        raise NotImplementedError
+
+
+class Variant:
+    """Another kernel for some ops, explicitly scheduled for one chip: a candidate that comes before the core.
+
+    name  path name in plans, warnings and `backend=`
+    ops   the ops that it is for
+    arches  the chips that it is for; on others plans do not mention it
+    needs  what it needs, in a few words, for people
+    canaries  problems of its own that its canary runs; empty: those of its ops that it takes (portattn.testing.canary)
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    arches: tuple[str, ...]
+    needs: str = ""
+    canaries: tuple[Problem, ...] = ()
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why it cannot run the problem; None when it can. Pure. The core kernel then runs: that is no fall-back."""
+        raise NotImplementedError
+
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """How a problem that it takes is scheduled: names and values that a plan shows. Pure."""
+        return {}
+
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        """What else follows from the problem's sizes: shown in plans, no part of what is compiled. Pure."""
+        return {}
+
+    def leaves(self, problem: Problem) -> str:
+        """Why a problem that it takes is better left to the core unless somebody asks for it; else empty. Pure."""
+        return ""
+
+    def timed(self, problem: Problem) -> bool:
+        """Whether that schedule was timed on the chip: spills that it may have are then in its time."""
+        return False
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs this call and others like it: given tensors by the Call's names, and `out` and `lse` to fill."""
+        raise NotImplementedError
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one as Steps, from which they are compiled beforehand.
+
+        The call's tensors have no data. Where `launcher` gives no StepLauncher (it makes tensors anew, say), this
+        describes the same kernels.
+        """
+        return cast("StepLauncher", self.launcher(call))
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors that a launcher takes: of those that the caller gave, by the names that a Request has, and of
+        `out` and `lse` in the caller's layout."""
+        raise NotImplementedError
+
+
+class Backend:
+    """One family of accelerators.
+
+    name         the backend's name in targets and quirks
+    device_type  torch's device type of its tensors
+    folder       where its arches.toml and tuning/ lie
+    vendor       the vendor library's paths, in order of preference
+    variants     kernels of portattn's own that are for some of its chips only, in order of preference
+    compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
+    core_path    name of the path that runs the core kernels; empty where none is offered by itself
+    """
+
+    name: str
+    device_type: str
+    folder: Path
+    vendor: tuple[VendorPath, ...] = ()
+    variants: tuple[Variant, ...] = ()
+    compilers: tuple[str, ...] = ()
+    core_path: str = "triton"
+
+    def detect(self, index: int | None = None) -> str | None:
+        """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""
+        raise NotImplementedError
+
+    def describe(self, index: int | None = None) -> str:
+        """What device `index` is, for people, whether or not its arch is known; empty where nothing is known of it.
+
+        Asked when `detect` gives None. Never raises.
+        """
+        return ""
+
+    def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
+        """Versions of what compiles beside Triton for this arch under this toolchain (ptxas, …), where known."""
+        return {}
+
+    def machine_components(self) -> dict[str, str]:
+        """Versions of drivers and run-time libraries of this machine. Never raises."""
+        return {}
+
+    def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
+        """(backend, arch, warp size) as Triton's GPUTarget takes them."""
+        raise NotImplementedError
+
+    def quirk_folder(self) -> Path | None:
+        """Folder that holds this backend's quirk files, <id>.toml, itself; None for those that come with portattn."""
+        return None

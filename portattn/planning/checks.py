@@ -1,0 +1,43 @@
+"""Saying why a vendor's library is not taken: the first of a list of checks that holds, as a Rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from portattn.planning.planner import Rejection
+    from portattn.schema.problem import Problem
+
+Check = tuple[bool, str, str]  # (holds, reason with value and limit, hint)
+
+# What a call can ask for beyond shapes, lengths and a causal mask, by the names of the public operations.
+FEATURES = ("window", "softcap", "alibi_slopes", "sinks", "bias", "mask")
+
+
+def first_refusal(path: str, *checks: Check) -> Rejection | None:
+    """The first check that holds, as the rejection of `path`; None when none does."""
+    from portattn.planning.planner import Rejection  # the planner's registry imports the backends
+
+    for holds, reason, hint in checks:
+        if holds:
+            return Rejection(path=path, reason=reason, hint=hint)
+    return None
+
+
+def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str = "backend='reference'") -> Check:
+    """Holds for an op that is not among those that `path` takes."""
+    return p.op not in takes, f"op is {p.op}, and {path} {why}", hint
+
+
+def features_check(path: str, p: Problem, how: str = "has none", takes: Collection[str] = ()) -> Check:
+    """Holds where a feature is asked for that `path` does not take; `how` says in what way it lacks it."""
+    words = {"window": f"window ({p.window_left}, {p.window_right})"}
+    asked = [words.get(name, name) for name in FEATURES if getattr(p, name) and name not in takes]
+    return bool(asked), f"{', '.join(asked)} asked for, and {path} {how}", "backend='reference'"
+
+
+def splits_check(path: str, p: Problem) -> Check:
+    """Holds where the caller says over how many programs keys are split: a promise that a library does not give."""
+    reason = f"num_splits is {p.num_splits}, and {path} splits keys as it sees fit"
+    return p.num_splits > 0, reason, "num_splits=None, or backend='reference'"

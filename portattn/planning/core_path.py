@@ -1,0 +1,270 @@
+"""The core kernel's part of a plan: tuning, then quirks, then what the problem's sizes and the chip's limits ask."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from portattn import __version__
+from portattn.config import Settings
+from portattn.errors import QuirkConflict
+from portattn.planning.kernel_specs import CORES, FULL, CoreKernel
+from portattn.planning.registry import Registry
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.outcome import Verdicts
+from portattn.schema.plan import Applied, CoreChoice, Rejection
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, parse_overrides
+from portattn.schema.sizes import next_power_of_two, pinned
+from portattn.schema.target import Target
+from portattn.schema.toolchain import COMPILERS, TRIED
+
+
+class Refused(Exception):
+    """The core path cannot be taken. Never leaves the planner."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        self.rejection = rejection
+        super().__init__(rejection.reason)
+
+
+def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdicts, settings: Settings) -> CoreChoice:
+    """Kernel, lowering and launch for the problem. Raises Refused with the reason when the path cannot be taken."""
+    path = registry.backends[target.backend].core_path
+    kernel = CORES[problem.op]
+
+    def refuse(reason: str, hint: str = "", **also: Any) -> Refused:
+        return Refused(Rejection(path=path, reason=reason, hint=hint, **also))
+
+    if target.arch.refused:
+        raise refuse(target.arch.refused)
+    if not target.toolchain:
+        raise refuse("Triton is not installed", "pip install 'portattn[triton]', or triton-ascend on an NPU")
+    compilers = registry.backends[target.backend].compilers
+    if compilers and target.toolchain.distribution in COMPILERS and target.toolchain.distribution not in compilers:
+        raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(compilers)}")
+    cannot = kernel.cannot(problem)
+    if cannot:
+        raise refuse(*cannot)
+
+    base = _base(problem, target, registry, kernel)
+    quirked = _Quirked(kernel, problem, target, base)
+    try:
+        quirked.apply(registry, settings)
+    except QuirkConflict as conflict:
+        if not any(registry.quirks[name].assumed(target.toolchain) for name in conflict.quirks):
+            raise
+        # Entries for different versions meet only because the version is not known: nobody made a mistake.
+        raise refuse(
+            f"{conflict}; both are assumed to apply, since {target.toolchain} does not say enough to rule one out",
+            "switch one off by PORTATTN_QUIRKS=-<id>, or install a released compiler",
+        ) from None
+    lowering, launch = quirked.lowering, quirked.fitted
+    choice = CoreChoice(
+        kernel=kernel.name,
+        lowering=lowering,
+        launch=launch,
+        env=quirked.env,
+        quirks=tuple(quirked.applied.values()),
+        notes=(*base.notes, *quirked.limits.values()),
+        key=specialisation_key(kernel, problem, target, lowering, launch, quirked.env),
+    )
+    # A slow kernel is right: who asks for it by name gets it.
+    blockers = [q for q in quirked.blockers if q.symptom != "slow" or settings.backend != path]
+    if blockers:
+        # The most restrictive is the one to name: what leads to the reference rules out more than what does not.
+        blocker = max(blockers, key=lambda q: PATH_EFFECTS.index(q.effect.path or PATH_EFFECTS[0]))
+        raise refuse(blocker.title, hint(blocker), quirk=blocker.id, choice=choice)
+    verdict = verdicts.get(choice.key)
+    if verdict is not None and not verdict.passed:
+        raise refuse(
+            f"this specialisation {verdict.told()}",
+            f"see incident {verdict.incident}" if verdict.incident else "",
+            incident=verdict.incident,
+            choice=choice,
+        )
+    return choice
+
+
+class _Base(msgspec.Struct):
+    """Lowering and launch before any quirk, and what to say about them."""
+
+    lowering: Lowering
+    launch: Launch
+    resident: int
+    full: float
+    notes: list[str]
+
+
+def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKernel) -> _Base:
+    """The tuning entry that holds, or the defaults."""
+    notes = []
+    tuning = registry.tuning(target)
+    entry = tuning.find(kernel.name, problem.features()) if tuning else None
+    if tuning and entry:
+        lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
+        launch, resident, full = Launch().changed(dict(entry.launch)), entry.resident, entry.full
+        if not tuning.measured(entry):
+            notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
+    else:
+        lowering, launch, resident, full = Lowering(), Launch(), 1, FULL
+        notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
+    tried = TRIED.get(target.toolchain.distribution)
+    if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
+        notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
+    if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
+        lowering = msgspec.structs.replace(lowering, dot_precision=target.arch.dot_precisions[0])
+    return _Base(lowering, launch, resident, full, notes)
+
+
+class _Quirked:
+    """Lowering, launch and compile environment while quirks and hard limits are applied to them.
+
+    launch, fitted  what tuning and quirks ask for, and that with what follows from the problem's sizes
+    programs        as many as that launches
+    limits          choice -> what a hard limit made of it, for people
+    """
+
+    def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
+        self.kernel, self.problem, self.target = kernel, problem, target
+        self.lowering, self.launch, self.resident, self.full = base.lowering, base.launch, base.resident, base.full
+        self.fitted, self.programs = base.launch, 0
+        self.env: dict[str, str] = {}
+        self.applied: dict[str, Applied] = {}
+        self.blockers: list[Quirk] = []
+        self.limits: dict[str, str] = {}
+        self._set_by: dict[tuple[str, str], tuple[str, Any]] = {}  # (kind, name) -> (quirk, value)
+
+    def apply(self, registry: Registry, settings: Settings) -> None:
+        """Apply what holds, again and again until nothing new holds: one quirk's effect can make another one apply.
+
+        Hard limits are applied before each round, so that quirks are judged by the lowering that would run, and after
+        the last one, so that no quirk undoes them. Cautions change nothing: they are judged by what comes out.
+        """
+        forced_on, forced_off = parse_overrides(settings.quirks, registry.quirks)
+        concerned = [q for q in registry.quirks.values() if q.id not in forced_off and self._touches(q)]
+        waiting = [q for q in concerned if q.effect.kind != "note"]
+        while True:
+            self._settle()
+            fresh = [q for q in waiting if self._holds(q, q.id in forced_on)]
+            if not fresh:
+                break
+            for quirk in fresh:
+                waiting.remove(quirk)
+                self._take(quirk)
+        for quirk in concerned:
+            if quirk.effect.kind == "note" and self._holds(quirk, quirk.id in forced_on):
+                self._take(quirk)
+
+    def _settle(self) -> None:
+        """Fit the launch to the problem's sizes (what a quirk set stays), and apply the hard limits."""
+        arch = self.target.arch
+        pinned = {name for kind, name in self._set_by if kind == "launch"}
+        self.fitted = self.kernel.fit(self.problem, self.lowering, self.launch, arch, self.resident, pinned, self.full)
+        tiles = self.programs = self.kernel.tiles(self.problem, self.fitted)
+        if tiles > arch.max_programs:
+            self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
+        for choice, value, why in self.kernel.limits(self.problem, self.lowering, self.fitted):
+            self._limit(choice, value, why)
+
+    def _limit(self, choice: str, value: str, why: str) -> None:
+        """Set a choice that the chip or the data leaves no freedom in, and say so where a quirk set it otherwise."""
+        if getattr(self.lowering, choice) == value:
+            return
+        self.lowering = msgspec.structs.replace(self.lowering, **{choice: value})
+        self.limits[choice] = f"{choice} = {value}: {why}"
+        for quirk, applied in self.applied.items():
+            if choice in applied.sets:
+                kept = {name: set_to for name, set_to in applied.sets.items() if name != choice}
+                note = "; ".join(filter(None, (applied.note, f"overruled: {self.limits[choice]}")))
+                self.applied[quirk] = msgspec.structs.replace(applied, sets=kept, note=note)
+
+    def _reached(self, effect: Effect) -> dict[str, bool | int | str]:
+        """What the effect sets that this kernel reads: the rest changes nothing."""
+        if effect.lowering is not None:
+            return {name: value for name, value in effect.sets.items() if name in self.kernel.choices}
+        if effect.launch is not None and not self.kernel.splits_keys:
+            return {name: value for name, value in effect.sets.items() if name != "splits"}
+        return effect.sets
+
+    def _touches(self, quirk: Quirk) -> bool:
+        if quirk.effect.path == "core":
+            return False  # speaks against variants
+        return bool(self._reached(quirk.effect)) or not quirk.effect.sets
+
+    def _holds(self, quirk: Quirk, forced: bool) -> bool:
+        if forced:
+            return quirk.concerns(self.kernel.name, self.target)
+        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, self.fitted, self.programs)
+
+    def _take(self, quirk: Quirk) -> None:
+        effect = quirk.effect
+        sets: dict[str, Any] = self._reached(effect)
+        for name, value in sets.items():
+            first = self._set_by.setdefault((effect.kind, name), (quirk.id, value))
+            if first[1] != value:
+                raise QuirkConflict(f"{effect.kind} {name}", first, (quirk.id, value))
+        if effect.lowering is not None:
+            self.lowering = msgspec.structs.replace(self.lowering, **sets)
+        elif effect.launch is not None:
+            self.launch = self.launch.changed(sets)
+        elif effect.env is not None:
+            self.env |= effect.env
+        elif effect.path is not None:
+            self.blockers.append(quirk)
+            sets = {"path": effect.path}
+        unverified = quirk.newer_than_seen(self.target.toolchain)
+        note = f"last seen on {quirk.evidence.last_seen}, unverified on {self.target.toolchain}" if unverified else ""
+        self.applied[quirk.id] = Applied(id=quirk.id, sentence=quirk.sentence(), sets=sets, note=note)
+
+
+def hint(quirk: Quirk) -> str:
+    """What would help where a quirk speaks against a path."""
+    ranges = ", ".join(f"{name} {spec}" for name, spec in quirk.when.toolchain.items())
+    better = f"the {quirk.effect.path} path is the better plan" if quirk.symptom == "slow" else ""
+    return "; ".join(part for part in (better, f"concerns {ranges}" if ranges else "") if part)
+
+
+# Fields of a problem that say which optional arguments a kernel gets.
+OPTIONAL = (
+    "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "return_lse", "alibi_slopes", "sinks", "bias", "mask",
+    "log_weights", "magicpig",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def kernel_source_digest() -> str:
+    """Digest of the kernels' source, so that a verdict about other code is never taken for one about this."""
+    import portattn.kernels
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(portattn.kernels.__path__[0]).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def specialisation_key(
+    kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch, env: dict[str, str]
+) -> str:
+    """Digest of what decides the machine code, as far as a Problem says it; compiling.code_key adds the launches'."""
+    parts = {
+        "portattn": __version__,
+        "source": kernel_source_digest(),
+        "kernel": kernel.name,
+        "constexprs": kernel.constexprs(problem, lowering, launch),
+        "dtype": problem.dtype,
+        # What is None is compiled away.
+        "optional": {name: getattr(problem, name) for name in OPTIONAL} | {"packed": problem.packed},
+        "aligned": problem.aligned,
+        "large": problem.large,
+        # combine is specialised by the splits rounded up.
+        "launch": [launch.num_warps, launch.num_stages, next_power_of_two(launch.splits), launch.options],
+        "env": env,
+        "target": target.name,
+        "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
+    }
+    return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]

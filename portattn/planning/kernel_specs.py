@@ -1,0 +1,352 @@
+"""What the planner knows of each core kernel: which op it serves, what it reads, what it cannot do. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from portattn.planning.splits import split_evenly
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import MAX_SPLITS, UNLIMITED, Problem
+from portattn.schema.sizes import least, most, next_power_of_two
+from portattn.schema.target import Arch
+
+WIDEST_TILE = 512  # columns of one tile of Q, K or V
+SEARCH = 256  # beginnings of packed sequences that are compared at a time
+FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
+MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
+MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class CoreKernel:
+    """One kernel of portattn/kernels/ as one op uses it, as the planner sees it.
+
+    name         kernel name in quirks, tuning and verdicts
+    function     the function in its source; ops that share one differ by its optional arguments
+    op           the op that it serves
+    choices      the Lowering fields that it reads
+    max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
+    splits_keys  whether it spreads one row's keys over programs (Launch.splits)
+    """
+
+    name: str
+    function: str
+    op: str
+    choices: tuple[str, ...]
+    max_head_dim = 576
+    max_head_dim_v = 512
+    splits_keys = False
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""
+        for field, widest in (("head_dim", self.max_head_dim), ("head_dim_v", self.max_head_dim_v)):
+            width = getattr(problem, field)
+            if width > widest:
+                return (
+                    f"{field} is {width}, and the kernel's tiles take up to {widest}",
+                    "backend='reference' takes 576",
+                )
+        if problem.needs_grad:
+            return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
+        if problem.dropout:
+            return "dropout_p > 0, and the kernel has no dropout", "pass dropout_p=0.0 outside training"
+        return None
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        """Pieces of work, splits included: the number of programs unless the grid is persistent."""
+        raise NotImplementedError
+
+    def rows(self, problem: Problem) -> int:
+        """Query rows that one tile could hold at most."""
+        return problem.seq_q if problem.total_q is None else _average(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        """Choices that the problem leaves no freedom in, which no quirk overrules: (choice, value, why)."""
+        found = []
+        if lowering.load == "descriptor" and not problem.aligned:
+            # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
+            found.append(("load", "pointer", "descriptors need contiguous rows and 16-byte aligned bases and strides"))
+        if lowering.pipeline == "single" and not self.in_one_tile(problem, launch):
+            found.append(("pipeline", "plain", f"keys are not known to fit one tile of {launch.block_n}"))
+        return tuple(found)
+
+    def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
+        """Whether a program's keys fit one tile, whatever lengths there are."""
+        return False
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        resident: int,
+        pinned: Container[str] = frozenset(),
+        full: float = FULL,
+    ) -> Launch:
+        """The launch with what follows from the problem's sizes filled in (splits, smaller tiles).
+
+        Values whose names are pinned are kept as they are.
+        """
+        # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
+        # Where the caller asks for results that do not depend on the batch, packed lengths must not choose the tile.
+        if "block_m" not in pinned and not (problem.num_splits and problem.packed):
+            rows = max(next_power_of_two(self.rows(problem)), MIN_DOT)
+            launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
+        return launch if self.splits_keys and "splits" in pinned else msgspec.structs.replace(launch, splits=1)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        """The kernel's tl.constexpr arguments."""
+        choices = {name.upper(): getattr(lowering, name) for name in self.choices}
+        main, tail = head_columns(problem)
+        exact = "reads" in self.choices and lowering.reads == "inside"
+        return choices | {
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "MAIN": main,
+            "BLOCK_D": tile_width(main, exact),
+            "BLOCK_TAIL": tile_width(tail, exact) if tail else 0,
+            "BLOCK_DV": tile_width(problem.head_dim_v, exact),
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "CAUSAL": "bottom_right" if problem.window_right != UNLIMITED else problem.causal,
+            "WINDOW": problem.window_left != UNLIMITED,
+            "SOFTCAP": problem.softcap,
+            "BIAS_BY_KEY": problem.bias_by_key,
+            "MASK_BY_KEY": problem.mask_by_key,
+            "NEGATED": problem.negative_scale,
+            "SEARCH": SEARCH,
+        }
+
+
+def tile_width(columns: int, exact: bool) -> int:
+    """Columns of the tile that holds so many columns of a product's operand."""
+    return columns if exact else max(next_power_of_two(columns), MIN_DOT)
+
+
+def head_columns(problem: Problem) -> tuple[int, int]:
+    """(columns of the first product of Q·Kᵀ, columns of the second): a wide head is read in two parts.
+
+    The second is 0 for heads up to 512. A latent row is cut where V ends.
+    """
+    main = min(problem.head_dim, WIDEST_TILE) if problem.op != "mla_attention" else problem.head_dim_v
+    return main, problem.head_dim - main
+
+
+def _average(problem: Problem) -> int:
+    """Rows of a packed sequence on average: their lengths are on the device, their number is not."""
+    return ceil_div(problem.total_q or 0, max(problem.batch, 1))
+
+
+class DenseForward(CoreKernel):
+    name = "dense_forward"
+    function = "dense_forward"
+    op = "attention"
+    choices: tuple[str, ...] = (
+        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
+        "q_operand",
+    )  # fmt: skip
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
+
+    def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
+        return not problem.packed and problem.seq_k <= launch.block_n
+
+
+class VarlenForward(DenseForward):
+    """Packed sequences, by dense_forward: a program finds its sequence by its number."""
+
+    name = "varlen_forward"
+    op = "varlen_attention"
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_q * packed_tiles(problem, launch, 1)
+
+
+def heads_together(problem: Problem, arch: Arch) -> int:
+    """Heads whose row tiles are worked on side by side where tiles differ in length (Arch.cache_share): 1 to 64."""
+    if not arch.cache_share:
+        return 1
+    keys = problem.seq_k if problem.total_k is None else ceil_div(problem.total_k, max(problem.batch, 1))
+    size = 4 if problem.dtype == "fp32" else 2
+    head_bytes = size * keys * (problem.head_dim + problem.head_dim_v)
+    fit = most(arch.cache_share // most(head_bytes, 1), 1) * problem.group
+    heads = problem.heads_q * (1 if problem.packed else problem.batch)
+    return most(least(fit, MOST_TOGETHER, heads), 1)
+
+
+def packed_tiles(problem: Problem, launch: Launch, per_row: int) -> int:
+    """Tiles that hold all packed rows whatever the sequences' lengths (kernels/tiles.py, packed_tile)."""
+    return (problem.total_q or 0) * per_row // launch.block_m + problem.batch + 1
+
+
+class DecodeSplit(CoreKernel):
+    """Decode: the rows of one key/value head's group are packed into a tile, and keys are split over programs."""
+
+    name = "decode_split"
+    function = "decode_split"
+    op = "decode_attention"
+    splits_keys = True
+    choices: tuple[str, ...] = (
+        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
+        "reads",
+    )  # fmt: skip
+
+    # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
+    FEW_KEY_TILES = 4
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return super().constexprs(problem, lowering, launch) | {
+            "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
+            "GROUP": problem.group,
+            "SPLIT": launch.splits > 1,
+            "LATENT": problem.op == "mla_attention",
+            "PAGE_SIZE": problem.page_size,
+            "PAGE_LOOP": lowering.page_loop,
+        }
+
+    def natural_scores(self, problem: Problem) -> bool:
+        """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
+        return problem.alibi_slopes or problem.bias
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Row tiles of one sequence and key/value head; of packed queries, of all sequences."""
+        if problem.packed:
+            return packed_tiles(problem, launch, problem.group)
+        return ceil_div(problem.seq_q * problem.group, launch.block_m)
+
+    def slots(self, problem: Problem) -> int:
+        return problem.query_rows[0]
+
+    def rows(self, problem: Problem) -> int:
+        return super().rows(problem) * problem.group
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        resident: int,
+        pinned: Container[str] = frozenset(),
+        full: float = FULL,
+    ) -> Launch:
+        launch = super().fit(problem, lowering, launch, arch, resident, pinned, full)
+        if "splits" in pinned:
+            return launch
+        if problem.num_splits:
+            return msgspec.structs.replace(launch, splits=problem.num_splits)
+        programs = self.tiles(problem, launch)
+        key_tiles = ceil_div(self.keys(problem), launch.block_n)
+        return msgspec.structs.replace(launch, splits=self.splits(programs, key_tiles, arch.cores, resident, full))
+
+    def keys(self, problem: Problem) -> int:
+        """Most keys that one row can attend."""
+        if problem.window_left == UNLIMITED:
+            return problem.seq_k
+        right = 0 if problem.causal != "none" else problem.window_right
+        seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
+        return least(problem.seq_k, seen)
+
+    def splits(self, programs: int, key_tiles: int, cores: int, resident: int, full: float) -> int:
+        """Over how many programs to split a row's keys.
+
+        full: programs a core from which on keys are not split, as the cores are full anyway
+        """
+        if programs >= full * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
+            return 1
+        return split_evenly(programs, key_tiles, cores * resident, MAX_SPLITS)
+
+
+class PagedSplit(DecodeSplit):
+    """Decode and chunked prefill over pages, by decode_split."""
+
+    name = "paged_split"
+    op = "paged_attention"
+    # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
+    choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        page_loop = lowering.page_loop
+        if page_loop == "per_page" and problem.page_size % launch.block_n:
+            page_loop = "flat_masked"
+            why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
+            found = (*found, ("page_loop", page_loop, why))
+        if lowering.load == "descriptor" and not (page_loop == "per_page" and problem.pages_in_line):
+            found = (
+                *found,
+                ("load", "pointer", "a descriptor reads tiles of one matrix: whole pages that lie in line"),
+            )
+        return found
+
+
+class MlaSplit(PagedSplit):
+    """Decode and short prefill over a latent cache, by decode_split: each row is read once, as key and as value."""
+
+    name = "mla_split"
+    op = "mla_attention"
+
+
+class SparseSplit(DecodeSplit):
+    """Token-sparse decode: chosen rows are gathered, and each head has its own."""
+
+    name = "sparse_split"
+    function = "sparse_split"
+    op = "sparse_attention"
+    choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
+    max_head_dim_v = 576  # no accumulator of a product holds its columns
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.seq_q != 1:
+            return f"seq_q is {problem.seq_q}, and a chosen token is one query's", "pass one query a sequence"
+        return super().cannot(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
+    def natural_scores(self, problem: Problem) -> bool:
+        return True
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.group
+
+    def rows(self, problem: Problem) -> int:
+        return 1
+
+    def keys(self, problem: Problem) -> int:
+        return problem.tokens
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        # No product is computed from these tiles: their width needs no least.
+        exact = lowering.reads == "inside"
+        return {
+            **{name.upper(): getattr(lowering, name) for name in self.choices if name != "reads"},
+            "SPLIT": launch.splits > 1,
+            "PAGE_SIZE": problem.page_size,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_D": problem.head_dim if exact else next_power_of_two(problem.head_dim),
+            "BLOCK_DV": problem.head_dim_v if exact else next_power_of_two(problem.head_dim_v),
+            "BLOCK_N": launch.block_n,
+            # Only loads that feed a product are fetched ahead by themselves: here the loop says it.
+            "STAGES": launch.num_stages,
+            "SOFTCAP": problem.softcap,
+            "NEGATED": problem.negative_scale,
+        }
+
+
+CORES: dict[str, CoreKernel] = {
+    k.op: k for k in (DenseForward(), VarlenForward(), DecodeSplit(), PagedSplit(), SparseSplit(), MlaSplit())
+}
+KERNEL_NAMES = tuple(k.name for k in CORES.values())

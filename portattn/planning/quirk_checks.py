@@ -1,0 +1,206 @@
+"""What the types of a quirk file alone do not catch: vocabularies, ranges, and evidence that is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portattn.schema import conditions
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values, check_option
+from portattn.schema.toolchain import COMPILERS, COMPONENTS, has_upper_bound, parse_range
+
+if TYPE_CHECKING:
+    from portattn.schema.quirk import Effect, Quirk, When
+
+# Environment variables that Triton's compilers read at compile time and that a quirk may set.
+COMPILE_ENV = frozenset(
+    {
+        "TRITON_HIP_USE_BLOCK_PINGPONG",
+        "TRITON_HIP_USE_ASYNC_COPY",
+        "TRITON_HIP_USE_IN_THREAD_TRANSPOSE",
+        "AMDGCN_USE_BUFFER_OPS",
+        "TRITON_ALL_BLOCKS_PARALLEL",
+        "DISABLE_PTXAS_OPT",
+    }
+)
+# Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
+PATH_EFFECTS = ("core", "vendor", "reference")
+
+# The kinds of effect; every quirk has exactly one.
+EFFECTS = ("lowering", "launch", "env", "path", "note")
+ANY = "any"  # stands for the backend in the id of a quirk that concerns every backend
+
+_ID = re.compile(r"^([a-z][a-z0-9_]*)-\d{4}(-[a-z0-9]+)+$")
+NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")
+PROGRAM = re.compile(r"^probes/\w+\.py$")
+
+_Problems = list[tuple[tuple[str, ...], str]]  # (key path, problem) pairs
+
+
+def problems(quirk: Quirk, backends: Collection[str], path: Path) -> _Problems:
+    """(key path, problem) pairs of a quirk that was read from `path`. `backends` are the known ones; any when empty."""
+    return [
+        *_identity_problems(quirk, backends),
+        *_when_problems(quirk.when),
+        *_effect_problems(quirk.effect, quirk.when.backend),
+        *_evidence_problems(quirk),
+        *_probe_problems(quirk, path),
+        *_open_range_problems(quirk),
+        *_tombstone_problems(quirk),
+    ]
+
+
+def _identity_problems(quirk: Quirk, backends: Collection[str]) -> _Problems:
+    found: _Problems = []
+    backend = quirk.when.backend
+    if not _ID.match(quirk.id):
+        found.append((("id",), f"{quirk.id!r} is not <backend>-<4 digits>-<words-with-dashes>"))
+    elif quirk.id.partition("-")[0] != (backend or ANY):
+        found.append((("id",), f"{quirk.id!r} does not start with {backend or ANY}-, as its when.backend asks for"))
+    if backend is not None and backends and backend not in backends:
+        found.append((("when", "backend"), f"unknown backend {backend!r}; known: {', '.join(backends)}"))
+    if not quirk.title.strip():
+        found.append((("title",), "is empty"))
+    return found
+
+
+def _when_problems(when: When) -> _Problems:
+    found: _Problems = []
+    for name, specifier in when.toolchain.items():
+        if name not in COMPILERS + COMPONENTS:
+            found.append((("when", "toolchain", name), f"unknown; known: {', '.join(COMPILERS + COMPONENTS)}"))
+        try:
+            parse_range(specifier)
+        except ValueError as error:
+            found.append((("when", "toolchain", name), str(error)))
+    if len([name for name in when.toolchain if name in COMPILERS]) > 1:
+        found.append((("when", "toolchain"), "names two compilers, and a toolchain has one"))
+    for text in when.features:
+        try:
+            conditions.parse(text)
+        except ValueError as error:
+            found.append((("when", "features"), str(error)))
+    found += _choice_problems("when", when.lowering)
+    for name, wanted in when.launch.items():
+        known = int if name in LAUNCH_FIELDS else OPTIONS.get(name)
+        if known is None:
+            found.append((("when", "launch", name), f"unknown; known: {', '.join([*LAUNCH_FIELDS, *OPTIONS])}"))
+        elif type(wanted) is not known and not (known is int and isinstance(wanted, str) and NUMBER.match(wanted)):
+            compared = ', or a comparison such as ">=4"' if known is int else ""
+            found.append((("when", "launch", name), f"{wanted!r} is not of type {known.__name__}{compared}"))
+        try:
+            check_option(name, when.backend)
+        except ValueError as error:
+            found.append((("when", "launch", name), str(error)))
+    return found
+
+
+def _choice_problems(section: str, choices: Mapping[str, str]) -> _Problems:
+    found: _Problems = []
+    for name, value in choices.items():
+        if name not in CHOICES:
+            found.append(((section, "lowering", name), f"unknown choice; known: {', '.join(CHOICES)}"))
+        elif value not in CHOICES[name]:
+            found.append(((section, "lowering", name), f"{value!r} is not one of {', '.join(CHOICES[name])}"))
+    return found
+
+
+def _effect_problems(effect: Effect, backend: str | None) -> _Problems:
+    found: _Problems = []
+    kinds = [k for k in EFFECTS if getattr(effect, k) is not None]
+    if len(kinds) != 1:
+        found.append((("effect",), f"needs exactly one of {', '.join(EFFECTS)}; has {', '.join(kinds) or 'none'}"))
+    found += [(("effect", k), "is empty") for k in kinds if not getattr(effect, k)]
+    found += _choice_problems("effect", effect.lowering or {})
+    try:
+        check_launch_values(effect.launch or {}, backend)
+    except ValueError as error:
+        found.append((("effect", "launch"), str(error)))
+    for name in effect.env or {}:
+        if name not in COMPILE_ENV:
+            found.append((("effect", "env", name), f"unknown; known: {', '.join(sorted(COMPILE_ENV))}"))
+    return found
+
+
+def _evidence_problems(quirk: Quirk) -> _Problems:
+    found: _Problems = []
+    evidence = quirk.evidence
+    try:
+        re.compile(evidence.signature)
+    except re.error as error:
+        found.append((("evidence", "signature"), f"not a regular expression: {error}"))
+    if not evidence.signature and quirk.symptom not in ("wrong-result", "slow", "hang"):
+        found.append((("evidence", "signature"), f"is needed: a {quirk.symptom} has a text to match"))
+    for name in ("probe", "upstream", "source"):
+        if not getattr(evidence, name).strip():
+            found.append((("evidence", name), "is empty"))
+    for name in ("last_seen", "stand_in"):
+        if getattr(evidence, name):
+            found += _version_problems(("evidence", name), getattr(evidence, name))
+    return found
+
+
+def _version_problems(keys: tuple[str, ...], text: str) -> _Problems:
+    name, _, version = text.partition("==")
+    try:
+        if name not in COMPILERS + COMPONENTS:
+            raise ValueError(f"{text!r} is not NAME==VERSION with a known name")
+        parse_range(f"=={version}")
+    except ValueError as error:
+        return [(keys, str(error))]
+    return []
+
+
+def _probe_problems(quirk: Quirk, path: Path) -> _Problems:
+    """The probe is a program that is there, a planned problem, or absent for a reason; `needs` names a device."""
+    found: _Problems = []
+    probe, needs = quirk.evidence.probe, quirk.evidence.needs
+    kind, colon, rest = probe.partition(":")
+    if kind == "none" and not rest.strip():
+        found.append((("evidence", "probe"), 'a missing probe needs its reason: "none: <reason>"'))
+    elif kind == "plan" and colon and not rest.strip():
+        found.append((("evidence", "probe"), 'a planned probe needs its problem: "plan: <op> --target …"'))
+    elif PROGRAM.match(probe):
+        if not (path.parent.parent / probe).is_file():
+            found.append((("evidence", "probe"), f"{path.parent.parent / probe} does not exist"))
+    elif probe.strip() and not (colon and kind in ("none", "plan")):
+        wanted = '"probes/<name>.py", "plan: <op> --target …" or "none: <reason>"'
+        found.append((("evidence", "probe"), f"{probe!r} is not {wanted}"))
+    if needs:
+        backend, colon, arch = needs.partition(":")
+        if not (backend and arch):
+            found.append((("evidence", "needs"), f"{needs!r} is not BACKEND:ARCH"))
+        elif quirk.when.backend not in (None, backend):
+            found.append((("evidence", "needs"), f"{needs!r} is no device of {quirk.when.backend}"))
+        if kind == "none":
+            found.append((("evidence", "needs"), "goes with a probe, and there is none"))
+    return found
+
+
+def _open_range_problems(quirk: Quirk) -> _Problems:
+    """A work-around whose range has no upper bound goes stale unseen: it needs last_seen and a review date."""
+    if quirk.kind == "limit" or quirk.retired:
+        return []
+    try:
+        bounded = any(has_upper_bound(s) for s in quirk.when.toolchain.values())
+    except ValueError:
+        return []  # a malformed range has been reported already
+    if bounded:
+        return []
+    needed = ("review_by", "last_seen")
+    missing = [name for name in needed if not getattr(quirk.evidence, name)]
+    return [(("evidence", name), "is needed: the version range has no upper bound") for name in missing]
+
+
+def _tombstone_problems(quirk: Quirk) -> _Problems:
+    retired = quirk.retired
+    if retired is None:
+        return []
+    found: _Problems = [] if retired.reason.strip() else [(("retired", "reason"), "is empty")]
+    if retired.fixed_in:
+        found += _version_problems(("retired", "fixed_in"), retired.fixed_in)
+    if retired.replaced_by and not _ID.match(retired.replaced_by):
+        found.append((("retired", "replaced_by"), f"{retired.replaced_by!r} is not <backend>-<4 digits>-<words>"))
+    return found

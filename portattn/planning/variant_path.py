@@ -1,0 +1,116 @@
+"""A variant's part of a plan: its own requirements, then the quirks and verdicts that speak against it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from portattn import __version__
+from portattn.config import Settings
+from portattn.planning.backend import Variant
+from portattn.planning.core_path import OPTIONAL, Refused, hint, kernel_source_digest
+from portattn.planning.registry import Registry
+from portattn.schema.outcome import Verdicts
+from portattn.schema.plan import Applied, Rejection
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import Quirk, parse_overrides
+from portattn.schema.sizes import pinned
+from portattn.schema.target import Target
+
+FORBIDDING = ("path", "note")  # effects that reach a variant: it has no lowering and no launch that could be set
+
+
+class VariantChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """How a variant runs.
+
+    schedule  as the variant describes it
+    quirks    cautions about it
+    notes     what else should be known
+    key       identifies the kernels' source, the schedule, target and toolchain for verdicts
+    """
+
+    schedule: dict[str, Any]
+    quirks: tuple[Applied, ...]
+    notes: tuple[str, ...]
+    key: str
+
+
+def choose(
+    variant: Variant, problem: Problem, target: Target, registry: Registry, verdicts: Verdicts, settings: Settings
+) -> VariantChoice:
+    """How the variant runs the problem. Raises Refused with the reason when it does not."""
+    no = variant.rejects(problem, target)
+    if no is not None:
+        raise Refused(no)
+    found = quirks_of(variant.name, problem, target, registry, settings)
+    blocker = next((quirk for quirk in found if quirk.effect.path), None)
+    if blocker is not None:
+        raise Refused(Rejection(path=variant.name, reason=blocker.title, hint=hint(blocker), quirk=blocker.id))
+    schedule = variant.describe(problem)
+    key = key_of(variant, problem, schedule, target)
+    verdict = verdicts.get(key)
+    if verdict is not None and not verdict.passed:
+        raise Refused(
+            Rejection(
+                path=variant.name,
+                reason=f"it {verdict.told()}",
+                hint=f"see incident {verdict.incident}" if verdict.incident else "",
+                incident=verdict.incident,
+            )
+        )
+    cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
+    notes = () if not schedule or variant.timed(problem) else ("the schedule was never timed",)
+    return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, notes=notes, key=key)
+
+
+def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, settings: Settings) -> list[Quirk]:
+    """The quirks that speak against a variant, or caution about it, for a problem on a target."""
+    on, off = parse_overrides(settings.quirks, registry.quirks)
+    return [
+        quirk
+        for quirk in registry.quirks.values()
+        if quirk.effect.kind in FORBIDDING
+        and quirk.id not in off
+        and (quirk.reaches(name, problem, target) or (quirk.id in on and quirk.names_variant(name, target)))
+    ]
+
+
+def note(no: Rejection) -> str:
+    """Why a variant is passed over, as a note of the plan that is taken instead."""
+    if no.quirk or no.incident:
+        cause = f" [{no.quirk or no.incident}]"
+        return f"not {no.path}: {no.reason}{cause}"
+    return f"not {no.path}: it {no.reason}"
+
+
+def key_of(variant: Variant, problem: Problem, schedule: dict[str, Any], target: Target) -> str:
+    """What a verdict about the variant's kernels is about, as far as a Problem says it."""
+    parts = {
+        "portattn": __version__,
+        "source": source_digest(variant),
+        "variant": variant.name,
+        "schedule": schedule,
+        "dtype": problem.dtype,
+        "optional": {name: getattr(problem, name) for name in OPTIONAL} | {"packed": problem.packed},
+        "target": target.name,
+        "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
+    }
+    return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]
+
+
+def source_digest(variant: Variant) -> str:
+    """Digest of the variant's folder and of the core kernels, of which it may launch one."""
+    return _digest(inspect.getfile(type(variant)))
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(file: str) -> str:
+    digest = hashlib.sha256(kernel_source_digest().encode())
+    for path in sorted(path for kind in ("*.py", "*.toml") for path in Path(file).parent.glob(kind)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

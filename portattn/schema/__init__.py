@@ -1,0 +1,1 @@
+"""Values that are handed on: problems, targets, lowerings, plans, quirks, calls. They decide nothing."""

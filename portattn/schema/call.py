@@ -1,0 +1,110 @@
+"""Call: the tensors and numbers of one call, beside its Problem. All tensors are (B, H, S, D) views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.schema.problem import Problem
+
+
+# Every tensor that a call can have, by the name that it has in Call and in kernels' arguments.
+TENSORS = (
+    "q", "k", "v", "q_rope", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "cu_seqlens_q", "cu_seqlens_k",
+    "page_table", "indices", "counts", "log_weights", "magicpig_bits", "magicpig_tables", "alibi_slopes", "sinks",
+    "bias", "mask",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, validated. `k` and `v` are the caches of an op that reads one.
+
+    q                (B, Hq, Sq, D); packed: (1, Hq, Tq, D)
+    k, v             (B, Hk, Sk, D), (B, Hk, Sk, Dv); packed: (1, Hk, Tk, D), (1, Hk, Tk, Dv);
+                     paged: (P, Hk, page, D), (P, Hk, page, Dv)
+    q_rope           mla_attention: the last D - Dv columns of the queries, (B, H, Sq, D - Dv) or packed; q holds the
+                     first Dv, k whole latent rows (P, 1, page, D), and v is k[..., :Dv]
+    scale            factor on the scores, 1/√D unless the caller named one
+    softcap          scores become softcap·tanh(score / softcap); 0 for none
+    seqlens_q/k      (B,) int32 on the same device: valid rows of each sequence; None for all
+    leftpad_q/k      (B,) int32 on the same device: padding rows before the first valid one; None for none
+    cu_seqlens_q/k   (B + 1,) int32: first row of each sequence of packed tensors, then the end of the last
+    page_table       (B, pages a sequence) int32: page ids of each sequence, in its order
+    indices, counts  (B, Hq, Lmax) and (B, Hq) int32: tokens that each head attends, and how many places hold one
+    log_weights      (B, Hq, Lmax) float32, added to the scores of those tokens
+    magicpig_bits, magicpig_tables   int32 (Hq,): bits a hash table (MagicPIG's K) and number of tables (its L)
+    magicpig         the same two as numbers, for all heads; (0, 0) where they are tensors or not given
+    alibi_slopes     (B, Hq) float32; stride 0 over B where all sequences have the same
+    sinks            (Hq,) float32: a further score of each row, which has no value
+    bias, mask       (B, Hq, Sq, Sk) views, broadcast by strides of 0: added to the scores; True = attend
+    copied           q, k or v is a contiguous copy of the caller's (its rows lay too far apart for 32-bit offsets)
+    dry              nothing will be launched: what the call allocates has no memory
+    """
+
+    problem: Problem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    seqlens_q: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None
+    leftpad_q: torch.Tensor | None = None
+    leftpad_k: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    copied: bool = False
+    dry: bool = False
+    softcap: float = 0.0
+    q_rope: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    log_weights: torch.Tensor | None = None
+    magicpig_bits: torch.Tensor | None = None
+    magicpig_tables: torch.Tensor | None = None
+    magicpig: tuple[int, int] = (0, 0)
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised tensor on q's device, of q's dtype unless another is named."""
+        return self.q.new_empty(shape, dtype=dtype or self.q.dtype, device="meta" if self.dry else self.q.device)
+
+    def new_out(self) -> torch.Tensor:
+        """An uninitialised output (B, Hq, Sq, Dv) in q's dtype, laid out in memory as the caller's layout is.
+
+        Packed: (1, Hq, Tq, Dv), which is (Tq, Hq, Dv) in memory.
+        """
+        p = self.problem
+        batch, rows = p.query_rows
+        if p.layout == "bshd" or p.packed:
+            return self.empty(batch, rows, p.heads_q, p.head_dim_v).transpose(1, 2)
+        return self.empty(batch, p.heads_q, rows, p.head_dim_v)
+
+    def hashing(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """MagicPIG's K and L as (Hq,) int32 tensors, made anew of numbers; None where they are not asked for."""
+        import torch
+
+        if self.magicpig_bits is not None and self.magicpig_tables is not None:
+            return self.magicpig_bits, self.magicpig_tables
+        if not self.problem.magicpig:
+            return None
+        bits, tables = (
+            torch.full((self.problem.heads_q,), number, dtype=torch.int32, device=self.q.device)
+            for number in self.magicpig
+        )
+        return bits, tables
+
+    def new_lse(self) -> torch.Tensor:
+        """An uninitialised LSE (B, Hq, Sq) float32; packed: (1, Hq, Tq)."""
+        import torch
+
+        batch, rows = self.problem.query_rows
+        return self.empty(batch, self.problem.heads_q, rows, dtype=torch.float32)

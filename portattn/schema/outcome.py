@@ -1,0 +1,108 @@
+"""Verdict: what was seen when one kernel specialisation met one toolchain. Incident: a failure, classified."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Literal, Protocol
+
+import msgspec
+
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import Level, Symptom
+
+Standing = Literal["lasting", "timeout", "passing"]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was seen for (kernel specialisation, target, toolchain).
+
+    key       digest of the specialisation, target and toolchain (see compiling.code_key)
+    level     highest evidence level reached
+    passed    False: the specialisation must not be used on this toolchain
+    error     largest error against the reference, where numbers were compared
+    incident  id of the recorded failure when not passed
+    facts     registers, spills, local memory and matrix-instruction counts, where they were read
+    standing  how long a failure stands. lasting: as long as its key; timeout: until the time is over, or a call gives
+              more time than `limit`; passing: in this process, until the time is over or its surroundings change
+    wait      seconds that a failure that does not last stands
+    until     when they are over
+    limit     seconds that were not enough
+    """
+
+    key: str
+    kernel: str
+    target: str
+    toolchain: str
+    level: Level
+    passed: bool
+    date: datetime.date
+    error: float | None = None
+    reason: str = ""
+    incident: str = ""
+    facts: dict[str, int | str] = {}
+    standing: Standing = "lasting"
+    wait: float = 0.0
+    until: datetime.datetime | None = None
+    limit: float = 0.0
+
+    def told(self) -> str:
+        """A failure as the reason of a plan that goes without the kernel: what was seen, and until when it counts."""
+        if self.standing == "passing":
+            again = f"tried again after {_duration(self.wait)}, or when the environment changes"
+            return f"could not be compiled now: {self.reason}; {again}"
+        if self.standing == "timeout":
+            again = f"tried again after {_duration(self.wait)}, or with compile_seconds over {self.limit:g}"
+            return f"failed here on {self.date}: {self.reason}; {again}"
+        return f"failed here on {self.date}: {self.reason}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("hour", 3600.0), ("minute", 60.0), ("second", 1.0)):
+        if seconds >= size or unit == "second":
+            number = f"{seconds / size:g}"
+            return f"{number} {unit}{'' if number == '1' else 's'}"
+    raise AssertionError("unreachable")
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A failure seen here, with what is needed to report and reproduce it.
+
+    symptom   as quirks name it
+    stage     where it happened: parse | ttir | ttgir | llir | ptx | cubin | amdgcn | hsaco | ttadapter | load | unknown
+    message   the line that names the cause
+    log       the failing process's last output
+    command   a shell command that fails the same way
+    environment  toolchain, components and Triton variables that took part
+    specialisation  what the compiler saw (launch.Signature), as plain data
+    problem, lowering, launch, environment_set   what was planned, so that it can be planned and compiled again; None
+                 in an incident of an older release, or of a path that has no kernel of ours
+    """
+
+    id: str
+    key: str
+    kernel: str
+    target: str
+    toolchain: str
+    symptom: Symptom
+    stage: str
+    message: str
+    log: str
+    command: str
+    environment: dict[str, str]
+    date: datetime.datetime
+    quirks: tuple[str, ...] = ()
+    specialisation: Literal[None] | dict[str, object] = None
+    problem: Problem | None = None
+    lowering: Lowering | None = None
+    launch: Launch | None = None
+    environment_set: dict[str, str] = {}
+
+
+class Verdicts(Protocol):
+    """Where a plan looks verdicts up: a dict serves, and so does the on-disk store."""
+
+    def get(self, key: str, /) -> Verdict | None: ...
+
+
+NO_VERDICTS: dict[str, Verdict] = {}

@@ -1,0 +1,128 @@
+"""What planning hands on: Plan, and the Rejections and applied quirks that explain it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True):
+    """A quirk that changed this plan, or cautions about it: its sentence, and what it set."""
+
+    id: str
+    sentence: str
+    sets: dict[str, Any] = {}
+    note: str = ""
+
+
+class CoreChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """How the core kernel runs, or would have run had it not been rejected.
+
+    key  identifies the specialisation, target and toolchain for verdicts
+    """
+
+    kernel: str
+    lowering: Lowering
+    launch: Launch
+    env: dict[str, str] = {}
+    quirks: tuple[Applied, ...] = ()
+    notes: tuple[str, ...] = ()
+    key: str = ""
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """A path that was not taken: why, and what would change that.
+
+    quirk     id of the quirk that speaks against it, if one does
+    incident  id of the failure seen here, if one was
+    choice    for a core path, how it would have run
+    """
+
+    path: str
+    reason: str
+    hint: str = ""
+    quirk: str = ""
+    incident: str = ""
+    choice: CoreChoice | None = None
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How one problem runs on one target.
+
+    path       `triton` or `interpreter` (core kernels), a variant's or a vendor path's name, or `reference`
+    requested  what the caller asked for (`auto`, or a path)
+    schedule, needs   of a variant: how it is scheduled, and what it needs, as it describes itself
+    kernel, lowering, launch, env   of a core path; None and empty elsewhere
+    quirks     those that changed the plan, in the order in which they were applied
+    rejected   every path that comes before `path`, with its reason
+    key        identifies the specialisation, target and toolchain; empty without a kernel of portattn's
+    """
+
+    problem: Problem
+    target: str
+    toolchain: str
+    requested: str
+    path: str
+    kernel: str = ""
+    lowering: Lowering | None = None
+    launch: Launch | None = None
+    env: dict[str, str] = {}
+    quirks: tuple[Applied, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    notes: tuple[str, ...] = ()
+    key: str = ""
+    schedule: dict[str, Any] = {}
+    needs: str = ""
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether `auto` was asked for and a path that comes earlier had to be passed over."""
+        return self.requested == "auto" and bool(self.rejected)
+
+    @property
+    def specialised(self) -> tuple[Lowering, Launch]:
+        """Lowering and launch of a core path. Raises ValueError for a path that has none."""
+        if self.lowering is None or self.launch is None:
+            raise ValueError(f"the {self.path} path has no kernel of ours, so no lowering and no launch")
+        return self.lowering, self.launch
+
+    def explain(self) -> str:
+        """The plan as text: path, kernel, quirks with their sentences, and every path not taken."""
+        lines = [f"{self.problem}", f"on {self.target} with {self.toolchain}: {self.path} path"]
+        if self.lowering and self.launch:
+            lines += _describe(self.problem.op, self.kernel, self.lowering, self.launch, self.env, "  ")
+        if self.schedule:
+            lines.append(f"  schedule {' '.join(f'{name}={value}' for name, value in self.schedule.items())}")
+        if self.needs:
+            lines.append(f"  needs    {self.needs}")
+        lines += [_quirk_line(q) for q in self.quirks]
+        for r in self.rejected:
+            lines.append(f"  not {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else ""))
+            if r.choice:
+                c = r.choice
+                lines += _describe(self.problem.op, c.kernel, c.lowering, c.launch, c.env, "    would be ")
+                lines += [f"  {_quirk_line(q)}" for q in c.quirks]
+        lines += [f"  note     {n}" for n in self.notes]
+        return "\n".join(lines)
+
+
+def _describe(op: str, kernel: str, lowering: Lowering, launch: Launch, env: dict[str, str], indent: str) -> list[str]:
+    values = [f"{k}={v}" for k, v in msgspec.structs.asdict(launch).items() if k != "options"]
+    values += [f"{k}={v}" for k, v in launch.options]
+    choices = [f"{c}={getattr(lowering, c)}" for c in CORES[op].choices]
+    return [
+        f"{indent}kernel   {kernel}",
+        f"{indent}launch   {' '.join(values)}",
+        f"{indent}lowering {' '.join(choices)}",
+        *(f"{indent}env      {k}={v}" for k, v in env.items()),
+    ]
+
+
+def _quirk_line(quirk: Applied) -> str:
+    label = "quirk   " if quirk.sets else "caution "
+    return f"  {label} {quirk.id}: {quirk.sentence}" + (f" [{quirk.note}]" if quirk.note else "")

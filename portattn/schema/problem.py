@@ -1,0 +1,294 @@
+"""Problem: what a call asks for, validated once. It holds shapes and features, never data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from portattn.errors import ArgumentError
+from portattn.schema.sizes import is_size
+
+Op = Literal[
+    "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention"
+]
+Dtype = Literal["fp16", "bf16", "fp32"]
+Causal = Literal["none", "bottom_right", "top_left"]
+Layout = Literal["bhsd", "bshd"]
+PageLayout = Literal["phd", "hpd"]
+
+OPS: tuple[str, ...] = get_args(Op)
+DTYPES: tuple[str, ...] = get_args(Dtype)
+
+MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
+MAX_SIZE = 2**31 - 1  # kernels count batches and heads in int32
+MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a tile's width are added up
+MAX_SPLITS = 128  # programs that share one row's keys
+ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
+QUERY_TILE = 128  # rows: what the condition `query_tiles` counts in
+UNLIMITED = -1  # a side of a window that hides nothing
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
+
+    batch, heads_q, heads_k, seq_q, seq_k   sizes; seq_k is a cache's capacity for the ops that read one, and of packed
+                  tensors seq_q and seq_k are the longest sequence's
+    head_dim, head_dim_v                    width of Q and K, and of V; for mla_attention of the latent row, and of its
+                  part that is also V
+    causal        none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
+    window_left, window_right  keys that a query sees before and after its own position; -1 for all of them. A right
+                  side of 0 is `causal`
+    total_q, total_k  rows of packed queries, and of packed keys; None where they are not packed
+    seqlens_q/k   per-sequence lengths are given, on the device
+    leftpad_q/k   per-sequence left padding is given, on the device
+    page_size, page_layout  tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
+    pages_in_line  a page's rows follow those of the page before it at the distance of two rows: a head's rows of all
+                  pages are one matrix
+    tokens        places for chosen tokens of each head (Lmax of sparse_attention)
+    log_weights, magicpig  sparse_attention: logarithms added to the scores, given or computed from MagicPIG's K and L
+    softcap, alibi_slopes, sinks, bias, mask   those features are asked for
+    bias_by_key, mask_by_key   they are the same for every head and query of a sequence
+    num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
+    aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
+    large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
+    needs_grad    autograd will ask for gradients
+    dropout       dropout_p > 0
+    negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
+
+    Raises ArgumentError, naming the field, when a size is out of range.
+    """
+
+    op: Op = "attention"
+    batch: int
+    heads_q: int
+    heads_k: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    head_dim_v: int = 0
+    dtype: Dtype = "fp16"
+    causal: Causal = "none"
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    total_q: int | None = None
+    total_k: int | None = None
+    seqlens_q: bool = False
+    seqlens_k: bool = False
+    leftpad_q: bool = False
+    leftpad_k: bool = False
+    page_size: int = 0
+    page_layout: PageLayout = "phd"
+    pages_in_line: bool = False
+    tokens: int = 0
+    log_weights: bool = False
+    magicpig: bool = False
+    softcap: bool = False
+    alibi_slopes: bool = False
+    sinks: bool = False
+    bias: bool = False
+    bias_by_key: bool = False
+    mask: bool = False
+    mask_by_key: bool = False
+    num_splits: int = 0
+    return_lse: bool = False
+    layout: Layout = "bhsd"
+    aligned: bool = True
+    large: bool = False
+    needs_grad: bool = False
+    dropout: bool = False
+    negative_scale: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("op", OPS),
+            ("dtype", DTYPES),
+            ("causal", get_args(Causal)),
+            ("layout", get_args(Layout)),
+            ("page_layout", get_args(PageLayout)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        if not self.head_dim_v:
+            msgspec.structs.force_setattr(self, "head_dim_v", self.head_dim)
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is None and name.startswith("total_"):
+                continue
+            if not is_size(value) or not least <= value <= most:
+                raise ArgumentError(self.op, name, value, f"must be an integer from {least} to {most}")
+        if self.heads_q % self.heads_k:
+            raise ArgumentError(
+                self.op, "heads_q", self.heads_q, f"must be a multiple of the {self.heads_k} key/value heads (heads_k)"
+            )
+        self._check_op()
+
+    def _check_op(self) -> None:
+        """What one op has and another has not. Callers meet these limits in validation; this guards the data."""
+        packed_q, packed_k, paged = self.total_q is not None, self.total_k is not None, self.page_size > 0
+        needs = {
+            "total_q": (packed_q, self.op == "varlen_attention", self.op in ("varlen_attention", *_RAGGED)),
+            "total_k": (packed_k, self.op == "varlen_attention", self.op == "varlen_attention"),
+            "page_size": (
+                paged,
+                self.op in ("paged_attention", "mla_attention"),
+                self.op in ("paged_attention", "sparse_attention", "mla_attention"),
+            ),
+            "tokens": (self.tokens > 0, False, self.op == "sparse_attention"),
+        }
+        for name, (given, needed, allowed) in needs.items():
+            if needed and not given:
+                raise ArgumentError(self.op, name, getattr(self, name), f"must be given for {self.op}")
+            if given and not allowed:
+                raise ArgumentError(self.op, name, getattr(self, name), f"{self.op} has none")
+        if self.op == "mla_attention" and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
+            raise ArgumentError(
+                self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def padded(self) -> bool:
+        """Whether any per-sequence length or left padding is given."""
+        return self.seqlens_q or self.seqlens_k or self.leftpad_q or self.leftpad_k
+
+    @property
+    def packed(self) -> bool:
+        """Whether queries of all sequences lie one after the other in one tensor."""
+        return self.total_q is not None
+
+    @property
+    def window(self) -> bool:
+        """Whether a window hides keys."""
+        return self.window_left != UNLIMITED or self.window_right != UNLIMITED
+
+    @property
+    def query_rows(self) -> tuple[int, int]:
+        """(batch, rows) of the query tensor: packed queries are one batch of all rows."""
+        return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
+
+    def features(self) -> dict[str, Any]:
+        """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`. Not to be
+        changed: planning asks for them again and again, and the last ones are kept."""
+        global _last_features
+        whose, found = _last_features
+        if whose is not self:
+            found = self._features()
+            _last_features = self, found
+        return found
+
+    def _features(self) -> dict[str, Any]:
+        seq_q = rows = self.seq_q
+        seq_k = self.seq_k
+        if self.num_splits and self.op != "decode_attention":
+            seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
+        if self.packed and self.num_splits:
+            # A demanded number of splits promises results that do not depend on the other sequences of the batch:
+            # nothing may be chosen by how many or how long they are.
+            seq_q = rows = ANY_LENGTH
+        elif self.packed:
+            # The lengths are on the device: what is known is how long a sequence is on average.
+            rows = -(-(self.total_q or 0) // max(self.batch, 1))
+        return {
+            "causal": self.causal != "none",
+            "causal_align": self.causal,
+            "gqa": self.group > 1,
+            "seqlens_q": self.seqlens_q,
+            "seqlens_k": self.seqlens_k,
+            "leftpad_q": self.leftpad_q,
+            "leftpad_k": self.leftpad_k,
+            "paged": self.page_size > 0,
+            "packed": self.packed,
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "bias": self.bias,
+            "mask": self.mask,
+            "log_weights": self.log_weights,
+            "magicpig": self.magicpig,
+            # What is done to every score of a tile, and so takes registers.
+            "featured": self.window or self.softcap or self.alibi_slopes or self.bias or self.mask,
+            "return_lse": self.return_lse,
+            "aligned": self.aligned,
+            "large": self.large,
+            "batch": 1 if self.num_splits else self.batch,
+            "heads_q": self.heads_q,
+            "heads_k": self.heads_k,
+            "group": self.group,
+            "seq_q": seq_q,
+            "seq_k": seq_k,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "widest": max(self.head_dim, self.head_dim_v),
+            "page_size": self.page_size,
+            "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
+            "rows": rows * self.group if self.op in GROUPED else rows,
+            # Tiles of 128 query rows of all heads and sequences: how much there is for a chip's cores to share.
+            "query_tiles": (1 if self.num_splits else self.batch) * self.heads_q * -(-rows // QUERY_TILE),
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "page_layout": self.page_layout,
+        }
+
+    def flops(self) -> int:
+        """Floating-point operations of the forward: 2·D per score and 2·Dv per value, causal counting only what is
+        attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing."""
+        pairs = self.seq_q * (self.tokens or self.seq_k)
+        if self.causal != "none":
+            # Keys that row i sees: bottom_right i + 1 + (Sk - Sq), top_left i + 1, both clamped to 0..Sk.
+            shift = self.seq_k - self.seq_q if self.causal == "bottom_right" else 0
+            first, last = 1 + shift, self.seq_q + shift
+            low, high = max(first, 0), min(last, self.seq_k)
+            pairs = (low + high) * (high - low + 1) // 2 if high >= low else 0
+            pairs += max(last - max(self.seq_k, first - 1), 0) * self.seq_k
+        return 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+
+    def __str__(self) -> str:
+        rows, keys = self.query_rows, f"({self.batch},{self.heads_k},{self.seq_k},{self.head_dim})"
+        shape = f"q ({rows[0]},{self.heads_q},{rows[1]},{self.head_dim})"
+        if self.packed:
+            shape = f"q ({self.total_q},{self.heads_q},{self.head_dim})"
+        if self.total_k is not None:
+            keys = f"({self.total_k},{self.heads_k},{self.head_dim})"
+        sizes = [
+            f"{name} {getattr(self, name)}" for name in ("page_size", "tokens", "num_splits") if getattr(self, name)
+        ]
+        if self.packed:
+            sizes.append(f"{self.batch} sequences")
+        flags = [flag for flag in _SHOWN if getattr(self, flag)]
+        causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
+        right = self.window_right if self.causal == "none" else 0
+        window = [f"window ({self.window_left},{right})"] if self.window else []
+        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *sizes, *causal, *window, *flags])
+
+
+_last_features: tuple[Problem | None, dict[str, Any]] = (None, {})
+# Ops whose kernels pack the query heads of one key/value head into the rows of a tile.
+GROUPED = ("decode_attention", "paged_attention", "mla_attention")
+_RAGGED = ("paged_attention", "mla_attention")  # ops whose queries may be packed over a paged cache
+_SHOWN = (
+    "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "softcap", "alibi_slopes", "sinks", "bias", "mask",
+    "log_weights", "magicpig", "return_lse",
+)  # fmt: skip
+# Field -> (least, most).
+_LIMITS = {
+    "batch": (0, MAX_SIZE),
+    "heads_q": (1, MAX_SIZE),
+    "heads_k": (1, MAX_SIZE),
+    "seq_q": (0, MAX_LENGTH),
+    "seq_k": (0, MAX_LENGTH),
+    "head_dim": (1, MAX_HEAD_DIM),
+    "head_dim_v": (1, MAX_HEAD_DIM),
+    "window_left": (UNLIMITED, MAX_SIZE),
+    "window_right": (UNLIMITED, MAX_SIZE),
+    "total_q": (0, MAX_LENGTH),
+    "total_k": (0, MAX_LENGTH),
+    "page_size": (0, MAX_SIZE),
+    "tokens": (0, MAX_LENGTH),
+    "num_splits": (0, MAX_SPLITS),
+}

@@ -1,0 +1,312 @@
+"""Quirk: one known compiler bug or limit, as data. The schema of quirks/<backend>/*.toml, and when one applies."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import functools
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from portattn.errors import DataError, SettingError
+from portattn.planning import quirk_checks
+from portattn.planning.quirk_checks import EFFECTS, NUMBER, PATH_EFFECTS
+from portattn.schema import conditions, toml_reader
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+from portattn.schema.sizes import pinned
+from portattn.schema.target import Target
+from portattn.schema.toolchain import Toolchain
+
+__all__ = [
+    "EFFECTS",
+    "LEVELS",
+    "NUMBER",
+    "PATH_EFFECTS",
+    "Effect",
+    "Evidence",
+    "Level",
+    "Quirk",
+    "Retired",
+    "Symptom",
+    "Verified",
+    "When",
+    "check_file",
+    "describe_effect",
+    "launch_holds",
+    "load_quirk",
+    "parse_overrides",
+]
+
+Symptom = Literal["compile-error", "compiler-crash", "hang", "wrong-result", "slow", "resource-limit"]
+Level = Literal["declared", "compiles", "lowering-checked", "emulated", "runs", "measured"]
+LEVELS: tuple[str, ...] = ("declared", "compiles", "lowering-checked", "emulated", "runs", "measured")
+
+
+class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All must hold; what is absent holds for any.
+
+    backend    name of a backend (portattn's own or an installed package's); absent: every backend
+    arch       glob patterns on the arch name
+    toolchain  component -> PEP 440 range
+    kernels    glob patterns on the kernel name
+    features   conditions on the problem (portattn.schema.conditions)
+    lowering   choice -> value that the plan would otherwise take
+    launch     launch value that the plan would otherwise take: a value, or a comparison such as ">=4"
+    """
+
+    backend: str | None = None
+    arch: tuple[str, ...] = ()
+    toolchain: dict[str, str] = {}
+    kernels: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    lowering: dict[str, str] = {}
+    launch: dict[str, bool | int | str] = {}
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Exactly one of lowering, launch, env, path and note. `cost` says what the work-around costs.
+
+    lowering  choice -> value            launch  launch value or compiler option -> value
+    path      the path that comes first  env     environment of the compile
+              (`core` speaks against variants only)
+    note      a caution: changes nothing, and is listed in every plan it concerns
+    """
+
+    lowering: dict[str, str] | None = None
+    launch: dict[str, bool | int | str] | None = None
+    env: dict[str, str] | None = None
+    path: Literal["core", "vendor", "reference"] | None = None
+    note: str | None = None
+    cost: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The one kind of effect that is given. Raises StopIteration on an effect that load_quirk refuses."""
+        return next(k for k in EFFECTS if getattr(self, k) is not None)
+
+    @property
+    def sets(self) -> dict[str, bool | int | str]:
+        """What a lowering, launch or env effect sets; empty for the other kinds, which set no value."""
+        given = getattr(self, self.kind)
+        return dict(given) if isinstance(given, dict) else {}
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why we believe it.
+
+    signature   regex that the failure's text must match; empty only for `wrong-result`, `slow` and `hang`
+    probe       "probes/<name>.py", a program under quirks/; "plan: <op> --target …", a problem whose plan is compiled
+                with the quirk switched off and on; or "none: <reason>"
+    needs       device that the probe must run on, BACKEND:ARCH with a glob; empty for one that only compiles
+    stand_in    a release that no registry has, NAME==VERSION, for which the lab's stand-in shows the failure too
+    upstream    link, or "unreported"
+    source      where it was seen and who published it
+    last_seen   newest toolchain it was seen on, NAME==VERSION; needed when the range has no upper bound
+    review_by   date of the next look at it; needed when the range has no upper bound
+    """
+
+    signature: str = ""
+    probe: str
+    needs: str = ""
+    stand_in: str = ""
+    upstream: str
+    source: str
+    last_seen: str = ""
+    review_by: datetime.date | None = None
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one run of the probe saw. Written by the tool only; one for each (toolchain, target).
+
+    off, on  the arms without and with the work-around: "pass", "fail:signature", "fail:<other kind>"; `on` is "not run"
+             where the first arm passed. What that means is judged against the entry's range when it is asked for
+    saw      the line of the failure that says most; empty when nothing failed
+    stand_in the toolchain that really ran, where `toolchain` is in no registry; empty when it was the very one
+    """
+
+    toolchain: str
+    target: str
+    level: Level
+    off: str
+    on: str
+    date: datetime.date
+    saw: str = ""
+    stand_in: str = ""
+
+
+class Retired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tombstone: the entry applies no more, and its id stays taken.
+
+    fixed_in     first compiler without the bug, NAME==VERSION; empty when it is not known, or was no bug
+    replaced_by  id of the entry that took its place; empty for none
+    """
+
+    date: datetime.date
+    reason: str
+    fixed_in: str = ""
+    replaced_by: str = ""
+
+
+class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the registry. See docs/quirks.md for the file format."""
+
+    id: str
+    title: str
+    symptom: Symptom
+    kind: Literal["workaround", "limit"]
+    when: When
+    effect: Effect
+    evidence: Evidence
+    verified: tuple[Verified, ...] = ()
+    retired: Retired | None = None
+    file: str = ""
+
+    def applies(
+        self, kernel: str, problem: Problem, target: Target, lowering: Lowering, launch: Launch, programs: int
+    ) -> bool:
+        """Whether every condition holds for this specialisation on this target."""
+        when = self.when
+        return (
+            self.concerns(kernel, target)
+            and self.in_range(target.toolchain)
+            and conditions.all_hold(_parsed(when.features), problem.features() | {"programs": programs})
+            and all(getattr(lowering, name) == value for name, value in when.lowering.items())
+            and all(launch_holds(launch.get(name), wanted) for name, wanted in when.launch.items())
+        )
+
+    def concerns(self, kernel: str, target: Target) -> bool:
+        """Whether backend, arch and kernel match, whatever the toolchain and the problem."""
+        when = self.when
+        return (
+            when.backend in (None, target.backend)
+            and (not when.arch or any(fnmatch.fnmatchcase(target.arch.name, pattern) for pattern in when.arch))
+            and (not when.kernels or any(fnmatch.fnmatchcase(kernel, pattern) for pattern in when.kernels))
+        )
+
+    def reaches(self, variant: str, problem: Problem, target: Target) -> bool:
+        """Whether every condition holds for a variant, which has none of the core's choices and launch values."""
+        features = _parsed(self.when.features)
+        return (
+            self.names_variant(variant, target)
+            and self.in_range(target.toolchain)
+            and all(condition.name != "programs" for condition in features)
+            and conditions.all_hold(features, problem.features())
+        )
+
+    def names_variant(self, variant: str, target: Target) -> bool:
+        """Whether backend, arch and kernel match, and no choice or launch value of the core's is asked about."""
+        return not self.when.lowering and not self.when.launch and self.concerns(variant, target)
+
+    def in_range(self, toolchain: Toolchain) -> bool:
+        """Whether the toolchain is one that has the bug, as far as anybody knows.
+
+        What is not known is decided by what a wrong guess would cost. A component whose version is unknown, and a
+        version newer than any the bug was seen on, count as affected (fail closed), except that a `slow` quirk
+        then does not apply (fail open).
+        """
+        for name, specifier in self.when.toolchain.items():
+            within = toolchain.within(name, specifier)
+            if within is False or (within is None and self.symptom == "slow"):
+                return False
+        return not (self.symptom == "slow" and self.newer_than_seen(toolchain))
+
+    def assumed(self, toolchain: Toolchain) -> bool:
+        """Whether a version that the range asks about is not known, so that `in_range` answers by what is safe."""
+        return any(toolchain.within(name, text) is None for name, text in self.when.toolchain.items())
+
+    def newer_than_seen(self, toolchain: Toolchain) -> bool:
+        """Whether this toolchain is newer than the last one on which the quirk was seen (False when none is named)."""
+        if not self.evidence.last_seen:
+            return False
+        name, _, version = self.evidence.last_seen.partition("==")
+        return toolchain.within(name, f">{version}") is True
+
+    def sentence(self) -> str:
+        """One line for people: what goes wrong, and what is done about it."""
+        return f"{self.title} ({self.symptom}); {describe_effect(self.effect)}"
+
+
+def describe_effect(effect: Effect) -> str:
+    """The effect as a clause: what is set, taken, or only noted."""
+    if effect.kind == "path":
+        return f"the {effect.path} path is taken"
+    if effect.kind == "note":
+        return f"nothing is changed: {effect.note}"
+    return "sets " + ", ".join(f"{name} = {value}" for name, value in effect.sets.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(features: tuple[str, ...]) -> tuple[conditions.Condition, ...]:
+    return tuple(conditions.parse(text) for text in features)
+
+
+def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
+    """Whether a launch value is the one wanted, or compares as wanted (">=4"). An option that is not set never does."""
+    seen = pinned(seen)
+    match = NUMBER.match(wanted) if isinstance(wanted, str) else None
+    if not match:
+        return type(seen) is type(wanted) and bool(seen == wanted)
+    if seen is None:
+        return False
+    compare, number = match.group(1), int(match.group(2))
+    return conditions.COMPARE[compare](seen, number)
+
+
+def load_quirk(path: Path, backends: Collection[str] = ()) -> Quirk:
+    """Read one quirk file. `backends` are the names that `when.backend` may have; any name when none are given.
+
+    Raises DataError (file, line, key) on the first thing that is outside the schema or its vocabularies.
+    """
+    quirk, problems = check_file(path, backends)
+    if problems:
+        raise problems[0]
+    assert quirk is not None  # check_file gives one or the other
+    return quirk
+
+
+def check_file(path: Path, backends: Collection[str] = ()) -> tuple[Quirk | None, list[DataError]]:
+    """Read one quirk file and collect what is wrong with it: (quirk, every DataError that load_quirk could raise).
+
+    The quirk is None when the file is not TOML or has not the schema's shape; later checks need that shape, so such a
+    file gives one error, the first.
+    """
+    try:
+        data, text = toml_reader.read(path)
+        if "file" in data:  # a field of Quirk that is filled in here, and no key of the format
+            raise DataError(path, toml_reader.line_of(text, "file"), "key 'file': the table has the unknown key `file`")
+        quirk = toml_reader.convert(data, Quirk, path, text)
+    except DataError as error:
+        return None, [error]
+    errors = [
+        DataError(path, toml_reader.line_of(text, *keys), f"key {'.'.join(keys)!r}: {problem}")
+        for keys, problem in quirk_checks.problems(quirk, backends, path)
+    ]
+    if quirk.id != path.stem:
+        errors.append(
+            DataError(path, toml_reader.line_of(text, "id"), f"key 'id': {quirk.id!r} is not the file's name")
+        )
+    return msgspec.structs.replace(quirk, file=str(path)), errors
+
+
+def parse_overrides(text: str, known: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Split "+id,-id" into the ids forced on and off. Raises SettingError on an id that does not exist."""
+    forced: dict[str, set[str]] = {"+": set(), "-": set()}
+    for part in (p.strip() for p in text.split(",")):
+        if not part:
+            continue
+        sign, name = part[0], part[1:].strip()
+        if sign not in forced:
+            raise SettingError(f"quirk override {part!r} must start with + (apply) or - (switch off)")
+        if name not in known:
+            close = [k for k in sorted(known) if name and (name in k or k.startswith(name[:11]))]
+            hint = f"; did you mean {', '.join(close[:3])}?" if close else ""
+            raise SettingError(f"quirk override {part!r} names no quirk{hint}")
+        forced[sign].add(name)
+    both = forced["+"] & forced["-"]
+    if both:
+        raise SettingError(f"quirk override {text!r} both applies and switches off {', '.join(sorted(both))}")
+    return frozenset(forced["+"]), frozenset(forced["-"])

@@ -1,0 +1,45 @@
+"""A variant's launcher as a description: which kernels, with which arguments. What launches it can then be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from portattn.launch.driver_launch import Step, launch_steps
+
+if TYPE_CHECKING:
+    import torch
+
+Buffers: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
+
+
+class StepLauncher:
+    """What `Variant.launcher` returns where its kernels' launches can be described by Steps.
+
+    A call of it launches by Triton's own way. The calls after the first one are launched by `direct.Direct`, for which
+    `steps` is asked once: it must depend on nothing of the tensors but shapes, strides and types, and a Step's roles
+    name every tensor and descriptor that it takes, by the names that `steps` gets them under.
+
+    buffers  shapes and types of what passes between the kernels, by name; allocated for each call
+    each     what else a call needs, by name: functions that give a tensor for one launch (a counter, say), whose memory
+             stays as long as that launch may run
+    """
+
+    def __init__(self, buffers: Buffers | None = None, each: Mapping[str, Callable[[], torch.Tensor]] | None = None):
+        self.buffers, self.each = buffers or {}, each or {}
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        """The launches for a call: `tensors` has the Call's by name, out, lse, and what `fresh` gives."""
+        raise NotImplementedError
+
+    def fresh(self, q: torch.Tensor, given: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """What a call needs beside its own tensors, and beside the buffers that are given."""
+        buffers = {
+            name: q.new_empty(shape, dtype=dtype)
+            for name, (shape, dtype) in self.buffers.items()
+            if (given or {}).get(name) is None
+        }
+        return {**buffers, **{name: give() for name, give in self.each.items()}}
+
+    def __call__(self, tensors: Mapping[str, Any]) -> None:
+        launch_steps(self.steps({**tensors, **self.fresh(tensors["q"], tensors)}))

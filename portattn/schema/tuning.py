@@ -1,0 +1,169 @@
+"""Tuning: block sizes and choices per arch and kernel, as data. Nothing is searched for at run time."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from portattn.errors import DataError
+from portattn.planning.kernel_specs import FULL
+from portattn.schema import conditions, toml_reader
+from portattn.schema.lowering import CHOICES, OptionValue, check_launch_values
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the choices come from. `measured` is True only when they were timed on the chip."""
+
+    chip: str
+    toolchain: str
+    date: datetime.date
+    measured: bool
+    note: str = ""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One problem that an entry was chosen by. Times are medians in microseconds, of candidates that took turns.
+
+    us, least, most  the chosen candidate's median, and its fastest and slowest call
+    runner_up        the next best candidate's; incumbent: that of the entry that there was before
+    error, budget    largest error against float64, and what it may be
+    """
+
+    problem: str
+    us: float | None = None
+    least: float | None = None
+    most: float | None = None
+    runner_up: float | None = None
+    incumbent: float | None = None
+    error: float | None = None
+    budget: float | None = None
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one entry comes from, written by `portattn tune`; an entry without has its file's provenance.
+
+    chip       the device's name; of a chip that was not there, its title and "not present"
+    measured   True only when the choice was timed on the chip, and then there are figures
+    kernels    digest of the kernels' source that was timed
+    registers, spills, local_memory  of its code: a thread's, bytes, bytes a program
+    """
+
+    chip: str
+    toolchain: str
+    date: datetime.date
+    measured: bool
+    target: str = ""
+    ptxas: str = ""
+    torch: str = ""
+    portattn: str = ""
+    kernels: str = ""
+    commit: str = ""
+    command: str = ""
+    runner_up: str = ""
+    registers: int | None = None
+    spills: int | None = None
+    local_memory: int | None = None
+    figures: tuple[Figures, ...] = ()
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Choices for kernels whose names match a glob, where all conditions of `when` hold; the first that holds is taken.
+
+    flags     settings of a variant, by names of its own; a variant's entries name it in full
+    core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
+    timed     False for a choice that was only compiled, in a file whose others were timed
+    resident  programs that one core runs at a time, as far as the split over keys is concerned (decode)
+    full      programs a core from which on keys are not split
+    provenance  this entry's own, where it is not the file's
+    """
+
+    kernel: str
+    when: tuple[str, ...] = ()
+    launch: dict[str, OptionValue] = {}
+    lowering: dict[str, str] = {}
+    flags: dict[str, bool | int | str] = {}
+    core: bool = False
+    resident: int = 1
+    full: float = FULL
+    timed: bool = True
+    note: str = ""
+    provenance: Source | None = None
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tuning file."""
+
+    provenance: Provenance
+    entry: tuple[Entry, ...]
+
+    def find(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> Entry | None:
+        """The first entry for a kernel that holds; of a variant only those that name it in full."""
+        place = self.position(kernel, features, variant)
+        return None if place is None else self.entry[place]
+
+    def position(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> int | None:
+        """Which entry `find` takes, by its number; none that leaves problems to the core."""
+        for place, entry in enumerate(self.entry):
+            if entry.core:
+                continue
+            # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
+            if entry.kernel != kernel if variant else not fnmatch.fnmatchcase(kernel, entry.kernel):
+                continue
+            if conditions.all_hold(map(conditions.parse, entry.when), features):
+                return place
+        return None
+
+    def left_to_core(self, variant: str, features: Mapping[str, Any]) -> str:
+        """The note of the variant's first entry that holds, if that one leaves the problem to the core; else empty."""
+        for entry in self.entry:
+            if entry.kernel == variant and conditions.all_hold(map(conditions.parse, entry.when), features):
+                return entry.note if entry.core else ""
+        return ""
+
+    def source(self, entry: Entry) -> Source | Provenance:
+        """Where an entry comes from: its own provenance, or the file's."""
+        return entry.provenance or self.provenance
+
+    def measured(self, entry: Entry) -> bool:
+        """Whether an entry's choice was timed on the chip."""
+        return self.source(entry).measured and entry.timed
+
+
+def load_tuning(path: Path, backend: str) -> Tuning:
+    """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema."""
+    data, text = toml_reader.read(path)
+    tuning = toml_reader.convert(data, Tuning, path, text)
+    for entry in tuning.entry:
+        try:
+            for condition in entry.when:
+                if conditions.parse(condition).name == "programs":
+                    raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
+            if "splits" in entry.launch:
+                raise ValueError("launch splits is computed from the sizes of a problem; `resident` steers it")
+            check_launch_values(dict(entry.launch), backend)
+            if entry.flags and set("*?[") & set(entry.kernel):
+                raise ValueError(f"flags belong to a variant, and {entry.kernel!r} must name it in full")
+            if entry.core and (set("*?[") & set(entry.kernel) or entry.flags or not entry.note):
+                raise ValueError(
+                    "core = true is for a variant, named in full, without flags; `note` says how much faster"
+                )
+            if entry.provenance and entry.provenance.measured and not entry.provenance.figures:
+                raise ValueError("provenance measured = true without figures: what was timed, and how long it took")
+            for name, value in entry.lowering.items():
+                if value not in CHOICES.get(name, ()):
+                    raise ValueError(f"lowering {name} = {value!r} is outside {CHOICES.get(name, 'the known choices')}")
+        except ValueError as error:
+            line = next((n for n, s in enumerate(text.splitlines(), 1) if _mentions(s, str(error))), None)
+            raise DataError(path, line, f"entry for {entry.kernel} when {list(entry.when)}: {error}") from None
+    return tuning
+
+
+def _mentions(line: str, message: str) -> bool:
+    """Whether a line of the file holds the name that an error message quotes first."""
+    quoted = message.split("'")[1] if "'" in message else message.split(" ")[1]
+    return not line.lstrip().startswith("#") and quoted in line

@@ -1,0 +1,258 @@
+"""Canaries: small adversarial calls of a kernel family, run once for each target and toolchain and compared with the
+oracle. A mismatch quarantines the family there: an Incident, and plans that take another path.
+
+They run in a child process, so that a kernel which crashes the device's context, or never ends, does so there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from portattn import __version__
+from portattn.compile import failures
+from portattn.compile.ensure import incident_of
+from portattn.compile.store import VerdictStore, store
+from portattn.compile.variants import variant_of
+from portattn.config import Settings
+from portattn.errors import PathUnavailable, PortattnError
+from portattn.planning.core_path import kernel_source_digest
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry
+from portattn.planning.variant_path import source_digest
+from portattn.schema import toml_reader
+from portattn.schema.outcome import Incident, Verdict
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import Symptom
+from portattn.schema.target import Target
+from portattn.testing.numerics import numerics, request_of
+from portattn.worker.client import Reply, Worker
+from portattn.worker.ends import death
+from portattn.worker.stages import RUNS
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 2  # of the set: a family is looked at again when it changes
+# A device's words for what a kernel did, whose process goes on by an exception.
+_KERNELS = re.compile(
+    r"illegal (memory access|instruction|address)|misaligned|invalid (program counter|address space)"
+    r"|hardware stack error|unspecified launch failure|device-side assert|memory access fault|aicore|vector core",
+    re.IGNORECASE,
+)
+
+_COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
+_PLAIN: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
+_FEATURED: dict[str, Any] = {"head_dim": 128, "dtype": "bf16", "sinks": True, "window_left": 70}
+_ROWS: dict[str, Any] = {"seq_q": 77, "seq_k": 141}
+_LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+_PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
+_CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
+_PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
+_LATENT: dict[str, Any] = _PAGES | {"heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16"}
+# Ragged tails, grouped heads, masks, windows, sinks, keys split over programs; random calls add large scores, rows that
+# attend nothing and NaN wherever nothing is attended (reference/randomcalls.py).
+CASES: Mapping[str, tuple[Problem, ...]] = {
+    op: tuple(Problem(op=op, **_COMMON | fields) for fields in problems)  # type: ignore[arg-type]
+    for op, problems in {
+        "attention": (_ROWS | _LENGTHS | _PLAIN | {"mask": True}, _ROWS | _LENGTHS | _FEATURED),
+        "varlen_attention": (_PACKED | _PLAIN, _PACKED | _FEATURED),
+        "decode_attention": (_CACHE | _PLAIN | {"mask": True, "num_splits": 3}, _CACHE | _FEATURED | {"bias": True}),
+        "paged_attention": (_PAGES | _PLAIN | {"num_splits": 2}, _PAGES | _FEATURED),
+        "sparse_attention": (
+            _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
+            _PAGES | {"seq_q": 1, "head_dim": 128, "dtype": "bf16", "tokens": 50, "sinks": True},
+        ),
+        "mla_attention": (_LATENT | {"causal": "bottom_right", "num_splits": 2},),
+    }.items()
+}
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
+
+    arch: tuple[str, ...]
+    toolchain: str
+    level: Literal["runs", "measured"]
+    date: datetime.date
+    what: str
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seen: tuple[Seen, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def _seen(folder: Path) -> tuple[Seen, ...]:
+    path = folder / "verified.toml"
+    if not path.exists():
+        return ()
+    data, text = toml_reader.read(path)
+    return toml_reader.convert(data, _File, path, text).seen
+
+
+def seen_to_run(target: Target) -> Seen | None:
+    """The evidence that the kernels are right on this arch with this toolchain; None where there is none."""
+    for seen in _seen(Registry.load().backends[target.backend].folder):
+        if target.arch.name in seen.arch and str(target.toolchain) == seen.toolchain:
+            return seen
+    return None
+
+
+def wanted(target: Target, settings: Settings) -> bool:
+    """Whether a family must have passed its canaries before it runs here."""
+    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target) is None)
+
+
+def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
+    """None when the plan's kernel family may run here; otherwise the negative Verdict that quarantines it.
+
+    The set is run on this device when nobody has on this target and toolchain; that takes a child process some
+    seconds, once.
+    """
+    if not wanted(target, settings):
+        return None
+    verdicts = store(settings)
+    key = key_of(family(made), target)
+    seconds = settings.compile_seconds
+    found = verdicts.get(key, seconds)
+    if found is None:
+        with verdicts.lock(key, seconds * (len(cases(made)) + 1)):
+            found = verdicts.get(key, seconds) or run(made, target, settings, verdicts, device)
+    return None if found.passed else found
+
+
+def known_failure(made: Plan, target: Target, settings: Settings) -> Verdict | None:
+    """The verdict that quarantines the plan's kernel family here, if there is one. Nothing is run."""
+    if not made.key or not wanted(target, settings):
+        return None
+    found = store(settings).get(key_of(family(made), target), settings.compile_seconds)
+    return found if found is not None and not found.passed else None
+
+
+def family(made: Plan) -> str:
+    """What a plan's canaries are about: the core's kernel, or a variant."""
+    return made.kernel or made.path
+
+
+def cases(made: Plan) -> tuple[Problem, ...]:
+    """The set of a plan's family: that of its op, unless a variant has one of its own."""
+    variant = variant_of(made)
+    return (variant.canaries if variant else ()) or CASES[made.problem.op]
+
+
+def key_of(kernel: str, target: Target) -> str:
+    """What a canary's verdict is about: the family's source, the chip, and every component of the toolchain."""
+    found, backend = target.toolchain, Registry.load().backends[target.backend]
+    variant = next((variant for variant in backend.variants if variant.name == kernel), None)
+    source = source_digest(variant) if variant else kernel_source_digest()
+    parts = ("canary", VERSION, __version__, source, kernel, target.name, str(found), found.components)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, device: torch.device) -> Verdict:
+    """Run the set of the plan's family on a device of this machine, and keep the verdict."""
+    worst, looked_at, kernel = 0.0, 0, family(made)
+    with Worker(runs="kernels") as worker:
+        for problem in cases(made):
+            case = planned(problem, target, settings, made.path)
+            if case is None:
+                continue
+            reply = worker.request(
+                "interpret", settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
+            )
+            symptom, cause = judged(reply, target, problem)
+            if symptom:
+                incident = _incident(case, target, symptom, cause, reply)
+                kept = verdicts.add_incident(incident)
+                return verdicts.put(
+                    _verdict(
+                        kernel, target, passed=False, level="declared", reason=incident.message,
+                        incident=incident.id if kept else "",
+                        **{"standing": "timeout", "limit": settings.compile_seconds} if symptom == "hang" else {},
+                    )
+                )  # fmt: skip
+            if cause:
+                warnings.warn(f"canary of {kernel} on {target}: inconclusive: {cause}", stacklevel=2)
+                continue
+            looked_at += 1
+            worst = max(worst, float(reply.facts["error"]))
+    if looked_at:
+        passed = _verdict(kernel, target, passed=True, level="runs", error=worst)
+        verdicts.put(passed)
+    else:  # no evidence: this process goes on, the next one tries again
+        passed = _verdict(kernel, target, passed=True, level="declared")
+        verdicts.remember(passed)
+    return passed
+
+
+def planned(problem: Problem, target: Target, settings: Settings, path: str) -> Plan | None:
+    """The plan of one case by a path; None where the path does not take it (a quirk, or a limit)."""
+    asked = msgspec.structs.replace(settings, backend=path, fallback="silent")
+    try:
+        return plan(problem, target, settings=asked)
+    except PathUnavailable:
+        return None
+    except PortattnError as error:
+        warnings.warn(f"canary of {problem.op} on {target}: no plan: {error}", stacklevel=2)
+        return None
+
+
+def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
+    """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
+
+    Only what a kernel did on the device speaks against it: wrong numbers, an access or an instruction that the device
+    refused, a signal of the process's own while kernels ran, no end of them. A compile that fails is found by that
+    specialisation's own first call, and the machine's failures are not the kernel's.
+    """
+    seen = numerics(reply, str(target), problem)
+    if seen.outcome == "pass":
+        return "", ""
+    if seen.outcome == "fail":
+        return "wrong-result", seen.reason
+    if failures.machines(reply):
+        return "", seen.reason
+    if seen.outcome == "hang" and reply.stage == RUNS:
+        return "hang", seen.reason
+    if seen.outcome == "crash" and reply.stage == RUNS and death(reply) in failures.LASTING_SIGNALS:
+        return "compiler-crash", seen.reason
+    # An illegal access ends the context, by an exception or with the process.
+    if seen.outcome == "error" and _KERNELS.search(reply.message):
+        return "wrong-result", seen.reason
+    return "", seen.reason
+
+
+def _verdict(kernel: str, target: Target, **seen: Any) -> Verdict:
+    return Verdict(
+        key=key_of(kernel, target),
+        kernel=kernel,
+        target=target.name,
+        toolchain=str(target.toolchain),
+        date=datetime.date.today(),
+        **seen,
+    )
+
+
+def _incident(case: Plan, target: Target, symptom: Symptom, cause: str, reply: Reply) -> Incident:
+    made = incident_of(
+        case,
+        target,
+        f"canary-{family(case)}",
+        key=case.key,
+        kernel=family(case),
+        symptom=symptom,
+        stage=RUNS,
+        message="",
+        log=reply.log or reply.message or cause,
+        command=f"portattn verify {case.problem.op} --target {target.name}",
+    )
+    hint = f"log it with `portattn quirks new --from-incident {made.id}`"
+    return msgspec.structs.replace(made, message=f"canary {case.problem}: {cause}; {hint}")

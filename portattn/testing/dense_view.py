@@ -1,0 +1,242 @@
+"""Any call as dense attention: what the oracle and the budget compute with. For tests and canaries only.
+
+Every op is brought into one form, with whole tensors: packed sequences padded to the longest, pages copied into the
+order of their sequence, chosen tokens gathered. The blockwise path shares none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from portattn.reference.magicpig import log_sampling_probability
+from portattn.schema.call import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Positions of each sequence's first row and key and after its last ones: (B,) int64."""
+
+    q_first: torch.Tensor
+    q_end: torch.Tensor
+    k_first: torch.Tensor
+    k_end: torch.Tensor
+
+    def query_positions(self, causal: str, rows: torch.Tensor) -> torch.Tensor:
+        """Where query rows (int64) stand among the keys: (B, rows)."""
+        shift = self.k_first - self.q_first if causal == "top_left" else self.k_end - self.q_end
+        return rows[None] + shift[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseView:
+    """A call with B sequences of `rows` queries and `keys` keys.
+
+    q         (B, Hq, rows, D), 0 in rows that attend nothing
+    k, v      (B, H, keys, D), (B, H, keys, Dv), 0 where nothing is attended, which can hold anything; H is Hk, or Hq
+              where heads have chosen their own tokens
+    keep      (B, 1 or Hq, rows, keys) bool
+    inside    (B, 1, rows) bool: the row belongs to its sequence
+    distance  (B, 1 or Hq, rows, keys) int64: |position of the query − position of the key|
+    rows      (rows,) int64: which query rows these are
+    """
+
+    call: Call
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    keep: torch.Tensor
+    inside: torch.Tensor
+    distance: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def some(self) -> torch.Tensor:
+        """Which rows attend anything: bool (B, 1 or Hq, rows)."""
+        return self.keep.any(dim=3)
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether scores are more than scaled products."""
+        call = self.call
+        tensors = (call.alibi_slopes, call.bias, call.log_weights, call.sinks)
+        return call.problem.softcap or call.problem.magicpig or any(tensor is not None for tensor in tensors)
+
+    def products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Q·Kᵀ (B, Hq, rows, keys) of tensors shaped as the view's own."""
+        b, heads, rows, width = q.shape
+        grouped = q.reshape(b, k.shape[1], heads // k.shape[1] * rows, width)
+        return (grouped @ k.transpose(-1, -2)).reshape(b, heads, rows, k.shape[2])
+
+    def mixed(self, probabilities: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Probabilities (B, Hq, rows, keys) times values: (B, Hq, rows, Dv)."""
+        b, heads, rows, keys = probabilities.shape
+        grouped = probabilities.reshape(b, v.shape[1], heads // v.shape[1] * rows, keys)
+        return (grouped @ v).reshape(b, heads, rows, v.shape[3])
+
+    def with_terms(
+        self, scores: torch.Tensor, products: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        """Scaled products with softcap and everything additive, in their dtype; -inf where nothing is attended.
+
+        scores, products  scaled and not, (B, Hq, rows, keys)
+        q, k              what the products are of
+        """
+        call, dtype = self.call, scores.dtype
+        if call.problem.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.alibi_slopes is not None:
+            scores = scores - call.alibi_slopes.to(dtype)[:, :, None, None] * self.distance
+        if call.bias is not None:
+            scores = scores + call.bias[:, :, self.rows].to(dtype)
+        if call.log_weights is not None:
+            scores = scores + call.log_weights[:, :, None].to(dtype)
+        if (hashing := call.hashing()) is not None:
+            norms = q.to(dtype).norm(dim=-1)[..., None] * k.to(dtype).norm(dim=-1)[:, :, None]
+            # A vector of zeros has no direction: it counts as orthogonal to all.
+            cosine = torch.where(norms > 0, products / norms.masked_fill(norms == 0, 1.0), 0.0)
+            bits, tables = (t[None, :, None, None] for t in hashing)
+            scores = scores - log_sampling_probability(cosine, bits, tables)
+        return scores.masked_fill(~self.keep, float("-inf"))
+
+    def with_sinks(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores and, where there are sinks, theirs as one more column, which no value belongs to."""
+        if self.call.sinks is None:
+            return scores
+        sinks = self.call.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], dim=-1)
+
+    def lse(self, scores: torch.Tensor) -> torch.Tensor:
+        """LSE (B, Hq, rows) of scores and sinks; -inf in rows of no sequence, whatever the sinks."""
+        return torch.logsumexp(self.with_sinks(scores), dim=-1).masked_fill(~self.inside, float("-inf"))
+
+    def restored(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """Values (B, Hq, rows, …) laid out as the call's queries are; `fill` in rows that belong to no sequence."""
+        cu, total = self.call.cu_seqlens_q, self.call.q.shape[2]
+        if cu is None:
+            return values
+        packed = values.new_full((1, values.shape[1], total, *values.shape[3:]), fill)
+        for b, (first, length) in enumerate(zip(*_packed(cu, total, self.call.problem.seq_q), strict=True)):
+            packed[0, :, first : first + length] = values[b, :, :length]
+        return packed
+
+
+def allowed(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Which key each query may attend by lengths, causal mask and window: bool (B, rows, Sk), by position.
+
+    Rows and keys outside a sequence are False. A mask, a bias of -inf and the choice of tokens come on top.
+
+    rows  indices of the query rows wanted, int64; None for all Sq
+    """
+    p, b = call.problem, bounds(call)
+    i = torch.arange(p.seq_q, device=call.q.device) if rows is None else rows
+    j = torch.arange(p.seq_k, device=call.q.device)[None, None]
+    at = b.query_positions(p.causal, i)[:, :, None]
+    keep = _inside(b, i)[:, :, None] & (j >= b.k_first[:, None, None]) & (j < b.k_end[:, None, None])
+    if p.causal != "none":
+        keep &= j <= at
+    if p.window_right != -1:
+        keep &= j <= at + p.window_right
+    if p.window_left != -1:
+        keep &= j >= at - p.window_left
+    return keep
+
+
+def bounds(call: Call) -> Bounds:
+    """Of every sequence."""
+    p = call.problem
+
+    def of(
+        cu: torch.Tensor | None, length: torch.Tensor | None, pad: torch.Tensor | None, total: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cu is not None:
+            ends = torch.tensor(_packed(cu, total, size)[1], dtype=torch.long, device=call.q.device)
+            return torch.zeros_like(ends), ends
+        first = torch.zeros(p.batch, dtype=torch.long, device=call.q.device) if pad is None else pad.long()
+        end = torch.full_like(first, size) if length is None else (first + length.long()).clamp(max=size)
+        return first, end
+
+    return Bounds(
+        *of(call.cu_seqlens_q, call.seqlens_q, call.leftpad_q, call.q.shape[2], p.seq_q),
+        *of(call.cu_seqlens_k, call.seqlens_k, call.leftpad_k, call.k.shape[2], p.seq_k),
+    )
+
+
+def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
+    """The call as dense attention.
+
+    rows  only these query rows (int64 indices), so that a long problem can be spot-checked. Raises ValueError where
+          the queries are packed, whose rows are of many sequences
+    """
+    p, b = call.problem, bounds(call)
+    if rows is not None and p.packed:
+        raise ValueError("rows of packed queries are of many sequences: only all of them can be asked for")
+    i = torch.arange(p.seq_q, device=call.q.device) if rows is None else rows
+    q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=3)
+    q = _padded(q, call.cu_seqlens_q, p.seq_q) if p.packed else q[:, :, i]
+    k, v = (_in_order(call, storage) for storage in (call.k, call.v))
+    j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
+    keep = allowed(call, i)[:, None]
+    if call.indices is not None and call.counts is not None:
+        token = call.indices.long()  # (B, Hq, Lmax)
+        place = torch.arange(p.tokens, device=call.q.device)
+        real = (place < call.counts[..., None]) & (token >= 0) & (token < b.k_end[:, None, None])
+        token = torch.where(real, token, 0)
+        if p.seq_k:
+            chosen = token[..., None].expand(-1, -1, -1, max(p.head_dim, p.head_dim_v))
+            k, v = (x.repeat_interleave(p.group, dim=1).gather(2, chosen[..., : x.shape[3]]) for x in (k, v))
+        else:
+            k, v = (x.new_zeros(p.batch, p.heads_q, p.tokens, x.shape[3]) for x in (k, v))
+        if call.log_weights is not None:
+            real = real & (call.log_weights != float("-inf"))
+        keep, j = real[:, :, None], token[:, :, None]
+    if call.mask is not None:
+        keep = keep & call.mask[:, :, i]
+    if call.bias is not None:
+        keep = keep & (call.bias[:, :, i] != float("-inf"))
+    used = keep.any(dim=2)  # (B, 1 or Hq, keys)
+    if used.shape[1] not in (1, k.shape[1]):
+        used = used.reshape(p.batch, k.shape[1], p.group, k.shape[2]).any(dim=2)
+    return DenseView(
+        call=call,
+        q=q.masked_fill(~keep.any(dim=3)[..., None], 0.0),
+        k=k.masked_fill(~used[..., None], 0.0),
+        v=v.masked_fill(~used[..., None], 0.0),
+        keep=keep,
+        inside=_inside(b, i)[:, None],
+        distance=(b.query_positions(p.causal, i)[:, None, :, None] - j).abs(),
+        rows=i,
+    )
+
+
+def _inside(b: Bounds, rows: torch.Tensor) -> torch.Tensor:
+    return (rows >= b.q_first[:, None]) & (rows < b.q_end[:, None])
+
+
+def _packed(cu_seqlens: torch.Tensor, total: int, longest: int) -> tuple[list[int], list[int]]:
+    """First rows and lengths of packed sequences, inside the storage."""
+    cu = cu_seqlens.long().clamp(0, total)
+    return cu[:-1].tolist(), (cu[1:] - cu[:-1]).clamp(0, longest).tolist()
+
+
+def _padded(packed: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int) -> torch.Tensor:
+    """(1, H, T, X) packed as (B, H, longest, X), 0 behind each sequence's end."""
+    assert cu_seqlens is not None
+    padded = packed.new_zeros(len(cu_seqlens) - 1, packed.shape[1], longest, packed.shape[3])
+    for b, (first, length) in enumerate(zip(*_packed(cu_seqlens, packed.shape[2], longest), strict=True)):
+        padded[b, :, :length] = packed[0, :, first : first + length]
+    return padded
+
+
+def _in_order(call: Call, storage: torch.Tensor) -> torch.Tensor:
+    """Keys or values as (B, Hk, Sk, X), by position."""
+    p = call.problem
+    if call.cu_seqlens_k is not None:
+        return _padded(storage, call.cu_seqlens_k, p.seq_k)
+    if call.page_table is None:
+        return storage
+    if not storage.numel():
+        return storage.new_zeros(p.batch, p.heads_k, p.seq_k, storage.shape[3])
+    pages = storage[call.page_table.long().clamp(0, storage.shape[0] - 1)]  # (B, pages, Hk, page, X)
+    return pages.transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,116 @@
+"""Compiled code against the chip: what it may use, and the matrix instruction that it should have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from portattn.backends.ascend.linalg.lints import Lint
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import Plan
+from portattn.planning.registry import Registry
+from portattn.schema.quirk import Symptom
+from portattn.schema.target import Arch, Target
+from portattn.tools.matrix.cells import Facts, Gate, KernelFacts
+
+MATRIX_FACTS = ("wgmma", "tcgen05", "mma", "mfma", "wmma")  # keys of the worker's facts, see worker/resources.py
+
+
+def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry: Registry) -> tuple[Gate, ...]:
+    """Every gate of a core plan's compiled kernels, those that hold included."""
+    tuning = registry.tuning(target)
+    entry = tuning.find(plan.kernel, plan.problem.features()) if tuning else None
+    timed = (
+        tuning is not None
+        and entry is not None
+        and tuning.measured(entry)
+        and tuning.source(entry).toolchain == str(target.toolchain)
+    )
+    source = tuning.source(entry) if tuning and entry else None
+    chosen = source.toolchain if source else str(target.toolchain)
+    other = "" if chosen == str(target.toolchain) else chosen
+    gates = [gate for kernel in kernels for gate in limits(kernel, target.arch, timed, other)]
+    main = next((k for k in kernels if k.function == CORES[plan.problem.op].function), None)
+    if main is not None and wants_matrix(plan, target.arch):
+        names = ", ".join(target.arch.matrix)
+        gates.append(
+            Gate(
+                name="matrix instructions",
+                function=main.function,
+                value=matrix_count(main.facts, target.arch),
+                limit=f"{target.arch.name} has {names}",
+                passed=matrix_count(main.facts, target.arch) > 0,
+            )
+        )
+    return tuple(gate if gate.passed else _explained(gate, plan, target, registry) for gate in gates)
+
+
+def limits(kernel: KernelFacts, arch: Arch, timed: bool, other: str) -> list[Gate]:
+    """Local memory, registers and spills. Spills stand for time: a tile that was timed on the chip may have some.
+
+    other  the compiler that the tile was chosen with, where it is another one: what spills with this one is noted
+    """
+    facts, gates = kernel.facts, []
+    used = int(facts.get("local_memory", 0))
+    limit = f"{arch.name} has {arch.local_memory}"
+    gates.append(gate_of(f"bytes of {arch.local_memory_kind}", kernel, used, limit, used <= arch.local_memory))
+    if arch.registers and "registers" in facts:
+        used = int(facts["registers"])
+        gates.append(gate_of("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))
+    if "spills" in facts:
+        used = int(facts["spills"])
+        limit = "allowed: the tile was timed" if timed and used else "none allowed"
+        limit += f"; the tile was chosen with {other}" if other and used and not timed else ""
+        gate = gate_of("bytes spilled", kernel, used, limit, timed or used == 0)
+        gates.append(msgspec.structs.replace(gate, noted=bool(other) and not gate.passed))
+    return gates
+
+
+def gate_of(name: str, kernel: KernelFacts, value: int, limit: str, passed: bool) -> Gate:
+    return Gate(name=name, function=kernel.function, value=value, limit=limit, passed=passed)
+
+
+def wants_matrix(plan: Plan, arch: Arch) -> bool:
+    """Whether there are products, and a matrix instruction for them: exact fp32 ones have none on most chips."""
+    if "dot_precision" not in CORES[plan.problem.op].choices:
+        return False
+    exact = plan.problem.dtype == "fp32" and plan.lowering is not None and plan.lowering.dot_precision == "ieee"
+    return bool(arch.matrix) and not exact
+
+
+def matrix_count(facts: Facts, arch: Arch) -> int:
+    """Matrix instructions of the kinds that the arch names: `v_mfma_` is the fact `mfma`, `wgmma.mma_async` `wgmma`."""
+    kinds = [key for key in MATRIX_FACTS if any(key in re.split(r"[._]", name) for name in arch.matrix)]
+    return sum(int(facts.get(key, 0)) for key in kinds)
+
+
+def _explained(gate: Gate, plan: Plan, target: Target, registry: Registry) -> Gate:
+    """The gate with the quirk that explains it, if one does."""
+    cause = _cause(str(gate), ("slow", "resource-limit"), plan, target, registry)
+    return msgspec.structs.replace(gate, explained_by=cause)
+
+
+def explained(lints: Iterable[Lint], plan: Plan, target: Target, registry: Registry) -> tuple[Lint, ...]:
+    """Lints with the quirks that explain them."""
+    symptoms: tuple[Symptom, ...] = ("slow", "resource-limit", "wrong-result")
+    return tuple(
+        msgspec.structs.replace(lint, explained_by=_cause(str(lint), symptoms, plan, target, registry))
+        for lint in lints
+    )
+
+
+def _cause(text: str, symptoms: Collection[Symptom], plan: Plan, target: Target, registry: Registry) -> str:
+    """Id of the quirk that explains a finding: it applies here, and its signature matches. Empty where none does."""
+    kernel = CORES[plan.problem.op]
+    lowering, launch = plan.specialised
+    programs = kernel.tiles(plan.problem, launch)
+    applied = {quirk.id for quirk in plan.quirks}
+    for quirk in registry.quirks.values():
+        signature = quirk.evidence.signature
+        if not signature or quirk.symptom not in symptoms or not re.search(signature, text):
+            continue
+        if quirk.id in applied or quirk.applies(kernel.name, plan.problem, target, lowering, launch, programs):
+            return quirk.id
+    return ""

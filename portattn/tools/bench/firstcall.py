@@ -1,0 +1,128 @@
+"""What the first call of a tuned problem costs, in processes of their own: with empty caches, then with those it left,
+then with those and after a warm-up.
+
+    python -m portattn.tools.bench.firstcall CASE [warm]
+
+prints one JSON object: {"first_s", "second_s", "path", "warmup_s"}.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import msgspec
+
+from portattn.tools.bench.cases import Case
+
+COLD_START = "cold-start"  # the set's name
+SECONDS = 300.0  # limit of a process
+_HEADS: dict[str, Any] = {"heads_q": 32, "heads_k": 8, "head_dim": 128}
+CASES = (
+    Case(name="first attention", op="attention", batch=4, seq_q=4096, seq_k=4096, causal="bottom_right", **_HEADS),
+    Case(name="first decode", op="decode_attention", batch=64, seq_q=1, seq_k=8192, **_HEADS),
+    Case(name="first paged", op="paged_attention", batch=64, seq_q=1, seq_k=8192, page_size=16, **_HEADS),
+)
+# Where compiled kernels and verdicts are kept; torch's own caches have no part in a call of ours.
+_CACHES = ("PORTATTN_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+class FirstCall(msgspec.Struct, frozen=True, kw_only=True, tag="first-call"):
+    """Seconds of a case's first calls.
+
+    run       index of the run among the result's runs
+    empty_s   the first call of a process, until its result is there, with empty caches
+    kept_s    the first call of a later process, which finds the first one's caches
+    second_s  that process's second call
+    warmup_s  `portattn.warmup` in a third process, with the same caches
+    warmed_s  that process's first call
+    path      the plan's
+    failed    why there are no figures
+    """
+
+    set: str = COLD_START
+    case: str
+    run: int
+    empty_s: float | None = None
+    kept_s: float | None = None
+    second_s: float | None = None
+    warmup_s: float | None = None
+    warmed_s: float | None = None
+    path: str = ""
+    failed: str = ""
+
+
+def measure(case: Case, run: int, seconds: float = SECONDS) -> FirstCall:
+    """Time the first calls of a case in three processes that share new caches."""
+    with tempfile.TemporaryDirectory(prefix="portattn-bench-") as folder:
+        environment = {**os.environ, **{name: os.path.join(folder, name) for name in _CACHES}}
+        found = []
+        for warm in (False, False, True):
+            try:
+                found.append(_child(case, environment, seconds, warm))
+            except (subprocess.SubprocessError, ValueError) as failure:
+                return FirstCall(case=case.name, run=run, failed=_why(failure))
+    empty, kept, warmed = found
+    return FirstCall(
+        case=case.name, run=run, empty_s=empty["first_s"], kept_s=kept["first_s"], second_s=kept["second_s"],
+        warmup_s=warmed["warmup_s"], warmed_s=warmed["first_s"], path=empty["path"],
+    )  # fmt: skip
+
+
+def _child(case: Case, environment: dict[str, str], seconds: float, warm: bool) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, case.name, *(["warm"] if warm else [])],
+        env=environment, capture_output=True, text=True, timeout=seconds, check=True,
+    )  # fmt: skip
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1] if done.stdout else "")
+    return answer
+
+
+def _why(failure: Exception) -> str:
+    if isinstance(failure, subprocess.TimeoutExpired):
+        return f"no result after {failure.timeout:g} s"
+    said = getattr(failure, "stderr", "") or str(failure)
+    return str(said).strip().splitlines()[-1][:200]
+
+
+def timed(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
+    """What the child does: tensors first, so that the device is up before the clock starts."""
+    import torch
+
+    import portattn
+    from portattn.tools.bench.contenders import arguments, ours, plan_of
+    from portattn.tools.bench.tensors import Tensors
+
+    tensors = Tensors.random(case, torch.device(device))
+    run = ours(case, tensors).run
+
+    def once() -> float:
+        begun = time.perf_counter()
+        out = run()
+        if out.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    warmup_s = None
+    if warm:
+        placed, named = arguments(case, tensors)
+        bound = inspect.signature(getattr(portattn, case.op)).bind(*placed, **named)
+        warmup_s = portattn.warmup([{"op": case.op, **bound.arguments}]).seconds
+    return {"first_s": once(), "second_s": once(), "path": plan_of(case, tensors).path, "warmup_s": warmup_s}
+
+
+def main(name: str, *warm: str) -> None:
+    import torch
+
+    case = next(case for case in CASES if case.name == name)
+    print(json.dumps(timed(case, "cuda" if torch.cuda.is_available() else "cpu", bool(warm))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,232 @@
+"""What becomes of the figures: a Run is one process, a Row one case of one set, a Figures one contender there.
+
+The schema of rows.jsonl (a Run, then its rows and first calls, a line each, as they are done) and of bench.json, which
+holds the same and what follows from it: summaries of the sets and verdicts on the goals. docs/performance/README.md
+describes both. What is measured is in Row and Figures; rates, fractions and ratios beside it follow from that.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.clock import Ceilings, Spread
+from portattn.tools.bench.contenders import MINE
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.peers import REFERENCES, library
+from portattn.tools.bench.timing import ratio
+
+SCHEMA = 3
+
+
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
+    """Clocks in MHz, power in W, temperature in °C, at one moment. None: cannot be read here."""
+
+    sm_mhz: float | None = None
+    memory_mhz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """One process that measured: chip, toolchain, code, date and command, without which a figure means nothing.
+
+    versions   of torch, cuDNN, CUDA or ROCm, the driver, Python and the peers that are installed
+    peers      of each peer "here", or why it is absent
+    libraries  op libraries by their files' names: "loaded", or why not
+    ceilings   None where only enqueuing was timed
+    state      after the ceilings were measured: a warm card
+    """
+
+    schema: int = SCHEMA
+    date: str
+    command: str
+    commit: str
+    portattn: str
+    kernels: str
+    chip: str
+    target: str
+    toolchain: str
+    device: dict[str, Any]
+    versions: dict[str, str]
+    peers: dict[str, str]
+    libraries: dict[str, str]
+    sets: tuple[str, ...]
+    cells: int
+    rounds: int
+    backend: str
+    core: bool
+    only_host: bool
+    ceilings: Ceilings | None = None
+    state: DeviceState | None = None
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One contender of a row.
+
+    path          of portattn's own: the plan's path
+    refused       why it was not timed; empty where it was
+    error         its largest error against float64; None where it is infinite or never came to be
+    rounds_ms     device time of one call, round by round, in milliseconds; graph_ms: replayed from a graph
+    no_graph      why there is no graph
+    host_us       time to enqueue one call, in microseconds
+    extra_bytes   memory allocated at the peak of a call
+    ms, tflops    median of rounds_ms, and what follows: tflops, and of ops that read a cache tbs
+    of_floor      the least time that the case can take on this card, over the time
+    ratio         the best peer's time over this one's, of the same round: the median (of our own only)
+    graph_ratio   the same of graphs; the best peer is that of graphs
+    """
+
+    name: str
+    path: str = ""
+    refused: str = ""
+    error: float | None = None
+    rounds_ms: tuple[float, ...] = ()
+    graph_ms: tuple[float, ...] = ()
+    no_graph: str = ""
+    host_us: Spread | None = None
+    extra_bytes: int | None = None
+    ms: float | None = None
+    tflops: float | None = None
+    tbs: float | None = None
+    of_floor: float | None = None
+    ratio: float | None = None
+    graph_ratio: float | None = None
+
+    @property
+    def library(self) -> str:
+        return library(self.name)
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is one that ours are compared with."""
+        return self.name not in MINE and self.name not in REFERENCES
+
+    @property
+    def graph(self) -> float | None:
+        return statistics.median(self.graph_ms) if self.graph_ms else None
+
+    @property
+    def spread(self) -> float | None:
+        """Largest over smallest round, less 1."""
+        return max(self.rounds_ms) / min(self.rounds_ms) - 1 if self.rounds_ms else None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
+    """One case of one set.
+
+    run         index among the result's runs
+    floor_ms    the larger of flops over the GEMM ceiling and read_bytes over the copy ceiling; limit: which one it is
+    budget      what an error may be
+    best_peer   the fastest peer's contender; best_graph: of graphs
+    plan        what portattn's plan says of itself
+    state       the device while the rounds were going
+    seconds     that the row took in all
+    """
+
+    set: str
+    case: Case
+    run: int
+    flops: int
+    read_bytes: int
+    floor_ms: float | None
+    limit: str
+    budget: float | None
+    contenders: tuple[Figures, ...]
+    best_peer: str = ""
+    best_graph: str = ""
+    plan: tuple[str, ...] = ()
+    state: DeviceState | None = None
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def figures(self, name: str) -> Figures | None:
+        return next((f for f in self.contenders if f.name == name), None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether one of portattn's own contenders was wrong or could not run."""
+        return any(f.refused for f in self.contenders if f.name in MINE)
+
+
+def fastest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
+    """The fastest peer, by medians of device time."""
+    timed = [f for f in contenders if f.peer and (f.graph_ms if graphs else f.rounds_ms)]
+    return min(timed, key=lambda f: statistics.median(f.graph_ms if graphs else f.rounds_ms), default=None)
+
+
+def row(
+    set_: str, case: Case, run: int, limits: Ceilings | None, budget: float | None, measured: Mapping[str, Figures],
+    **others: Any,
+) -> Row:  # fmt: skip
+    """A row with everything that follows from what was measured; others: further fields of the Row."""
+    flops, read = case.flops(), case.read_bytes()
+    floor, limit = limits.floor_ms(flops, read) if limits else (None, "")
+    best, best_graph = (fastest(measured.values(), graphs) for graphs in (False, True))
+    made = []
+    for figures in measured.values():
+        derived: dict[str, float] = {}
+        if figures.rounds_ms:
+            ms = statistics.median(figures.rounds_ms)
+            derived = {"ms": ms, "tflops": flops / ms / 1e9}
+            if case.reads_cache:
+                derived["tbs"] = read / ms / 1e9
+            if floor:
+                derived["of_floor"] = floor / ms
+            if best and figures.name in MINE:
+                derived["ratio"] = ratio(best.rounds_ms, figures.rounds_ms)
+        if figures.graph_ms and best_graph and figures.name in MINE:
+            derived["graph_ratio"] = ratio(best_graph.graph_ms, figures.graph_ms)
+        if figures.error is not None and not math.isfinite(figures.error):
+            figures = msgspec.structs.replace(figures, error=None)
+        made.append(msgspec.structs.replace(figures, **derived))
+    return Row(
+        set=set_, case=case, run=run, flops=flops, read_bytes=read, floor_ms=floor, limit=limit, budget=budget,
+        contenders=tuple(made), best_peer=best.name if best else "", best_graph=best_graph.name if best_graph else "",
+        **others,
+    )  # fmt: skip
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What is in rows.jsonl, in the order in which it was measured."""
+
+    runs: list[Run]
+    rows: list[Row]
+    first_calls: list[FirstCall] = msgspec.field(default_factory=list)
+
+    def add(self, item: Run | Row | FirstCall) -> None:
+        if isinstance(item, Run):
+            self.runs.append(item)
+        elif isinstance(item, Row):
+            self.rows.append(item)
+        else:
+            self.first_calls.append(item)
+
+    @property
+    def sets(self) -> list[str]:
+        """Sets of which there is anything, in the order in which the runs named them."""
+        named = dict.fromkeys(name for run in self.runs for name in run.sets)
+        there = {r.set for r in self.rows} | {c.set for c in self.first_calls}
+        return [name for name in named if name in there]
+
+    def of(self, set_: str) -> list[Row]:
+        return [r for r in self.rows if r.set == set_]
+
+    @property
+    def done(self) -> set[tuple[str, str]]:
+        """(set, case's name) of all that is measured."""
+        return {(r.set, r.name) for r in self.rows} | {(c.set, c.case) for c in self.first_calls}
+
+    @property
+    def failed(self) -> bool:
+        """Whether portattn was wrong, or could not run, on any case."""
+        return any(r.failed for r in self.rows) or any(c.failed for c in self.first_calls)

@@ -1,0 +1,158 @@
+"""Running cells: gate, then time, then one row a cell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from portattn.tools.bench import firstcall, peers, results, timing
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.clock import Ceilings, Clock
+from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, own, plan_of
+from portattn.tools.bench.gate import FAILURES, Admitted, DeviceLost, admit, reason
+from portattn.tools.bench.order import Cell
+from portattn.tools.bench.peers import PEERS, Peer
+from portattn.tools.bench.provenance import DeviceProbe
+from portattn.tools.bench.results import Figures, Row
+from portattn.tools.bench.tensors import Tensors
+
+GRAPH_BELOW_MS = 1.0  # of eager time: in longer calls, what a launch costs is nothing
+GRAPH_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to measure.
+
+    wanted     names of the peers to time, where they are here; others: peers that files brought
+    core       the portable core beside the plan's own choice
+    only_host  enqueue times and nothing else
+    """
+
+    rounds: int = 5
+    backend: str = "auto"
+    wanted: Sequence[str] = tuple(PEERS)
+    others: Mapping[str, Peer] = field(default_factory=dict)
+    core: bool = False
+    only_host: bool = False
+
+
+def run_case(
+    set_: str, case: Case, index: int, device: torch.device, clock: Clock, limits: Ceilings | None, options: Options
+) -> Row:
+    """Gate and time one case. Who is wrong, or cannot run it, has a reason instead of a time.
+
+    index  of the run that the row belongs to
+
+    Raises DeviceLost when the device takes no more work.
+    """
+    begun = time.monotonic()
+    try:
+        t = Tensors.random(case, device)
+        builds = own(case, t, options.backend, options.core) | peers.contenders(case, t, options.wanted, options.others)
+        admitted = admit(case, t, builds, clock.lost)
+    except torch.OutOfMemoryError as failure:
+        empty = {OURS: Figures(name=OURS, refused=reason(failure))}
+        return results.row(set_, case, index, limits, None, empty, seconds=time.monotonic() - begun)
+    same = _same_path(admitted)
+    measured, probe = _timed(case, admitted, clock, options)
+    if same:  # the plan takes the core anyway
+        measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE)
+    plan: Iterable[str] = ()
+    if OURS in admitted.contenders:
+        plan = plan_of(case, t, options.backend).explain().splitlines()
+    return results.row(
+        set_, case, index, limits, admitted.budget, measured, plan=tuple(plan), state=probe.read()[0],
+        seconds=time.monotonic() - begun,
+    )  # fmt: skip
+
+
+def _same_path(admitted: Admitted) -> bool:
+    """Whether the core is what the plan chose; it is not timed twice then."""
+    ours, core = (admitted.contenders.get(name) for name in (OURS, CORE))
+    if ours is None or core is None or ours.path != core.path:
+        return False
+    del admitted.contenders[CORE]
+    return True
+
+
+def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tuple[dict[str, Figures], DeviceProbe]:
+    """Everything that is measured of who was admitted, and why there is nothing of the others."""
+    contenders, refused = admitted.contenders, dict(admitted.refused)
+    turns, graphs, no_graph = timing.Turns(), timing.Turns(), dict[str, str]()
+    probe = DeviceProbe()
+    if not options.only_host:
+        turns = timing.interleaved(contenders, clock, case.timing, options.rounds)
+        refused |= {name: f"failed when it was timed: {why}" for name, why in turns.failed.items()}
+        contenders = {name: contender for name, contender in contenders.items() if name not in turns.failed}
+        graphs, no_graph = _graphs(case, contenders, turns, clock)
+    measured = {}
+    for name in dict.fromkeys([*admitted.contenders, *refused]):
+        contender = contenders.get(name)
+        if contender is None:
+            measured[name] = Figures(name=name, refused=refused[name], error=admitted.errors.get(name))
+            continue
+        with contender.around():
+            taken = turns.ms.get(name) or [clock.turn_ms(contender.run, "hot", 1, 0.0)]
+            host = clock.host_us(contender.run, min(taken))
+            extra = clock.peak_extra_bytes(contender.run) if name in MINE else None
+        measured[name] = Figures(
+            name=name, path=contender.path, error=admitted.errors[name], rounds_ms=tuple(turns.ms.get(name, ())),
+            graph_ms=tuple(graphs.ms.get(name, ())), no_graph=no_graph.get(name, ""), host_us=host, extra_bytes=extra,
+        )  # fmt: skip
+    return measured, probe
+
+
+def _graphs(
+    case: Case, contenders: Mapping[str, Contender], turns: timing.Turns, clock: Clock
+) -> tuple[timing.Turns, dict[str, str]]:
+    """The same calls replayed from graphs, taking turns too; and why some have none."""
+    replays, without = {}, {}
+    for name, contender in contenders.items():
+        if min(turns.ms[name]) > GRAPH_BELOW_MS:
+            without[name] = f"not captured: longer than {GRAPH_BELOW_MS:g} ms"
+            continue
+        try:
+            replays[name] = Contender(clock.graphed(contender))
+        except FAILURES as failure:  # a path that waits for the device cannot be captured
+            without[name] = reason(failure)
+    graphs = timing.interleaved(replays, clock, case.timing, GRAPH_ROUNDS)
+    return graphs, without | graphs.failed
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    index: int,
+    clock: Clock,
+    limits: Ceilings | None,
+    options: Options,
+    done: Callable[[Row | firstcall.FirstCall], None],
+    budget: float | None = None,
+    device: torch.device | None = None,
+) -> int:
+    """Measure cells until they are all done, or another one would go beyond `budget` seconds if it took as long as the
+    longest so far; how many were done. `done` gets each as it is finished."""
+    begun, longest = time.monotonic(), 0.0
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    for count, (set_, case) in enumerate(cells):
+        since = time.monotonic()
+        if budget is not None and count and since - begun + longest > budget:
+            return count
+        if set_ == firstcall.COLD_START:
+            done(firstcall.measure(case, index))
+        else:
+            try:
+                found = run_case(set_, case, index, device, clock, limits, options)
+            except DeviceLost as lost:  # kept, so that a run that goes on does not end here again
+                who = {lost.name: Figures(name=lost.name, refused=str(lost))}
+                done(results.row(set_, case, index, limits, None, who))
+                raise
+            done(found)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        longest = max(longest, time.monotonic() - since)
+    return len(cells)

@@ -1,0 +1,114 @@
+"""The sets that read a cache: decoding over contiguous rows and pages, chosen tokens, latent rows. And small shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from portattn.schema.problem import Dtype
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.sets_dense import causality
+
+HEADS: dict[str, Any] = {"heads_q": 32, "heads_k": 8, "head_dim": 128}  # a common model's: 8 billion parameters
+PAGES = (16, 64, 256)
+MAGICPIG = (10, 150)  # K and L of the paper's main setting
+LATENT: dict[str, Any] = {
+    "op": "mla_attention", "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "page_size": 64,
+    "scale": 192**-0.5,  # DeepSeek-V3's heads are 128 + 64 wide before absorption
+}  # fmt: skip
+# (batch, query heads, key/value heads, keys, head_dim) with one query token a sequence.
+_DECODE = (
+    (8, 64, 16, 1024, 64),
+    (1, 32, 8, 1024, 128),
+    (1, 32, 8, 32000, 128),
+    (128, 32, 8, 2048, 128),
+    (64, 32, 8, 8192, 128),
+    (16, 64, 8, 32768, 128),
+)
+
+
+def decode(pages: Iterable[int] = (0,)) -> list[Case]:
+    """The decode shapes over a contiguous cache (page size 0) or pages, all full."""
+    return [
+        Case(
+            name=(
+                f"paged B={b} H={hq}/{hk} S={s} D={d} page={page}" if page else f"decode B={b} H={hq}/{hk} S={s} D={d}"
+            ),
+            op="paged_attention" if page else "decode_attention",
+            batch=b, heads_q=hq, heads_k=hk, seq_q=1, seq_k=s, head_dim=d, page_size=page,
+        )
+        for b, hq, hk, s, d in _DECODE
+        for page in pages
+    ]  # fmt: skip
+
+
+def latent() -> list[Case]:
+    shapes = ((128, 128, 4096, 1), (128, 128, 4096, 2), (64, 16, 4096, 1), (16, 128, 8192, 1), (1, 128, 32768, 1))
+    return [
+        Case(
+            name=f"mla B={b} H={h} S={s}" + f" Sq={rows}" * (rows > 1),
+            batch=b, heads_q=h, seq_q=rows, seq_k=s, **causality(rows > 1), **LATENT,
+        )
+        for b, h, s, rows in shapes
+    ]  # fmt: skip
+
+
+def sparse() -> list[Case]:
+    """About 2 % and 6 % of the tokens, chosen by each query head, bf16."""
+    cases = []
+    for batch, keys, tokens in ((1, 32000, 640), (16, 32768, 640), (16, 32768, 2048), (64, 8192, 512)):
+        for page, magicpig in ((0, None), (16, None), (0, MAGICPIG)):
+            name = f"sparse B={batch} H=32/8 S={keys} D=128 tokens={tokens}"
+            cases.append(
+                Case(
+                    name=name + f" page={page}" * (page > 0) + " magicpig" * (magicpig is not None),
+                    op="sparse_attention", batch=batch, seq_q=1, seq_k=keys, tokens=tokens, page_size=page,
+                    magicpig=magicpig, **HEADS,
+                )
+            )  # fmt: skip
+    return cases
+
+
+def small(dtype: Dtype) -> list[Case]:
+    sizes: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 8, "head_dim": 64, "dtype": dtype}
+    return [
+        Case(name=f"small {dtype} S={seq}", op="attention", seq_q=seq, seq_k=seq, **sizes) for seq in (64, 256, 512)
+    ]
+
+
+def host() -> list[Case]:
+    """Calls that the device ends before the host has made the next: what counts is the time to enqueue one."""
+    cache: dict[str, Any] = {"batch": 1, "seq_q": 1, "seq_k": 1024, **HEADS}
+    return [
+        Case(name="host attention", op="attention", batch=2, heads_q=8, heads_k=8, seq_q=64, seq_k=64, head_dim=64),
+        Case(name="host decode", op="decode_attention", **cache),
+        Case(name="host paged", op="paged_attention", page_size=16, **cache),
+    ]
+
+
+# The shapes at which the project's seed kernels were timed.
+_SEED: dict[str, Any] = {"batch": 8, "heads_q": 64, "heads_k": 16, "seq_k": 1024, "head_dim": 64, "dtype": "fp16"}
+# Sequence lengths of a padded batch, spread evenly from 1/8 to all of the capacity.
+_SPREAD = tuple(128 * (i + 1) for i in range(8))
+_CHOSEN: dict[str, Any] = {"op": "sparse_attention", "seq_q": 1, "dtype": "fp16"}  # 2 % of the tokens
+
+
+def seed() -> list[Case]:
+    """Six kernels; the sparse one twice, for it also weighs its tokens by how likely MagicPIG is to sample them."""
+    prefill: dict[str, Any] = {"op": "attention", "seq_q": 1024, **causality(True), **_SEED}
+    chosen = {"batch": 1, "seq_k": 32000, "tokens": 640, **HEADS, **_CHOSEN}
+    return [
+        Case(name="seed prefill causal", **prefill),
+        Case(name="seed prefill padded", lengths_q=_SPREAD, lengths_k=_SPREAD, **prefill),
+        Case(name="seed decode", op="decode_attention", seq_q=1, **_SEED),
+        Case(
+            name="seed paged decode", op="paged_attention", batch=3, heads_q=4, heads_k=4, seq_q=1, seq_k=1024,
+            lengths_k=(1000, 937, 1011), head_dim=64, page_size=16, dtype="fp16",
+        ),
+        Case(name="seed sparse", **chosen),
+        Case(name="seed sparse magicpig", magicpig=MAGICPIG, **chosen),
+        Case(
+            name="seed sparse paged", batch=3, heads_q=32, heads_k=32, seq_k=80000, head_dim=256, page_size=16,
+            tokens=1600, **_CHOSEN,
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,151 @@
+"""A case's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+import torch
+
+from portattn.launch.kernelcall import TORCH_DTYPE
+from portattn.tools.bench.cases import Case
+
+
+@dataclass(slots=True)
+class Tensors:
+    """One case's inputs; what it does not have is None.
+
+    q     (B, Hq, Sq, D); packed (Tq, Hq, D); mla_attention: (B, Sq, H, R + E)
+    k, v  (B, Hk, Sk, D) and (B, Hk, Sk, Dv); varlen_attention: (Tk, Hk, …); pages: (P, page, Hk, …), and of
+          mla_attention latent rows (P, page, R + E), of which v is a view
+    The rest int32: seqlens (B,), cu_seqlens (B + 1,), page_table (B, pages a sequence), indices (B, Hq, tokens),
+    counts (B, Hq)
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    seqlens_q: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+
+    @classmethod
+    def random(cls, case: Case, device: torch.device, seed: int = 0) -> Tensors:
+        """Normal random values, pages in random order, and for each head a random choice of tokens."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        dtype = TORCH_DTYPE[case.dtype]
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        def int32(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        latent, dims = case.op == "mla_attention", (case.head_dim, case.width_v)
+        if case.packed:
+            q = normal(sum(case.queries), case.heads_q, case.head_dim)
+        elif latent:
+            q = normal(case.batch, case.seq_q, case.heads_q, case.head_dim)
+        else:
+            q = normal(case.batch, case.heads_q, case.seq_q, case.head_dim)
+        if latent:
+            k = normal(_pages(case), case.page_size, case.head_dim)
+            v = k[..., : case.width_v]
+        elif case.page_size:
+            k, v = (normal(_pages(case), case.page_size, case.heads_k, dim) for dim in dims)
+        elif case.op == "varlen_attention":
+            k, v = (normal(sum(case.keys), case.heads_k, dim) for dim in dims)
+        else:
+            k, v = (normal(case.batch, case.heads_k, case.seq_k, dim) for dim in dims)
+        made = cls(q, k, v)
+        if case.packed:
+            made.cu_seqlens_q = int32([0, *accumulate(case.queries)])
+        elif case.lengths_q:
+            made.seqlens_q = int32(case.queries)
+        if case.op == "varlen_attention":
+            made.cu_seqlens_k = int32([0, *accumulate(case.keys)])
+        elif case.lengths_k or case.page_size:
+            made.seqlens_k = int32(case.keys)
+        if case.page_size:
+            made.page_table = _table(case, seed).to(device)
+        if case.tokens:
+            made.indices = _chosen(case, generator, device)
+            made.counts = torch.full((case.batch, case.heads_q), case.tokens, dtype=torch.int32, device=device)
+        return made
+
+    def part(self, case: Case, sequence: int, head: int) -> tuple[Case, Tensors]:
+        """One sequence and one key/value head with its group, without padding or packing: a case of its own.
+
+        All are views: nothing is copied.
+        """
+        queries, keys = case.queries[sequence], case.keys[sequence]
+        group = slice(head * case.group, (head + 1) * case.group)
+        this, those = slice(sequence, sequence + 1), slice(head, head + 1)
+        one = msgspec.structs.replace(
+            case,
+            op="attention" if case.op == "varlen_attention" else case.op,
+            batch=1, heads_q=case.group, heads_k=1, seq_q=queries, seq_k=keys, lengths_q=(), lengths_k=(), packed=False,
+        )  # fmt: skip
+        latent = case.op == "mla_attention"
+        if case.packed:
+            begin = sum(case.queries[:sequence])
+            q = self.q[begin : begin + queries, group][None]
+            q = q if latent else q.transpose(1, 2)
+        else:
+            q = self.q[this, :queries, group] if latent else self.q[this, group, :queries]
+        if latent:
+            k, v = self.k, self.v
+        elif case.page_size:
+            k, v = self.k[:, :, those], self.v[:, :, those]
+        elif case.op == "varlen_attention":
+            begin = sum(case.keys[:sequence])
+            k, v = (t[begin : begin + keys, those].transpose(0, 1)[None] for t in (self.k, self.v))
+        else:
+            k, v = self.k[this, those, :keys], self.v[this, those, :keys]
+        made = Tensors(q, k, v)
+        if self.page_table is not None and self.seqlens_k is not None:
+            made.page_table = self.page_table[this, : -(-keys // case.page_size)]
+            made.seqlens_k = self.seqlens_k[this]
+        if self.indices is not None and self.counts is not None:
+            made.indices, made.counts = self.indices[this, group], self.counts[this, group]
+        return one, made
+
+
+def rows_of(case: Case, out: torch.Tensor, sequence: int, head: int, rows: torch.Tensor) -> torch.Tensor:
+    """A result's rows (1, group, rows, Dv) of one sequence and the group of one key/value head.
+
+    out  (B, Hq, Sq, Dv); of packed queries (Tq, Hq, Dv)
+    """
+    group = slice(head * case.group, (head + 1) * case.group)
+    if case.packed:
+        return out[sum(case.queries[:sequence]) + rows, group].transpose(0, 1)[None]
+    return out[sequence : sequence + 1, group].index_select(2, rows)
+
+
+def _pages(case: Case) -> int:
+    return sum(-(-keys // case.page_size) for keys in case.keys)
+
+
+def _table(case: Case, seed: int) -> torch.Tensor:
+    """(B, pages a sequence) int32: every page has one owner, in random order; 0 past a sequence's end."""
+    columns = torch.arange(-(-case.seq_k // case.page_size))
+    owned = columns[None] * case.page_size < torch.tensor(case.keys)[:, None]
+    table = torch.zeros(owned.shape, dtype=torch.int32)
+    order = torch.randperm(_pages(case), generator=torch.Generator().manual_seed(seed))
+    table[owned] = order.to(torch.int32)
+    return table
+
+
+def _chosen(case: Case, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """(B, Hq, tokens) int32: for each head distinct tokens of its sequence, in random order."""
+    chosen = []
+    for keys in case.keys:
+        drawn = torch.rand(case.heads_q, keys, generator=generator, device=device)
+        chosen.append(drawn.topk(case.tokens, dim=1).indices)
+    return torch.stack(chosen).to(torch.int32)

@@ -1,0 +1,41 @@
+"""The toolchain lab: isolated environments in which the kernels are compiled by other versions of Triton.
+
+folders.py       which environments there are, whole or broken; taking one away
+creating.py      making one: whole or not at all, one maker at a time
+pythons.py       the Python that a toolchain's environment is made with
+commands.py      running pip and apt, and ending them when the maker is interrupted
+mlir.py          the MLIR 19 tools that execute triton-ascend's linalg on a CPU
+workers.py       a child process under an environment's Python
+"""
+
+from portattn.tools.lab.creating import create
+from portattn.tools.lab.folders import (
+    DISTRIBUTIONS,
+    TOOLCHAINS,
+    Environment,
+    LabError,
+    State,
+    canonical,
+    environments,
+    find,
+    need,
+    remove,
+    states,
+)
+from portattn.tools.lab.workers import worker
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "TOOLCHAINS",
+    "Environment",
+    "LabError",
+    "State",
+    "canonical",
+    "create",
+    "environments",
+    "find",
+    "need",
+    "remove",
+    "states",
+    "worker",
+]

@@ -1,0 +1,222 @@
+"""Making an environment: built under another name beside its place, tried, and renamed when it is whole.
+
+It is a virtual environment without pip: its Python finds what is installed in it and nothing else, and needs no
+variable set. pip installs into it from outside, the compiler alone (never torch), and what only profiles or is linked
+statically is taken out again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from portattn.errors import ArgumentError
+from portattn.files import write_whole
+from portattn.schema.toolchain import Toolchain
+from portattn.tools.lab import folders, mlir, pythons
+from portattn.tools.lab.commands import CommandFailed, Commands, Say, quiet
+from portattn.tools.lab.folders import Environment, LabError, Marker, State
+from portattn.tools.lab.pythons import Python
+from portattn.worker.client import Worker
+
+# What a compiler imports beside itself: (compiler, range, package). Nothing else that its metadata names is installed.
+ALSO = (("triton", "<3.3", "setuptools"), ("triton-ascend", ">=3", "pybind11"))
+# Files of the triton folder that no compile reads: the profiler with NVIDIA's libraries for it, static libraries, and
+# plug-ins for instrumented kernels. A third of a wheel.
+UNUSED = ("*.a", "backends/nvidia/lib/cupti*/*", "_C/libproton*", "instrumentation/*.so")
+WAIT_SECONDS = 3600.0  # for another process that makes the same environment
+TRY_SECONDS = 300.0  # to import Triton for the first time, on a loaded machine
+
+
+def create(
+    toolchain: str, say: Say = quiet, *, python: str | None = None, commands: Commands | None = None
+) -> Environment:
+    """Make a toolchain's environment, and return it; one that is there and whole is left as it is.
+
+    python   the interpreter to make it with; by default this one, or one on PATH that the toolchain has a build for
+    say      is told each step
+    commands runs pip and apt: its `stop` ends them
+
+    For triton-ascend the MLIR 19 tools are fetched from Debian where the machine has none; without them the environment
+    still lowers, and `tools` of the result lacks them. Raises ArgumentError on a bad name or interpreter, and LabError
+    where no environment can be made, with the last lines of what failed. Nothing is left then, nor after an interrupt.
+    """
+    name = folders.canonical(toolchain)
+    commands = commands or Commands()
+    chosen = _chosen(name, python) if python else None
+    with folders.lock(name, WAIT_SECONDS):
+        folders.sweep(name)
+        found = folders.state(name)
+        if found.environment is None:
+            _make(found, chosen, say, commands)
+        elif chosen and chosen.version != found.environment.python_version:
+            have = f"its environment is there, with Python {found.environment.python_version}: remove it first"
+            raise ArgumentError("lab create", "--python", python, have)
+        if name.startswith("triton-ascend"):
+            _add_mlir(name, say, commands)
+        return folders.need(name)
+
+
+def _chosen(name: str, path: str) -> Python:
+    found = pythons.ask(path)
+    distribution = name.partition("==")[0]
+    if found is None:
+        raise ArgumentError("lab create", "--python", path, "must be a CPython interpreter with the venv module")
+    if not pythons.SUPPORTED[distribution].contains(found.version, prereleases=True):
+        limit = f"is Python {found.version}; {distribution} needs {pythons.SUPPORTED[distribution]}"
+        raise ArgumentError("lab create", "--python", path, limit)
+    return found
+
+
+def _make(found: State, chosen: Python | None, say: Say, commands: Commands) -> None:
+    """Build the environment under another name, and put it in its place."""
+    name, final = found.toolchain, folders.folder_of(found.toolchain)
+    making = final.with_name(f"{folders.MAKING}{final.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with_python = _install(name, making, chosen, say, commands)
+        say("taking out what no compile reads")
+        _trim(making)
+        say("trying it")
+        versions = _tried(name, making)
+        _write_marker(making, name, with_python.version, versions)
+        if found.broken:
+            say(f"replacing the broken one ({found.broken})")
+            folders.discard(final)
+        making.rename(final)
+    except OSError as error:
+        raise LabError(f"{name}: cannot be made in {final.parent}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _install(name: str, making: Path, chosen: Python | None, say: Say, commands: Commands) -> Python:
+    """Install the compiler under the first Python that has a build of it; that Python."""
+    distribution = name.partition("==")[0]
+    parsed = Toolchain.parse(name)
+    also = [
+        package
+        for compiler, versions, package in ALSO
+        if compiler == distribution and parsed.within(compiler, versions)
+    ]
+    refused: list[str] = []
+    tried: list[str] = []
+    for python in [chosen] if chosen else pythons.candidates(distribution):
+        say(f"Python {python.version} ({python.path})")
+        shutil.rmtree(making, ignore_errors=True)
+        making.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            commands.run([python.path, "-I", "-m", "venv", "--without-pip", str(making)], say)
+            commands.run([*_pip(), *_into(making), name, *also], say, environment=_pip_environment())
+        except CommandFailed as error:
+            if not any("No matching distribution" in line for line in error.lines):
+                raise LabError(f"{name}: cannot be installed\n{error}") from None
+            tried.append(python.version)
+            refused = [line for line in error.lines if "ERROR" in line]
+            continue
+        return python
+    if not tried:
+        raise LabError(
+            f"{name}: needs CPython {pythons.SUPPORTED[distribution]}, and neither this Python nor one on PATH "
+            f"({', '.join(pythons.ON_PATH)}) is; --python names one"
+        )
+    raise LabError("\n  ".join([f"{name}: no build of it for Python {', '.join(tried)}; pip said", *refused]))
+
+
+def _pip() -> list[str]:
+    """The command of a pip: this Python's, or the one on PATH."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = shutil.which("pip") or shutil.which("pip3")
+    if found is None:
+        raise LabError(f"there is no pip, neither of {sys.executable} nor on PATH: `python -m ensurepip` adds it")
+    return [found]
+
+
+def _into(folder: Path) -> list[str]:
+    return [
+        "--python", str(folders.interpreter(folder)), "--no-input", "--disable-pip-version-check", "install",
+        "--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "--no-warn-script-location",
+    ]  # fmt: skip
+
+
+def _pip_environment() -> dict[str, str]:
+    """This process's variables without those that would send packages elsewhere than into the environment."""
+    elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PYTHONPATH", "PYTHONHOME")
+    return {k: v for k, v in os.environ.items() if k not in elsewhere} | {"PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
+
+
+def packages(folder: Path) -> Path:
+    """The site-packages folder of an environment."""
+    return next((folder / "lib").glob("python3*/site-packages"))
+
+
+def _trim(making: Path) -> None:
+    """Take out what no compile reads, and the scripts: they hold the name under which the environment was built."""
+    triton = packages(making) / "triton"
+    for path in sorted(triton.rglob("*")):
+        relative = path.relative_to(triton).as_posix()
+        if not path.is_dir() and any(fnmatch.fnmatchcase(relative, pattern) for pattern in UNUSED):
+            path.unlink()
+    for path in (making / "bin").iterdir():
+        if not path.name.startswith("python"):
+            path.unlink()
+
+
+def _tried(name: str, making: Path) -> dict[str, str]:
+    """Import the compiler in a worker; the versions found. Raises LabError when it is not what was asked for."""
+    from portattn.tools.lab.workers import isolated
+
+    with Worker(python=str(folders.interpreter(making)), environment=isolated()) as worker:
+        reply = worker.request("hello", TRY_SECONDS)
+    if reply.outcome != "ok":
+        raise LabError(
+            f"{name}: installed, but it cannot be imported: {reply.kind}: {reply.message}\n{reply.log}".strip()
+        )
+    versions = {str(key): str(value) for key, value in reply.facts.items() if key not in ("protocol", "python")}
+    distribution, _, version = name.partition("==")
+    if versions.get(distribution) != version:
+        raise LabError(f"{name}: installed, but triton/ in it belongs to {versions or 'no distribution'}")
+    return versions
+
+
+def _write_marker(folder: Path, name: str, python: str, versions: dict[str, str]) -> None:
+    """Write the marker anew, whole or not at all."""
+    for program in packages(folder).glob("triton/backends/nvidia/bin/ptxas*"):
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+        release = re.search(r"\bV(\d+(?:\.\d+)+)", done.stdout)
+        if release:
+            versions = versions | {program.name: release.group(1)}
+    marker = Marker(
+        toolchain=name,
+        python=python,
+        created=datetime.date.today(),
+        bytes=folders.size(folder),
+        versions=dict(sorted(versions.items())),
+    )
+    write_whole(folder / folders.MARKER, msgspec.json.format(msgspec.json.encode(marker)))
+
+
+def _add_mlir(name: str, say: Say, commands: Commands) -> None:
+    """Fetch the MLIR tools that the machine lacks; where that fails, say what to install."""
+    folder = folders.folder_of(name)
+    missing = mlir.missing(folder)
+    if not missing:
+        return
+    try:
+        versions = mlir.fetch(folder, missing, say, commands)
+    except mlir.NoTools as error:
+        say(str(error))
+        return
+    if versions:
+        marker = msgspec.json.decode((folder / folders.MARKER).read_bytes(), type=Marker)
+        _write_marker(folder, name, marker.python, marker.versions | versions)

@@ -1,0 +1,255 @@
+"""Which environments the lab has. Each is one folder with a marker file, which is written when all else is there."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import msgspec
+from packaging.version import Version
+
+from portattn.config import current
+from portattn.errors import ArgumentError, PortattnError
+from portattn.files import cache_folder
+from portattn.schema.toolchain import Toolchain
+from portattn.tools.lab import mlir
+
+TOOLCHAINS: tuple[str, ...] = (
+    *(f"triton=={v}" for v in ("3.2.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")),
+    "triton-ascend==3.2.0",
+)
+# Distributions that can be installed by name and occupy triton/. FlagTree is published on an index of its own.
+DISTRIBUTIONS = ("triton", "triton-ascend")
+SCHEMA = 1  # of the marker; raised when a reader of the version before would misread it
+MARKER = "environment.json"
+MAKING, REMOVING = ".making-", ".removing-"  # folders that are no environments, or not any more
+
+
+class LabError(PortattnError):
+    """An environment is missing, broken, in use, or cannot be made. The text says which one and what helps."""
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an environment says of itself, as environment.json.
+
+    python    version of its Python, such as 3.11.7
+    bytes     what it took on the disk when it was made
+    versions  of what is installed in it, ptxas and the fetched MLIR tools among them
+    """
+
+    schema: int = SCHEMA
+    toolchain: str
+    python: str
+    created: datetime.date
+    bytes: int
+    versions: dict[str, str] = {}
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """One toolchain's environment, whole.
+
+    python          path of its interpreter
+    bytes           what it takes on the disk
+    tools           programs beside Python, by name: for triton-ascend `mlir-opt`, `mlir-translate`, `llc` (all of LLVM
+                    19) and `cc`, as far as there are any
+    python_version  such as 3.11.7
+    versions        of what is installed in it
+    """
+
+    toolchain: str
+    folder: Path
+    python: str
+    created: datetime.date
+    bytes: int
+    tools: dict[str, str] = {}
+    python_version: str = ""
+    versions: dict[str, str] = {}
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is of one toolchain: an environment, a broken one and why, or neither."""
+
+    toolchain: str
+    environment: Environment | None = None
+    broken: str = ""
+
+
+def root() -> Path:
+    """The folder of all environments, under the cache folder that PORTATTN_CACHE_DIR names or the user's own."""
+    return cache_folder(current().cache_dir) / "lab"
+
+
+def canonical(toolchain: str) -> str:
+    """A toolchain's name as the lab writes it: NAME==VERSION without components.
+
+    Raises ArgumentError on anything else, and on a compiler that cannot be installed by name.
+    """
+    try:
+        parsed = Toolchain.parse(toolchain)
+    except ValueError as error:
+        raise ArgumentError("lab", "toolchain", toolchain, str(error).partition(": ")[2]) from None
+    if parsed.distribution not in DISTRIBUTIONS:
+        limit = f"must be one of {', '.join(DISTRIBUTIONS)}, which can be installed by name"
+        raise ArgumentError("lab", "toolchain", toolchain, limit)
+    for known in TOOLCHAINS:
+        name, _, version = known.partition("==")
+        if name == parsed.distribution and Version(version) == Version(parsed.version):
+            return known  # 3.4 is 3.4.0
+    return str(parsed)
+
+
+def folder_of(toolchain: str) -> Path:
+    """Where the environment of a canonical toolchain lies."""
+    return root() / toolchain.replace("==", "-")
+
+
+def state(toolchain: str) -> State:
+    """What there is of a canonical toolchain. Reads a few files and starts nothing."""
+    folder = folder_of(toolchain)
+    if not folder.exists():
+        return State(toolchain=toolchain)
+    try:
+        marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+    except FileNotFoundError:
+        return State(toolchain=toolchain, broken=f"{MARKER} is missing")
+    except OSError as error:
+        return State(toolchain=toolchain, broken=f"{MARKER} cannot be read: {error.strerror}")
+    except msgspec.DecodeError as error:
+        return State(toolchain=toolchain, broken=f"{MARKER} cannot be understood: {error}")
+    wrong = _wrong(folder, marker, toolchain)
+    if wrong:
+        return State(toolchain=toolchain, broken=wrong)
+    made = Environment(
+        toolchain=toolchain,
+        folder=folder,
+        python=str(interpreter(folder)),
+        created=marker.created,
+        bytes=marker.bytes,
+        tools=mlir.tools(folder) if toolchain.startswith("triton-ascend") else {},
+        python_version=marker.python,
+        versions=marker.versions,
+    )
+    return State(toolchain=toolchain, environment=made)
+
+
+def _wrong(folder: Path, marker: Marker, toolchain: str) -> str:
+    """What an environment lacks of what its marker says; empty when it is whole."""
+    if marker.schema != SCHEMA:
+        return f"{MARKER} is of schema version {marker.schema}; this portattn reads version {SCHEMA}"
+    if marker.toolchain != toolchain:
+        return f"{MARKER} says {marker.toolchain}"
+    if not os.access(interpreter(folder), os.X_OK):
+        return f"its Python {marker.python} is gone: {os.path.realpath(interpreter(folder))}"
+    minor = ".".join(marker.python.split(".")[:2])
+    packages = folder / "lib" / f"python{minor}" / "site-packages"
+    if not (packages / "triton" / "__init__.py").is_file():
+        return "the triton package is not in it"
+    return ""
+
+
+def interpreter(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def find(toolchain: str) -> Environment | None:
+    """The environment of a toolchain; None where there is none, or a broken one. Raises ArgumentError on a bad name."""
+    return state(canonical(toolchain)).environment
+
+
+def need(toolchain: str) -> Environment:
+    """The environment of a toolchain. Raises LabError with a hint where there is none, ArgumentError on a bad name."""
+    name = canonical(toolchain)
+    found = state(name)
+    if found.environment is None:
+        what = f"broken: {found.broken}" if found.broken else "not there"
+        raise LabError(f"{name}: its lab environment is {what}; `portattn lab create {name}` makes it")
+    return found.environment
+
+
+def states() -> list[State]:
+    """Every toolchain of TOOLCHAINS, made or not, then every other one that has a folder in the lab."""
+    others = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in sorted(root().iterdir()):
+            name, dash, version = entry.name.rpartition("-")
+            if entry.is_dir() and dash and name in DISTRIBUTIONS and f"{name}=={version}" not in TOOLCHAINS:
+                others.append(f"{name}=={version}")
+    return [state(toolchain) for toolchain in (*TOOLCHAINS, *others)]
+
+
+def environments() -> list[Environment]:
+    """Every environment that is there and whole."""
+    return [found.environment for found in states() if found.environment is not None]
+
+
+def remove(toolchain: str) -> int:
+    """Take an environment away, a broken one and what interrupted makers left of it too; the bytes given back.
+
+    Raises LabError when there is none, when somebody makes it at this moment, or when the disk refuses.
+    """
+    name = canonical(toolchain)
+    folder = folder_of(name)
+    with lock(name, seconds=0):
+        freed = sweep(name)
+        if not folder.exists():
+            if freed:
+                return freed
+            raise LabError(f"{name}: there is no lab environment to remove in {root()}")
+        return freed + discard(folder)
+
+
+def discard(folder: Path) -> int:
+    """Take a folder away, first out of its name, so that nobody finds half of it; the bytes given back."""
+    aside = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        folder.rename(aside)
+        freed = size(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        raise LabError(f"{folder}: cannot be removed: {error.strerror}: {error.filename}") from None
+    return freed
+
+
+def sweep(name: str) -> int:
+    """Take away what killed makers and removers of one toolchain left; its lock must be held. The bytes given back."""
+    freed = 0
+    for kind in (MAKING, REMOVING):
+        for left in root().glob(f"{kind}{folder_of(name).name}-*"):
+            freed += size(left)
+            shutil.rmtree(left, ignore_errors=True)
+    return freed
+
+
+@contextlib.contextmanager
+def lock(name: str, seconds: float) -> Iterator[None]:
+    """Hold a toolchain's lock among processes and threads. Raises LabError after `seconds`, or where none can be."""
+    held = filelock.FileLock(root() / f"{folder_of(name).name}.lock", thread_local=False)
+    try:
+        root().mkdir(parents=True, exist_ok=True)
+        held.acquire(timeout=seconds)
+    except filelock.Timeout:
+        raise LabError(f"{name}: another process is making or removing it now") from None
+    except OSError as error:
+        raise LabError(
+            f"{root()}: cannot be written ({error.strerror}); PORTATTN_CACHE_DIR names another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def size(folder: Path) -> int:
+    """Bytes of the files below a folder, links not followed."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total

@@ -1,0 +1,192 @@
+"""Cell: one square of the matrix. Run: how and where the cells were made. Together the schema of results.jsonl."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from typing import Any, Literal
+
+import msgspec
+
+from portattn.backends.ascend.linalg.lints import Lint
+from portattn.planning.planner import Rejection
+from portattn.planning.registry import Registry
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import Level, describe_effect
+
+SCHEMA = 1  # of results.jsonl; raised when a reader of the version before would misread it
+
+# PASS     everything that was looked at is as it should be (how far that goes is the level's business)
+# NOTE     looked at, nothing wrong, and yet no evidence for a level: the reason says what was seen
+# FAIL     wrong numbers, a run of the kernels that raised, or machine code that does not suit the chip
+# ERROR    the compiler refused, or no plan could be made
+# TIMEOUT  the compiler, or a run of the kernels, did not answer in the time it had
+# CRASH    the process of the compiler, or of a run of the kernels, died
+# NOT_RUN  what is needed to look is not here; the reason says what
+Status = Literal["PASS", "NOTE", "FAIL", "ERROR", "TIMEOUT", "CRASH", "NOT_RUN"]
+RED: frozenset[str] = frozenset({"FAIL", "ERROR", "TIMEOUT", "CRASH"})
+Facts = dict[str, int | str | float]
+
+
+class Footnote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A quirk that has to do with a cell. role: it changed the plan, ruled out a path, or explains a figure."""
+
+    id: str
+    role: Literal["applied", "rejected", "explains"]
+    sentence: str
+    upstream: str
+    sets: dict[str, Any] = {}
+    cost: str = ""
+    note: str = ""
+
+
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What of a Plan a reader wants to see.
+
+    kernel, lowering, launch, env  of the core kernel; `lowering` holds the choices that it reads
+    core_taken  False: another path is taken, and this is how the core kernel would run
+    schedule  of a variant, where the path is one
+    """
+
+    path: str
+    core_taken: bool = True
+    kernel: str = ""
+    lowering: dict[str, str] = {}
+    launch: dict[str, bool | int | str] = {}
+    env: dict[str, str] = {}
+    rejected: tuple[Rejection, ...] = ()
+    notes: tuple[str, ...] = ()
+    schedule: dict[str, bool | int | str] = {}
+
+
+class KernelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One compiled kernel: registers, spills (bytes), local_memory (bytes), matrix instructions by name …"""
+
+    function: str
+    facts: Facts
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One figure against its limit. A gate that does not hold is red unless a quirk explains it.
+
+    noted  it does not hold and is no fault: the tile was chosen with another compiler, and with this one costs time
+    """
+
+    name: str
+    function: str
+    value: int
+    limit: str
+    passed: bool
+    explained_by: str = ""
+    noted: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.value} {self.name}, {self.limit}"
+
+
+class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run on a small problem, compared with the float64 oracle.
+
+    outcome  pass; fail (over the budget, or NaN); error, crash and hang: the run raised, died or did not end in its
+             time; not_run: there is nothing here to run it with. The reason says more of any but pass
+    error, budget          largest absolute error of out, and what it may be
+    lse_error, lse_budget  the same for the log-sum-exp, where one was computed
+    """
+
+    outcome: Literal["pass", "fail", "error", "crash", "hang", "not_run"]
+    where: str
+    problem: Problem | None = None
+    error: float | None = None
+    budget: float | None = None
+    lse_error: float | None = None
+    lse_budget: float | None = None
+    reason: str = ""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cell", tag_field="type"):
+    """One problem on one target with one toolchain.
+
+    id        digest of (problem, target, toolchain); `index` is its place in the run
+    status    see the vocabulary above; `reason` explains any but PASS
+    level     evidence level reached; the interpreter's numerics are no level, they stand beside it
+    lints     what was seen in code lowered for Ascend (linalg/lints.py)
+    lowered   numerics of that code, executed on a CPU
+    emulated  numerics of the machine code, in a model of the chip
+    older     numerics of the code of an older chip, run on a newer one that is here
+    label     what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
+    stage, log  of a failed compile: where it was, and the end of what it printed
+    """
+
+    schema: int = SCHEMA
+    id: str
+    index: int
+    name: str
+    problem: Problem
+    target: str
+    toolchain: str
+    status: Status
+    level: Level
+    reason: str = ""
+    plan: PlanSummary | None = None
+    footnotes: tuple[Footnote, ...] = ()
+    kernels: tuple[KernelFacts, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    lints: tuple[Lint, ...] = ()
+    interpreter: Numerics | None = None
+    lowered: Numerics | None = None
+    emulated: Numerics | None = None
+    older: Numerics | None = None
+    label: str = ""
+    native: Numerics | None = None
+    stage: str = ""
+    log: str = ""
+    seconds: float = 0.0
+    date: datetime.datetime
+
+    @property
+    def red(self) -> bool:
+        return self.status in RED
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="run", tag_field="type"):
+    """The first line of results.jsonl: where the cells come from.
+
+    kernels       digest of the kernels' source, so that cells of other code are never mixed in
+    compiler      the toolchain of the Python that made the run
+    environments  the lab environments that compile for it: toolchain -> its Python and when it was made
+    cells         ids of all cells of the run, in order
+    """
+
+    schema: int = SCHEMA
+    portattn: str
+    kernels: str
+    toolchains: tuple[str, ...]
+    compiler: str
+    machine: str
+    devices: tuple[str, ...]
+    versions: dict[str, str]
+    command: str
+    problems: str
+    targets: tuple[str, ...]
+    cells: tuple[str, ...]
+    environments: dict[str, str] = {}
+    date: datetime.datetime
+
+
+def cell_id(problem: Problem, target: str, toolchain: str) -> str:
+    """Digest that names a cell in every run."""
+    data = msgspec.json.encode([problem, target, toolchain], order="deterministic")
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def footnote(quirk_id: str, role: str, registry: Registry, **more: Any) -> Footnote:
+    """The Footnote for a quirk of the registry."""
+    quirk = registry.quirks[quirk_id]
+    more.setdefault("sentence", quirk.sentence())
+    return Footnote(
+        id=quirk.id,
+        role=role,  # type: ignore[arg-type]
+        upstream=quirk.evidence.upstream,
+        cost=quirk.effect.cost or describe_effect(quirk.effect),
+        **more,
+    )

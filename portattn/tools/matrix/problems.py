@@ -1,0 +1,253 @@
+"""The problems that the matrix asks about: a quick set for every day, and a full one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from portattn.schema.problem import DTYPES, Problem
+
+SetName = Literal["quick", "full"]
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # those of published models, and two that are no power of two
+COMMON_DIMS = (64, 128, 256)
+PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # those of serving engines, and one that is no power of two
+
+# Sizes that fill a large chip. What is compiled depends on them through strides and the split over keys only.
+DENSE: dict[str, Any] = {"op": "attention", "batch": 4, "heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
+VARLEN: dict[str, Any] = DENSE | {"op": "varlen_attention", "batch": 8, "total_q": 8192, "total_k": 8192}
+DECODE: dict[str, Any] = {
+    "op": "decode_attention", "batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True,
+}  # fmt: skip
+PAGED: dict[str, Any] = DECODE | {"op": "paged_attention", "pages_in_line": True}
+SPARSE: dict[str, Any] = DECODE | {"op": "sparse_attention", "seq_k": 32768, "tokens": 1024}
+MLA: dict[str, Any] = PAGED | {"op": "mla_attention", "heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}
+PADDED: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+WINDOW: dict[str, Any] = {"window_left": 511}
+PREFILL: dict[str, Any] = {"seq_q": 512, "causal": "bottom_right"}  # a chunk of a prompt
+# A batch of decoding sequences with a chunk of a prompt among them, packed.
+RAGGED: dict[str, Any] = PREFILL | {"total_q": 1024}
+LATENTS = ((576, 512), (288, 256))  # DeepSeek's latent row and its rank, and one half as wide
+MASK_WORDS = {"none": "full", "bottom_right": "causal", "top_left": "causal top-left"}
+# Features that most ops take, each alone: words and fields.
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": WINDOW,
+    "softcap": {"softcap": True},
+    "ALiBi": {"alibi_slopes": True},
+    "sinks": {"sinks": True},
+}
+SCORES: dict[str, dict[str, Any]] = {
+    "bias": {"bias": True}, "mask": {"mask": True}, "mask by key": {"mask": True, "mask_by_key": True},
+}  # fmt: skip
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A problem and the words for it in reports."""
+
+    name: str
+    problem: Problem
+
+
+def dense(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(DENSE | changes))
+    return _named(problem, "dense", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
+
+
+def varlen(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(VARLEN | changes))
+    return _named(problem, "varlen", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
+
+
+def decode(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(DECODE | changes))
+    return _named(problem, "decode", problem.dtype, _width(problem), words)
+
+
+def paged(what: str, words: str = "", **changes: Any) -> Named:
+    """`what` says what kind of queries there are. The capacity is whole pages."""
+    size = changes["page_size"]
+    problem = Problem(**({**PAGED, "seq_k": -(-PAGED["seq_k"] // size) * size} | changes))
+    return _named(problem, "paged", what, problem.dtype, _width(problem), f"page {size}", words)
+
+
+def sparse(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(SPARSE | changes))
+    pages = f"page {problem.page_size}" if problem.page_size else ""
+    return _named(problem, "sparse", problem.dtype, _width(problem), pages, words)
+
+
+def mla(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(MLA | changes))
+    return _named(problem, "MLA", problem.dtype, _width(problem), words)
+
+
+def _named(problem: Problem, *words: str) -> Named:
+    return Named(" ".join(filter(None, words)), problem)
+
+
+def _width(problem: Problem) -> str:
+    return f"D={problem.head_dim}" + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+
+
+def quick() -> list[Named]:
+    """A handful that touches every op and kernel, every dtype and every kind of masking."""
+    return [
+        dense(dtype="fp16", head_dim=64, causal="bottom_right"),
+        dense("GQA", dtype="bf16", head_dim=128, causal="bottom_right", heads_k=4),
+        dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED),
+        dense(dtype="fp32", head_dim=64),
+        varlen("window, softcap", dtype="bf16", head_dim=128, causal="bottom_right", softcap=True, **WINDOW),
+        decode("GQA", dtype="bf16", head_dim=128),
+        paged("GQA", dtype="bf16", head_dim=128, page_size=16),
+        sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
+        mla(dtype="bf16", head_dim=576, head_dim_v=512),
+    ]
+
+
+def full() -> list[Named]:
+    """For each op every dtype × head_dim × mask or page size that it has kernels for, and each feature once or more."""
+    return [*_dense(), *_varlen(), *_decode(), *_paged(), *_sparse(), *_mla()]
+
+
+def _dense() -> list[Named]:
+    found = [
+        dense(dtype=dtype, head_dim=dim, causal=causal)
+        for dtype in DTYPES
+        for causal in MASK_WORDS
+        for dim in HEAD_DIMS
+    ]
+    found += [
+        dense("padded", dtype=dtype, head_dim=dim, causal="bottom_right", **PADDED)
+        for dtype in DTYPES
+        for dim in HEAD_DIMS
+    ]
+    for dtype in DTYPES:
+        causal: dict[str, Any] = {"dtype": dtype, "head_dim": 128, "causal": "bottom_right"}
+        found += [
+            dense("GQA", **causal, heads_k=4),
+            dense("MQA", **causal, heads_k=1),
+            dense("LSE", **causal, return_lse=True),
+            dense("left-padded", **causal, **PADDED, leftpad_q=True, leftpad_k=True),
+            dense("bshd", **causal, layout="bshd"),
+            dense("unaligned", **causal, aligned=False),
+            dense("", **causal | {"head_dim": 192}, head_dim_v=128),
+            dense("short queries", **causal | {"seq_q": 16}),
+            dense("", **causal | {"head_dim": 512}),
+            dense("", **causal | {"head_dim": 576}, head_dim_v=512),
+        ]
+        found += [dense(word, **causal, **fields) for word, fields in (FEATURES | SCORES).items()]
+    found += [
+        dense("window on both sides", dtype="bf16", head_dim=64, window_left=255, window_right=255),
+        dense("bias, mask, ALiBi, sinks, softcap", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True,
+              sinks=True, softcap=True),
+    ]  # fmt: skip
+    return found
+
+
+def _varlen() -> list[Named]:
+    found = [
+        varlen(dtype=dtype, head_dim=dim, causal="bottom_right") for dtype in DTYPES for dim in COMMON_DIMS
+    ]  # fmt: skip
+    causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
+    found += [varlen(word, **causal, **fields) for word, fields in FEATURES.items()]
+    found += [
+        varlen("GQA, LSE", **causal, heads_k=4, return_lse=True),
+        varlen("window, softcap", **causal, softcap=True, **WINDOW),
+        varlen(dtype="bf16", head_dim=128),
+        varlen("", **causal | {"head_dim": 192}, head_dim_v=128),
+        # 256 sequences of 32 rows on average: tiles are short.
+        varlen("short sequences", **causal, batch=256, seq_q=128, seq_k=128),
+    ]  # fmt: skip
+    return found
+
+
+def _decode() -> list[Named]:
+    found = [decode("GQA", dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in HEAD_DIMS]
+    for dtype in DTYPES:
+        wide: dict[str, Any] = {"dtype": dtype, "head_dim": 128}
+        found += [
+            decode("one head a group", **wide, heads_k=32),
+            decode("MQA", **wide, heads_k=1),
+            decode("no lengths", **wide, seqlens_k=False),
+            decode("left-padded, LSE", **wide, leftpad_k=True, return_lse=True),
+            decode("4 queries, causal", **wide, seq_q=4, causal="bottom_right"),
+            decode("GQA", dtype=dtype, head_dim=512),
+            decode("GQA", dtype=dtype, head_dim=576, head_dim_v=512),
+        ]
+    wide = {"dtype": "bf16", "head_dim": 128}
+    found += [decode(word, **wide, **fields) for word, fields in (FEATURES | SCORES).items()]
+    found.append(decode("one split", **wide, num_splits=1))
+    return found
+
+
+def _paged() -> list[Named]:
+    found = [paged("GQA", dtype="bf16", head_dim=128, page_size=size) for size in PAGE_SIZES]
+    found += [
+        paged("GQA", dtype=dtype, head_dim=dim, page_size=64)
+        for dtype in DTYPES
+        for dim in COMMON_DIMS
+        if (dtype, dim) != ("bf16", 128)
+    ]
+    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
+    for size in (16, 64):
+        found += [
+            paged("chunked prefill", **wide, page_size=size, **PREFILL),
+            paged("ragged", **wide, page_size=size, **RAGGED),
+        ]
+    found += [paged("GQA", word, **wide, page_size=16, **fields) for word, fields in (FEATURES | SCORES).items()]
+    found += [
+        paged("GQA", "hpd", **wide, page_size=16, page_layout="hpd", pages_in_line=False),
+        paged("GQA", "pages apart", **wide, page_size=64, pages_in_line=False),
+        paged("GQA", "one split", **wide, page_size=16, num_splits=1),
+        paged("GQA", "unaligned", **wide, page_size=16, aligned=False),
+        paged("GQA", "2 queries, causal, LSE", **wide, page_size=16, seq_q=2, causal="bottom_right", return_lse=True),
+        paged("GQA", dtype="bf16", head_dim=192, head_dim_v=128, page_size=64),
+        paged("one head a group", **wide, page_size=16, heads_k=32),
+        paged("ragged", "window, sinks", **wide, page_size=16, **RAGGED, **WINDOW, sinks=True),
+    ]
+    return found
+
+
+def _sparse() -> list[Named]:
+    found = [sparse(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in COMMON_DIMS]
+    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
+    for page in ({}, {"page_size": 16}):
+        found += [
+            sparse("weights", **wide, **page, log_weights=True),
+            sparse("MagicPIG", **wide, **page, magicpig=True),
+        ]
+    found += [
+        sparse("", **wide, page_size=16),
+        sparse("", **wide, page_size=64),
+        sparse("hpd", **wide, page_size=16, page_layout="hpd"),
+        sparse("softcap, ALiBi, sinks, LSE", **wide, softcap=True, alibi_slopes=True, sinks=True, return_lse=True),
+        sparse("no lengths", **wide, seqlens_k=False),
+        sparse("few tokens", **wide, tokens=64),
+        sparse("one split", **wide, num_splits=1),
+        sparse("", dtype="bf16", head_dim=576, head_dim_v=512),
+    ]
+    return found
+
+
+def _mla() -> list[Named]:
+    found = [
+        mla(
+            words, dtype=dtype, head_dim=dim, head_dim_v=rank, seq_q=rows, causal="bottom_right" if rows > 1 else "none"
+        )
+        for dtype in DTYPES
+        for dim, rank in LATENTS
+        for rows, words in ((1, ""), (2, "2 queries, causal"))
+    ]
+    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 576, "head_dim_v": 512}
+    found += [
+        mla("page 1", **wide, page_size=1),
+        mla("page 16", **wide, page_size=16),
+        mla("16 heads", **wide, heads_q=16),  # what one of eight chips has
+        mla("LSE", **wide, return_lse=True),
+        mla("one split", **wide, num_splits=1),
+        mla("ragged", **wide, **RAGGED),
+    ]
+    return found
+
+
+SETS = {"quick": quick, "full": full}

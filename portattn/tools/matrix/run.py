@@ -1,0 +1,359 @@
+"""Making the cells: plan, compile in child processes, check, interpret, and run where there is a device."""
+
+from __future__ import annotations
+
+import contextvars
+import datetime
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from portattn.backends.ascend.linalg.check import Executed, looked_at
+from portattn.backends.ascend.linalg.lints import Lint
+from portattn.backends.cuda.ptx_compat.check import Older
+from portattn.backends.rocm.emulator.check import Emulated
+from portattn.compile.ensure import compile_in, first_line
+from portattn.compile.variants import variant_of
+from portattn.config import Settings
+from portattn.errors import ArgumentError, PortattnError
+from portattn.launch import kernel_calls, meta_call
+from portattn.planning.backend import Variant
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed
+from portattn.testing import gates
+from portattn.testing.numerics import Interpreter, numerics, on_device, request_of
+from portattn.tools.lab import LabError
+from portattn.tools.lab import worker as lab_worker
+from portattn.tools.matrix import variants
+from portattn.tools.matrix.cells import RED, Cell, KernelFacts, Numerics, footnote
+from portattn.tools.matrix.planned import footnotes, summary
+from portattn.tools.matrix.select import COMPILER_OF, Spec
+from portattn.worker.client import Reply, Worker
+
+STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
+STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
+TAIL = 4000  # characters of a failed compile's output that a cell keeps
+LOWERED = "lowers to linalg; not run here"
+NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered", "emulated": "emulated", "older": ""}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How cells are made.
+
+    seconds        time limit of each request to a child
+    jobs           cells made at a time
+    pythons        toolchain -> the interpreter that compiles with it; any other is the installed one, or the lab's
+    here           targets that are devices of this machine
+    emulate        run the machine code of chips that have a model (portattn.backends.rocm.emulator)
+    run_older      run the code of older chips on a newer one of `here` (portattn.backends.cuda.ptx_compat)
+    """
+
+    seconds: float = 120.0
+    jobs: int = 2
+    pythons: Mapping[str, str] = {}
+    here: tuple[Target, ...] = ()
+    emulate: bool = True
+    run_older: bool = True
+
+
+class Workers:
+    """One thread's children, each started at its first request."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._open: dict[str, Worker] = {}
+        self._closed = False
+
+    def get(self, kind: Literal["interpreter", "lowered", "emulated", "device"]) -> Worker:
+        """A child of this Python that runs kernels, on a device or on its CPU. Raises CancelledError once closed."""
+        return self._opened(kind, lambda: Worker(runs="interpreter" if kind == "interpreter" else "kernels"))
+
+    def compiler(self, toolchain: str) -> Worker:
+        """The child that compiles with a toolchain: one at a time, each holds a compiler in memory.
+
+        Raises CancelledError once closed, LabError where there is no environment of the toolchain.
+        """
+        for name in [name for name in self._open if "==" in name and name != toolchain]:
+            self._open.pop(name).close()
+        python = self.options.pythons.get(toolchain)
+        return self._opened(toolchain, lambda: Worker(python=python) if python else lab_worker(toolchain))
+
+    def _opened(self, name: str, make: Callable[[], Worker]) -> Worker:
+        if self._closed:
+            raise CancelledError("the run has ended")
+        if name not in self._open:
+            self._open[name] = make()
+        return self._open[name]
+
+    def close(self) -> None:
+        """End the children; a request under way in this thread is answered as a crash."""
+        self._closed = True
+        for worker in list(self._open.values()):
+            worker.close()
+
+
+class Means(NamedTuple):
+    """How the numbers of compiled kernels are looked at without the chip; shared by all threads of a run."""
+
+    interpreter: Interpreter
+    executed: Executed
+    emulated: Emulated | None
+    older: Older | None = None
+
+
+def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
+    """Make every cell; `done` is called in this thread with each one as it is finished.
+
+    Cells of one toolchain follow each other, whatever the order of the specs: a compiler is then loaded once.
+    What a compiler does ends in its cell. KeyboardInterrupt, and whatever `done` raises, ends the run: children are
+    killed, and cells under way are dropped.
+    """
+    emulated = Emulated(options.seconds) if options.emulate else None
+    older = Older(options.seconds, options.here) if options.run_older else None
+    means = Means(Interpreter(options.seconds), Executed(options.seconds), emulated, older)
+    local = threading.local()
+    opened: list[Workers] = []
+
+    def make(spec: Spec) -> Cell:
+        if not hasattr(local, "workers"):
+            local.workers = Workers(options)
+            opened.append(local.workers)
+        return make_cell(spec, options, local.workers, means)
+
+    pool = ThreadPoolExecutor(options.jobs, thread_name_prefix="matrix")
+    try:
+        # A few at a time: an interrupt then finds little under way.
+        toolchains = list(dict.fromkeys(str(spec.target.toolchain) for spec in specs))
+        ordered = sorted(specs, key=lambda spec: toolchains.index(str(spec.target.toolchain)))
+        waiting, running = list(reversed(ordered)), set[Future[Cell]]()
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                here = contextvars.copy_context()  # this thread's `settings(...)`: where the lab lies, for one
+                running.add(pool.submit(here.run, make, waiting.pop()))
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                done(future.result())
+    finally:
+        for workers in opened:
+            workers.close()
+        pool.shutdown(cancel_futures=True)
+        for workers in opened:  # a thread can have started a child between the two
+            workers.close()
+
+
+def make_cell(spec: Spec, options: Options, workers: Workers, means: Means) -> Cell:
+    """Make one cell. What goes wrong in planning or compiling is what the cell says."""
+    begun = time.monotonic()
+    registry = Registry.load()
+    fields: dict[str, Any]
+    try:
+        made = plan(spec.named.problem, spec.target, registry)
+    except PortattnError as error:
+        fields = {"status": "ERROR", "level": "declared", "reason": f"no plan: {error}", "stage": "plan"}
+    else:
+        core = core_of(made, spec.target, registry)
+        fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
+        fields |= _look(made, core, spec.target, options, workers, means, registry)
+        seen = (*fields.get("gates", ()), *fields.get("lints", ()))
+        causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
+        explained = (footnote(quirk, "explains", registry) for quirk in causes)
+        fields["footnotes"] = (*fields["footnotes"], *explained)
+    return Cell(
+        id=spec.id,
+        index=spec.index,
+        name=spec.named.name,
+        problem=spec.named.problem,
+        target=spec.target.name,
+        toolchain=str(spec.target.toolchain),
+        seconds=round(time.monotonic() - begun, 3),
+        date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+        **fields,
+    )
+
+
+def core_of(made: Plan, target: Target, registry: Registry, settings: Settings | None = None) -> Plan | None:
+    """The plan of the core kernel to look at: the plan itself, or what was passed over only for being slow."""
+    if made.lowering is not None:
+        return made
+    backend = registry.backends[target.backend]
+    if any(variant.name == made.path for variant in backend.variants):
+        asked = msgspec.structs.replace(settings or Settings(), backend=backend.core_path)
+        try:
+            return plan(made.problem, target, registry, settings=asked)
+        except PortattnError:
+            return None  # the core does not take what the variant does
+    for no in made.rejected:
+        quirk = registry.quirks.get(no.quirk)
+        if no.choice is not None and quirk is not None and quirk.symptom == "slow":
+            chosen = {name: getattr(no.choice, name) for name in no.choice.__struct_fields__}
+            return msgspec.structs.replace(made, path=registry.backends[target.backend].core_path, **chosen)
+    return None
+
+
+def _look(
+    made: Plan,
+    core: Plan | None,
+    target: Target,
+    options: Options,
+    workers: Workers,
+    means: Means,
+    registry: Registry,
+) -> dict[str, Any]:
+    """Status, level and what they rest on."""
+    fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
+    variant = variant_of(made)
+    if core is not None:
+        fields |= _core(core, target, options, workers, means, registry)
+    if variant is not None:
+        fields = _beside(_variant(variant, made, target, options, workers), fields)
+    elif core is not None and core is not made and fields["status"] != "NOT_RUN":
+        # What the core kernel does here is worth knowing, and no evidence about the path that is taken.
+        seen = fields["reason"] or f"{fields['level']}"
+        seen += f" ({fields['label']})" if fields.get("label") else ""
+        reason = f"the core kernel, not taken: {seen}"
+        fields |= {"status": "NOTE", "level": "declared", "reason": reason, "label": ""}
+    here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in options.here)
+    if here and fields["status"] in ("PASS", "NOTE"):
+        fields |= _native(made, target, options, workers)
+    return fields
+
+
+def _beside(own: dict[str, Any], core: dict[str, Any]) -> dict[str, Any]:
+    """A cell whose path is a variant: it says what the variant's kernels are, and is red where the core's are.
+
+    The core runs wherever the variant does not, and its interpreted numbers are the only ones without the chip.
+    """
+    merged = core | own
+    for name in ("kernels", "gates"):
+        merged[name] = (*own.get(name, ()), *core.get(name, ()))
+    if own["status"] not in RED and core["status"] in RED:
+        merged |= {
+            "status": core["status"],
+            "level": "declared",
+            "reason": f"the core kernel beside it: {core['reason']}",
+        }
+    return merged | {"label": ""}
+
+
+def _variant(variant: Variant, made: Plan, target: Target, options: Options, workers: Workers) -> dict[str, Any]:
+    """What a variant's kernels are: compiled where there is a compiler for them."""
+    try:
+        worker = workers.compiler(str(target.toolchain))
+        kernels, failed, function = variants.compiled(variant, made, target, worker, options.seconds)
+    except (LabError, variants.Undescribed) as error:
+        return {"status": "NOT_RUN", "level": "declared", "reason": f"not compiled here: {error}"}
+    if failed is not None:
+        return _failure(failed, function) | {"level": "declared", "kernels": kernels}
+    return dict(variants.fields(kernels, variants.check(variant, made.problem, target, kernels)))
+
+
+def _core(
+    core: Plan,
+    target: Target,
+    options: Options,
+    workers: Workers,
+    means: Means,
+    registry: Registry,
+) -> dict[str, Any]:
+    """What the core kernel does: compiled where there is a compiler for it, and interpreted.
+
+    For Ascend the compiler's lowering is executed on this CPU, where MLIR's programs are; for AMD's chips their machine
+    code, in a model; for NVIDIA's the code of one that is older than the device here, on that.
+    """
+    ascend = COMPILER_OF.get(target.backend) == "triton-ascend"
+    fields: dict[str, Any] = {"reason": "", "level": "declared"}
+    fields |= _compiled(core, target, options, workers, registry, ascend)
+    if fields["status"] in RED:
+        return fields
+    if ascend and fields["status"] != "NOT_RUN":
+        lowered = means.executed.check(core, target, workers.compiler(str(target.toolchain)), workers.get("lowered"))
+        fields["lowered"] = lowered
+        if lowered.outcome == "pass":
+            fields |= {"status": "PASS", "level": "lowering-checked", "reason": ""}
+        elif lowered.outcome == "not_run":
+            fields["reason"] = f"{LOWERED}: {lowered.reason}"
+    if means.emulated is not None and target.backend == "rocm" and fields["status"] in ("PASS", "NOTE"):
+        emulated = means.emulated.check(core, target, workers.compiler(str(target.toolchain)), workers.get("emulated"))
+        fields["emulated"] = emulated
+        if emulated.outcome == "pass" and fields["status"] == "PASS":
+            fields["level"] = "emulated"
+    older = means.older
+    if older is not None and fields["status"] in ("PASS", "NOTE") and not older.lacks(target):
+        problem, compiler = on_device(core.problem, target.backend), workers.compiler(str(target.toolchain))
+        seen_older = older.check(core, problem, target, compiler, workers.get("device"))
+        fields["older"] = seen_older
+        if seen_older.outcome == "pass" and fields["status"] == "PASS":
+            fields |= {"level": "runs", "label": seen_older.where}
+    fields["interpreter"] = means.interpreter.check(core, workers.get("interpreter"))
+    for name, words in NUMERICS_WORDS.items():
+        seen: Numerics | None = fields.get(name)
+        if seen is not None and seen.outcome in STATUS_OF_NUMERICS:
+            status = STATUS_OF_NUMERICS[seen.outcome]
+            reason = f"{seen.where if name == 'older' else words} numerics: {seen.reason}"
+            fields |= {"status": status, "level": "declared", "reason": reason, "label": ""}
+    return fields
+
+
+def _compiled(
+    made: Plan, target: Target, options: Options, workers: Workers, registry: Registry, ascend: bool
+) -> dict[str, Any]:
+    launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
+    try:
+        worker = workers.compiler(str(target.toolchain))
+    except LabError as error:
+        return {"status": "NOT_RUN", "reason": f"not compiled here: {error}"}
+    except ArgumentError:  # a compiler that the lab cannot install
+        return {"status": "NOT_RUN", "reason": f"not compiled here: this Python has {installed() or 'no Triton'}"}
+    found: list[KernelFacts] = []
+    lints: list[Lint] = []
+    for launch in launches:
+        reply = compile_in(worker, launch, made, target, options.seconds, "text" if ascend else "full")
+        if reply.outcome != "ok":
+            return _failure(reply, launch.function) | {"kernels": tuple(found)}
+        facts, fired = looked_at(reply, launch, target) if ascend else (dict(reply.facts), [])
+        found.append(KernelFacts(function=launch.function, facts=facts))
+        lints += fired
+    kernels = tuple(found)
+    if ascend:
+        seen = gates.explained(lints, made, target, registry)
+        red = "; ".join(str(lint) for lint in seen if lint.red)
+        status = {"status": "FAIL", "reason": red} if red else {"status": "NOTE", "reason": LOWERED}
+        return status | {"kernels": kernels, "lints": seen}
+    checked = gates.check(made, target, kernels, registry)
+    unexplained = [gate for gate in checked if not gate.passed and not gate.explained_by]
+    broken = [str(gate) for gate in unexplained if not gate.noted]
+    if broken:
+        return {"status": "FAIL", "reason": "; ".join(broken), "kernels": kernels, "gates": checked}
+    noted = "; ".join(str(gate) for gate in unexplained)
+    if noted:  # it compiles and fits; `compiles` also promises no spills
+        return {"status": "NOTE", "reason": noted, "kernels": kernels, "gates": checked}
+    return {"status": "PASS", "level": "compiles", "kernels": kernels, "gates": checked}
+
+
+def _failure(reply: Reply, function: str) -> dict[str, Any]:
+    return {
+        "status": STATUS_OF_OUTCOME[reply.outcome],
+        "reason": f"{function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}",
+        "stage": reply.stage,
+        "log": (reply.log or reply.message)[-TAIL:],
+    }
+
+
+def _native(made: Plan, target: Target, options: Options, workers: Workers) -> dict[str, Any]:
+    """Run the plan's path on this machine's device; right numbers are level `runs`."""
+    problem = on_device(made.problem, target.backend)
+    device = Registry.load().backends[target.backend].device_type
+    request = request_of(made, problem, made.path, target.name, device)
+    reply = workers.get("device").request("interpret", options.seconds, **request)
+    if reply.outcome != "ok":
+        return _failure(reply, f"{made.path} path on {target.name}")
+    seen: Numerics = numerics(reply, f"{target}", problem)
+    if seen.outcome == "fail":
+        return {"status": "FAIL", "reason": f"on {target.name}: {seen.reason}", "native": seen}
+    return {"status": "PASS", "reason": "", "level": "runs", "native": seen}

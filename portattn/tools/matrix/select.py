@@ -1,0 +1,140 @@
+"""Which cells a run has: problems × targets, each target with the toolchain that would compile for it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from portattn.errors import ArgumentError
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.schema.toolchain import Toolchain, installed
+from portattn.tools import lab
+from portattn.tools.matrix.cells import cell_id
+from portattn.tools.matrix.problems import SETS, Named, SetName
+
+OP = "matrix run"
+# The compiler that targets a backend; every backend that is not named here is community Triton's.
+COMPILER_OF = {"ascend": "triton-ascend"}
+# What an Ascend cell is planned for when neither --toolchain nor --ascend-python says: the lab's.
+ASCEND_DEFAULT = "triton-ascend==3.2.0"
+ASK_SECONDS = 60.0
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell before it is made."""
+
+    id: str
+    index: int
+    named: Named
+    target: Target
+
+
+def problems(which: SetName, ops: Sequence[str]) -> list[Named]:
+    """The problems of a set whose op or name matches a glob. Raises ArgumentError when a glob matches none."""
+    found = SETS[which]()
+    for glob in ops:
+        if not any(_wanted(named, glob) for named in found):
+            known = ", ".join(dict.fromkeys(named.problem.op for named in found))
+            raise ArgumentError(OP, "--ops", glob, f"must match an op ({known}) or a problem's name of the {which} set")
+    return [named for named in found if not ops or any(_wanted(named, glob) for glob in ops)]
+
+
+def _wanted(named: Named, glob: str) -> bool:
+    return fnmatch.fnmatchcase(named.problem.op, glob) or fnmatch.fnmatchcase(named.name, glob)
+
+
+def targets(globs: Sequence[str], toolchains: Sequence[Toolchain], ascend: Toolchain | None) -> list[Target]:
+    """Targets that match a glob, each with every toolchain of its compiler. Raises ArgumentError when one matches none.
+
+    Of a compiler that no toolchain is named for, it is the installed one (or, for Ascend, the one of `ascend`).
+    """
+    registry = Registry.load()
+    names = [t.name for t in registry.targets(Toolchain.none())] + ["cpu:generic"]
+    for glob in globs:
+        if not any(_matches(name, glob) for name in names):
+            raise ArgumentError(OP, "--targets", glob, f"must match one of {', '.join(names)}")
+    chosen = [name for name in names if not globs or any(_matches(name, glob) for glob in globs)]
+    found = []
+    for name in chosen:
+        compiler = COMPILER_OF.get(name.partition(":")[0], "triton")
+        fitting = [t for t in toolchains if t.distribution in (compiler, "flagtree")]
+        if compiler == "triton-ascend":
+            fitting = fitting or [ascend or Toolchain.parse(ASCEND_DEFAULT)]
+        found += [registry.target(name, toolchain) for toolchain in fitting or [installed()]]
+    return found
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Whether a glob means a target: by its full name (`rocm:*`), its backend (`rocm`) or its arch (`gfx9*`)."""
+    return any(fnmatch.fnmatchcase(part, glob) for part in (name, *name.split(":")))
+
+
+def specs(named: Sequence[Named], where: Sequence[Target]) -> list[Spec]:
+    """The cells, target by target: neighbours in the run then ask for different specialisations."""
+    pairs = [(target, problem) for target in where for problem in named]
+    return [
+        Spec(id=cell_id(problem.problem, target.name, str(target.toolchain)), index=index, named=problem, target=target)
+        for index, (target, problem) in enumerate(pairs)
+    ]
+
+
+def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
+    """Read NAME==VERSION texts, each once; with `every` those of the lab besides. Raises ArgumentError.
+
+    A version that the lab knows is written as there: 3.4 is 3.4.0.
+    """
+    found: dict[str, Toolchain] = {}
+    for text in (*texts, *(lab.TOOLCHAINS if every else ())):
+        try:
+            parsed = Toolchain.parse(text)
+            if parsed.distribution in lab.DISTRIBUTIONS:
+                version = lab.canonical(str(parsed)).partition("==")[2]
+                parsed = msgspec.structs.replace(parsed, version=version)
+        except ValueError as error:
+            raise ArgumentError(OP, "--toolchain", text, str(error)) from None
+        found.setdefault(str(parsed), parsed)
+    return list(found.values())
+
+
+def missing(where: Sequence[Target], pythons: Mapping[str, str]) -> list[str]:
+    """The toolchains of targets that nothing here compiles with, and the lab can make."""
+    names = dict.fromkeys(
+        str(target.toolchain) for target in where if target.toolchain.distribution in lab.DISTRIBUTIONS
+    )
+    return [name for name in names if name not in pythons and name != str(installed()) and lab.find(name) is None]
+
+
+_ASK = """
+import importlib.metadata as m, json
+found = {}
+for name in ("triton-ascend", "triton", "torch", "numpy"):
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+print(json.dumps(found))
+"""
+
+
+def toolchain_of(python: str) -> Toolchain:
+    """The triton-ascend of another Python. Raises ArgumentError when it cannot be asked or has none."""
+
+    def bad(limit: str) -> ArgumentError:
+        return ArgumentError(OP, "--ascend-python", python, limit)
+
+    try:
+        done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
+        versions: dict[str, Any] = json.loads(done.stdout)
+    except OSError as error:
+        raise bad(f"cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise bad(f"did not say what it has within {ASK_SECONDS:g} s") from None
+    except (subprocess.CalledProcessError, json.JSONDecodeError):
+        raise bad("must be a Python interpreter; it did not say what is installed in it") from None
+    if "triton-ascend" not in versions:
+        raise bad("must be a Python with triton-ascend installed, and it has none")
+    return Toolchain.parse(f"triton-ascend=={versions['triton-ascend']}")

@@ -1,0 +1,1 @@
+"""The registry's tools: audit, pages, probes, and the life of an entry."""

@@ -1,0 +1,311 @@
+"""The audit of the quirk registry, behind `portattn quirks audit`: every entry readable, fresh, of use, and at peace.
+
+Red on: a file outside the schema, an id or number used twice, a review date that is past, an entry that can never
+apply, two entries that can both be active and set one choice differently, and an entry whose probe has seen otherwise
+than it says ([[verified]]): stale, changed, ineffective, or too narrow.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from portattn.errors import DataError, PortattnError, QuirkConflict
+from portattn.planning.backend import Backend
+from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry, find_backends, load_arches, shipped_quirks
+from portattn.schema import toml_reader
+from portattn.schema.conditions import parse
+from portattn.schema.lowering import CHOICES
+from portattn.schema.problem import Dtype, Problem
+from portattn.schema.quirk import Quirk, check_file, launch_holds
+from portattn.schema.target import Target
+from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.schema.tuning import load_tuning
+from portattn.tools.quirks import examples
+
+REVIEW_SOON = datetime.timedelta(days=30)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the audit has to say. `quirk`, `file` and `line` are empty or None where they are not known."""
+
+    severity: Literal["error", "warning"]
+    message: str
+    quirk: str = ""
+    file: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return ": ".join(part for part in (where, self.severity, self.message) if part)
+
+
+def run(folder: Path | None = None, today: datetime.date | None = None) -> list[Finding]:
+    """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
+
+    Raises DataError only on a broken arches.toml or tuning file: what is wrong with quirks comes back as findings.
+    """
+    registry, findings = load_for_audit(folder)
+    return findings + audit(registry, today or datetime.date.today())
+
+
+def load_for_audit(
+    folder: Path | None = None, backends: Mapping[str, Backend] | None = None
+) -> tuple[Registry, list[Finding]]:
+    """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
+
+    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken arches.toml or tuning file.
+    """
+    backends = dict(find_backends() if backends is None else backends)
+    folders = sorted(path for path in (folder or shipped_quirks()).iterdir() if path.is_dir())
+    if folder is None:
+        folders += [own for backend in backends.values() if (own := backend.quirk_folder())]
+    quirks: dict[str, Quirk] = {}
+    findings: list[Finding] = []
+    paths = [path for place in folders for path in sorted(place.glob("*.toml"))]
+    if not paths:
+        where = folder or shipped_quirks()
+        text = "holds no quirk files: they are looked for as <backend>/<id>.toml"
+        findings.append(Finding(severity="error", quirk="", file=str(where), line=None, message=text))
+    for path in paths:
+        quirk, errors = check_file(path, backends)
+        findings += [_from_error(error, quirk) for error in errors]
+        if quirk is None or errors:
+            continue
+        taken = [other for other in quirks.values() if _number(other.id) == _number(quirk.id)]
+        if taken:
+            findings.append(_at(quirk, ("id",), f"{_number(quirk.id)} is already taken by {taken[0].file}"))
+        else:
+            quirks[quirk.id] = quirk
+    registry = Registry(
+        backends=backends,
+        arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
+        tunings={
+            name: {path.stem: load_tuning(path, name) for path in sorted((b.folder / "tuning").glob("*.toml"))}
+            for name, b in backends.items()
+        },
+        quirks={name: quirk for name, quirk in quirks.items() if quirk.retired is None},
+        retired={name: quirk for name, quirk in quirks.items() if quirk.retired is not None},
+    )
+    return registry, findings
+
+
+def audit(registry: Registry, today: datetime.date) -> list[Finding]:
+    """Everything that is wrong with a registry's quirks on a given day; takes a few seconds for the shipped one."""
+    quirks = list(registry.quirks.values())
+    findings = [finding for quirk in quirks for finding in _stale(quirk, today)]
+    findings += [finding for quirk in quirks for finding in _probed(quirk, registry)]
+    findings += [finding for quirk in registry.retired.values() for finding in _replaced(quirk, registry)]
+    useless = {quirk.id: list(_never_applies(quirk, registry)) for quirk in quirks}
+    findings += itertools.chain.from_iterable(useless.values())
+    alive = [quirk for quirk in quirks if not any(f.severity == "error" for f in useless[quirk.id])]
+    met = dict(_conflicts_by_condition(alive, registry))
+    met |= {pair: f for pair, f in _conflicts_by_planning(registry) if pair not in met}
+    return findings + list(met.values())
+
+
+def _number(quirk_id: str) -> str:
+    """What must not be used twice: `cuda-0012` of `cuda-0012-serialised-wgmma`."""
+    return "-".join(quirk_id.split("-")[:2])
+
+
+def _from_error(error: DataError, quirk: Quirk | None) -> Finding:
+    name = quirk.id if quirk else Path(error.path).stem
+    return Finding(severity="error", message=error.problem, quirk=name, file=error.path, line=error.line)
+
+
+def _at(quirk: Quirk, keys: tuple[str, ...], message: str, severity: Literal["error", "warning"] = "error") -> Finding:
+    """A finding at a key of the quirk's file."""
+    path = Path(quirk.file)
+    line = toml_reader.line_of(path.read_text(encoding="utf-8"), *keys) if quirk.file and path.exists() else None
+    return Finding(severity=severity, message=message, quirk=quirk.id, file=quirk.file, line=line)
+
+
+def _stale(quirk: Quirk, today: datetime.date) -> Iterator[Finding]:
+    due = quirk.evidence.review_by
+    if due is None:
+        return
+    key = ("evidence", "review_by")
+    if due < today:
+        yield _at(quirk, key, f"{quirk.id} was to be reviewed by {due}: probe it on a newer toolchain")
+    elif due - today <= REVIEW_SOON:
+        yield _at(quirk, key, f"{quirk.id} is due for review by {due}", "warning")
+
+
+def _probed(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """What the entry's probe is, and what it saw, against what the entry says."""
+    from portattn.tools.quirks.probe import plans, ranges, results, running
+
+    if quirk.evidence.probe.startswith(plans.PREFIX):
+        try:
+            running.place(quirk, None, plans.parse(quirk.evidence.probe).target, registry)
+        except PortattnError as error:
+            yield _at(quirk, ("evidence", "probe"), str(error))
+            return
+    if running.has_probe(quirk) and not quirk.evidence.needs and not quirk.verified:
+        hint = f"`portattn quirks probe {quirk.id} --all-toolchains --record` runs it"
+        yield _at(quirk, ("evidence", "probe"), f"{quirk.id} was never probed: {hint}", "warning")
+    for number, seen in enumerate(quirk.verified):
+        key = ("verified", str(number))
+        try:
+            where = registry.target(seen.target, seen.toolchain)
+        except PortattnError as error:
+            yield _at(quirk, key, str(error))
+            continue
+        verdict = results.recorded(quirk, seen, where)
+        if verdict in results.RED:
+            diff = ranges.diff(quirk, where, verdict, running.affected(quirk))
+            saw = f": {seen.saw}" if seen.saw else ""
+            message = f"{quirk.id} is {verdict} on {seen.toolchain} ({seen.target}, {seen.date}){saw}"
+            yield _at(quirk, key, f"{message}\n{diff}" if diff else message)
+
+
+def _replaced(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """A tombstone that points at nothing."""
+    other = quirk.retired.replaced_by if quirk.retired else ""
+    if other and other not in registry.quirks and other not in registry.retired:
+        yield _at(quirk, ("retired", "replaced_by"), f"no quirk has the id {other!r}")
+
+
+def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """Why the entry cannot change any plan, or a pattern of it cannot match."""
+    when = quirk.when
+    if when.backend is not None and when.backend not in registry.backends:
+        yield _at(
+            quirk, ("when", "backend"), f"unknown backend {when.backend!r}; known: {', '.join(registry.backends)}"
+        )
+        return
+    known = [n for b, names in registry.arches.items() if when.backend in (None, b) for n in names]
+    kernel_names = [*KERNEL_NAMES, *(variant.name for b in registry.backends.values() for variant in b.variants)]
+    for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, kernel_names)):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                yield _at(quirk, ("when", key), f"{pattern!r} matches nothing; known: {', '.join(names)}")
+    kernels = examples.kernels_of(quirk)
+    wanted = quirk.effect.lowering
+    if wanted and kernels and not any(set(wanted) & set(kernel.choices) for kernel in kernels):
+        shown = ", ".join(kernel.name for kernel in kernels)
+        yield _at(quirk, ("effect", "lowering"), f"sets {', '.join(wanted)}, which {shown} do not read")
+    try:
+        found = examples.find(quirk, registry)
+        registry.target(found.target, found.toolchain)
+    except ValueError as error:
+        yield _at(quirk, ("when",), f"{quirk.id} can never apply: {error}")
+
+
+_Pairs = Iterator[tuple[frozenset[str], Finding]]
+
+
+def _conflicts_by_condition(quirks: list[Quirk], registry: Registry) -> _Pairs:
+    """Pairs that set one choice differently and whose conditions can hold together, whatever the tuning asks for."""
+    for one, two in itertools.combinations(quirks, 2):
+        if one.effect.kind != two.effect.kind:
+            continue
+        differ = [k for k, v in one.effect.sets.items() if two.effect.sets.get(k, v) != v]
+        if not differ or not _meet(one, two, registry):
+            continue
+        message = (
+            f"{one.id} and {two.id} can both apply and set {one.effect.kind} {differ[0]} differently: "
+            f"{one.effect.sets[differ[0]]!r} and {two.effect.sets[differ[0]]!r}"
+        )
+        yield frozenset((one.id, two.id)), _at(one, ("effect", one.effect.kind, differ[0]), message)
+
+
+def _meet(one: Quirk, two: Quirk, registry: Registry) -> bool:
+    """Whether both can be active in one plan: at once, or the second after the effect of the first, or the reverse."""
+    a, b = one.when, two.when
+    if not set(examples.arches_of(one, registry)) & set(examples.arches_of(two, registry)):
+        return False
+    if not {k.name for k in examples.kernels_of(one)} & {k.name for k in examples.kernels_of(two)}:
+        return False
+    compilers = {name for name in (*a.toolchain, *b.toolchain) if name in COMPILERS}
+    if len(compilers) > 1:
+        return False
+    for name in a.toolchain.keys() & b.toolchain.keys():
+        ranges = [parse_range(text) for text in (a.toolchain[name], b.toolchain[name])]
+        tried = examples.versions(name, [a.toolchain[name], b.toolchain[name]])
+        if not any(all(r.contains(v, prereleases=True) for r in ranges) for v in tried):
+            return False
+    parsed = [parse(text) for text in (*a.features, *b.features)]
+    for name in {c.name for c in parsed}:
+        mine = [c for c in parsed if c.name == name]
+        if not any(all(c.holds({name: value}) for c in mine) for value in examples.feature_values(name, mine)):
+            return False
+    conditions_one, conditions_two = ({**q.when.launch, **q.when.lowering} for q in (one, two))
+    return (
+        _reachable(conditions_one, conditions_two, {})
+        or _reachable(conditions_one, conditions_two, one.effect.sets)
+        or _reachable(conditions_two, conditions_one, two.effect.sets)
+    )
+
+
+def _reachable(first: Mapping[str, Any], second: Mapping[str, Any], moved: Mapping[str, Any]) -> bool:
+    """Whether some launch and lowering meet `first`, and also `second` once the values in `moved` have been set."""
+    for name in first.keys() | second.keys():
+        wanted = [first[name]] if name in first else []
+        if name in second and name in moved:
+            if not launch_holds(moved[name], second[name]):
+                return False
+        elif name in second:
+            wanted.append(second[name])
+        tried = CHOICES[name] if name in CHOICES else examples.launch_values(name, wanted)
+        if not any(all(launch_holds(value, w) for w in wanted) for value in tried):
+            return False
+    return True
+
+
+def _conflicts_by_planning(registry: Registry) -> _Pairs:
+    """Pairs that contradict each other in a plan of some common problem on some known target and release."""
+    for target in _targets(registry):
+        for problem in _problems():
+            try:
+                plan(problem, target, registry)
+            except QuirkConflict as conflict:
+                one = registry.quirks[conflict.quirks[0]]
+                message = f"{problem} on {target}: {conflict}"
+                yield frozenset(conflict.quirks), _at(one, ("effect", one.effect.kind), message)
+
+
+def _targets(registry: Registry) -> list[Target]:
+    """Every target with every release of a compiler that its backend is known to work with."""
+    return [
+        target
+        for compiler, releases in examples.RELEASES.items()
+        for release in releases
+        for target in registry.targets(f"{compiler}=={release}")
+        if compiler in (registry.backends[target.backend].compilers or (compiler,))
+    ]
+
+
+def _problems() -> list[Problem]:
+    """Small and large heads, of a power of two and padded, in every dtype, plain, and causal with lengths.
+
+    Fewer of the ops whose kernel is another one's, or gathers tokens.
+    """
+    plain: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_k": 2, "seq_k": 4096}
+    rows: dict[str, Any] = {"seq_q": 4096}
+    lengths: dict[str, Any] = {"causal": "bottom_right", "seqlens_k": True}
+    paged: dict[str, Any] = {"seq_q": 1, "page_size": 64, "seqlens_k": True, "pages_in_line": True}
+    ops: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[int, ...]]] = [
+        ({"op": "attention", **rows}, [{}, lengths], (16, 40, 64, 128, 256)),
+        ({"op": "decode_attention", "seq_q": 1}, [{}, lengths], (16, 40, 64, 128, 256)),
+        ({"op": "varlen_attention", **rows, "total_q": 8192, "total_k": 8192}, [{"causal": "bottom_right"}], (64, 128)),
+        ({"op": "paged_attention", **paged}, [{}], (64, 128)),
+        ({"op": "sparse_attention", "seq_q": 1, "tokens": 256}, [{}, {"page_size": 64}], (64, 128)),
+        ({"op": "mla_attention", **paged, "heads_k": 1, "head_dim_v": 512}, [{}], (576,)),
+    ]
+    return [
+        Problem(**plain | op | feature, dtype=dtype, head_dim=head_dim)
+        for op, features, widths in ops
+        for feature in features
+        for dtype in get_args(Dtype)
+        for head_dim in widths
+    ]

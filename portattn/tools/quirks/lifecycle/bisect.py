@@ -1,0 +1,215 @@
+"""`portattn quirks bisect`: the first and the last compiler of the lab that has a bug, and the range that this means.
+
+A bug comes once and goes once, as a rule: then two binary searches round one compiler that has it find both ends. What
+was tested is all that is claimed; where it shows that the rule does not hold, every compiler is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+from packaging.version import Version
+
+from portattn.errors import ArgumentError, PortattnError
+from portattn.schema.quirk import Quirk
+from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.tools.quirks.probe.results import Arm, saw
+
+OP = "quirks bisect"
+Seen = Literal["bad", "good", "other", "skipped"]
+
+
+class Tested(msgspec.Struct, frozen=True, kw_only=True):
+    """One compiler. bad: fails with the signature; good: passes; other: fails otherwise; skipped: cannot run here."""
+
+    toolchain: str
+    seen: Seen
+    detail: str = ""
+
+
+class Bisected(msgspec.Struct, frozen=True, kw_only=True):
+    """The result.
+
+    tested      in order of version; those that were not needed are not in it
+    last_good_before, first_bad, last_bad, first_good   ends that were seen; empty where the lab does not reach
+    monotone    False where it comes and goes more than once: every compiler was tested then
+    range       for when.toolchain, as wide as what was seen; empty where it was seen nowhere
+    """
+
+    id: str
+    compiler: str
+    tested: tuple[Tested, ...]
+    monotone: bool
+    last_good_before: str = ""
+    first_bad: str = ""
+    last_bad: str = ""
+    first_good: str = ""
+    range: str = ""
+    says: str = ""
+
+
+def compiler_of(quirk: Quirk) -> str:
+    """The compiler whose versions the quirk is about: triton, unless its range or its backend is another's."""
+    named = [name for name in quirk.when.toolchain if name in COMPILERS]
+    return named[0] if named else "triton-ascend" if quirk.when.backend == "ascend" else "triton"
+
+
+def candidates(compiler: str, known: Sequence[str], between: tuple[str, str] | None = None) -> list[str]:
+    """Toolchains of one compiler in order of version, both ends of `between` included. Raises ArgumentError."""
+    found = sorted((t for t in known if t.partition("==")[0] == compiler), key=_version)
+    if between is None:
+        return found
+    ends = []
+    for text in between:
+        version = text.partition("==")[2] or text
+        match = [t for t in found if t == text or t == f"{compiler}=={version}"]
+        if not match:
+            raise ArgumentError(OP, "--between", text, f"must be one of {', '.join(found)}")
+        ends.append(found.index(match[0]))
+    if ends[0] > ends[1]:
+        raise ArgumentError(OP, "--between", " ".join(between), "must name the older version first")
+    return found[ends[0] : ends[1] + 1]
+
+
+def bisect(
+    quirk: Quirk,
+    toolchains: Sequence[str],
+    off: Callable[[Quirk, str], Arm],
+    *,
+    every: bool = False,
+    say: Callable[[Tested], None] = lambda tested: None,
+) -> Bisected:
+    """Find the ends among toolchains of one compiler, in order of version.
+
+    off    runs the probe without the work-around (portattn.tools.quirks.probe.off). A PortattnError that
+           it raises means that it cannot be run there: that compiler is skipped
+    every  test each of them, whatever the first ones say
+    """
+    seen: dict[str, Tested] = {}
+
+    def test(toolchain: str) -> Seen:
+        if toolchain not in seen:
+            seen[toolchain] = _test(quirk, toolchain, off)
+            say(seen[toolchain])
+        return seen[toolchain].seen
+
+    if every:
+        for toolchain in toolchains:
+            test(toolchain)
+    else:
+        bad = next((t for t in _likely(quirk, toolchains) if test(t) == "bad"), None)
+        if bad is not None:
+            at = toolchains.index(bad)
+            for side in (list(reversed(toolchains[:at])), list(toolchains[at + 1 :])):
+                _search(side, test, lambda toolchain: _inside(quirk, toolchain))
+    runs = _runs(toolchains, seen)
+    if runs > 1:
+        for toolchain in toolchains:
+            test(toolchain)
+    return _result(quirk, toolchains, seen)
+
+
+def _likely(quirk: Quirk, toolchains: Sequence[str]) -> list[str]:
+    """Where the bug is looked for first: inside the entry's range, from its middle on; then elsewhere."""
+    inside = [t for t in toolchains if _inside(quirk, t)]
+    middle = len(inside) // 2
+    return [*inside[middle:], *reversed(inside[:middle]), *(t for t in reversed(toolchains) if t not in inside)]
+
+
+def _inside(quirk: Quirk, toolchain: str) -> bool:
+    """Whether the entry's range has a toolchain; one without a range has all."""
+    text = quirk.when.toolchain.get(compiler_of(quirk), "")
+    return parse_range(text).contains(toolchain.partition("==")[2], prereleases=True)
+
+
+def _search(side: list[str], test: Callable[[str], Seen], inside: Callable[[str], bool]) -> None:
+    """Find the neighbours, one bad and one good, on one side of a bad one: the far end first, then by halves.
+
+    side   toolchains away from the bad one, the nearest first
+    What cannot be run, or fails otherwise, says nothing and is left out.
+    """
+    while side and test(side[-1]) not in ("good", "bad"):
+        side.pop()
+    if side and test(side[-1]) == "bad":
+        # As far as the lab reaches. Where the entry says that it is gone in between, somebody has seen that: look.
+        for toolchain in side:
+            if not inside(toolchain):
+                test(toolchain)
+        return
+    if not side:
+        return
+    last_bad, first_good = -1, len(side) - 1
+    while first_good - last_bad > 1:
+        middle = (last_bad + first_good) // 2
+        found = test(side[middle])
+        if found == "bad":
+            last_bad = middle
+        elif found == "good":
+            first_good = middle
+        else:
+            side.pop(middle)
+            first_good -= 1
+
+
+def _test(quirk: Quirk, toolchain: str, off: Callable[[Quirk, str], Arm]) -> Tested:
+    try:
+        arm = off(quirk, toolchain)
+    except PortattnError as error:
+        return Tested(toolchain=toolchain, seen="skipped", detail=str(error))
+    seen: Seen = {"pass": "good", "fail:signature": "bad", "not run": "skipped"}.get(arm.word, "other")  # type: ignore[assignment]
+    return Tested(toolchain=toolchain, seen=seen, detail="" if seen == "good" else saw(quirk, arm))
+
+
+def _runs(toolchains: Sequence[str], seen: dict[str, Tested]) -> int:
+    """How often the bug comes, going by what was tested: more than once is not monotone."""
+    words = [seen[t].seen for t in toolchains if t in seen and seen[t].seen in ("good", "bad")]
+    return sum(word == "bad" and (i == 0 or words[i - 1] == "good") for i, word in enumerate(words))
+
+
+def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested]) -> Bisected:
+    tested = tuple(seen[t] for t in toolchains if t in seen)
+    told = [t for t in tested if t.seen in ("good", "bad")]
+    bad = [t.toolchain for t in told if t.seen == "bad"]
+    monotone = _runs(toolchains, seen) <= 1
+    common = {"id": quirk.id, "compiler": compiler_of(quirk), "tested": tested, "monotone": monotone}
+    if not bad:
+        where = "nowhere" if told else "nowhere: none of them can be run here"
+        return Bisected(**common, says=f"seen {where}")  # type: ignore[arg-type]
+    first, last = bad[0], bad[-1]
+    before = [t.toolchain for t in told if _version(t.toolchain) < _version(first)]
+    after = [t.toolchain for t in told if _version(t.toolchain) > _version(last)]
+    good_inside = [
+        t.toolchain for t in told if t.seen == "good" and _version(first) < _version(t.toolchain) < _version(last)
+    ]
+    parts = list(_bounds(first, last, before[-1] if before else "", after[0] if after else ""))
+    parts += [f"!={t.partition('==')[2]}" for t in good_inside]
+    says = "" if monotone else f"not monotone: it is gone in {', '.join(good_inside)} and back after"
+    return Bisected(
+        **common,  # type: ignore[arg-type]
+        last_good_before=before[-1] if before else "",
+        first_bad=first,
+        last_bad=last,
+        first_good=after[0] if after else "",
+        range=",".join(parts),
+        says=says,
+    )
+
+
+def _bounds(first: str, last: str, before: str, after: str) -> Iterator[str]:
+    """PEP 440 bounds: from the first bad one where an older one is good, up to the release after the last bad one.
+
+    The upper bound is the next minor release, or the first good one where that comes sooner: `<3.7` where 3.6.0 is
+    bad and 3.7.1 is not. Without a good one on a side there is no bound on it.
+    """
+    if before:
+        yield f">={_version(first)}"
+    if after:
+        newest = _version(last)
+        following = Version(f"{newest.major}.{newest.minor + 1}")
+        yield f"<{min(following, _version(after))}"
+
+
+def _version(toolchain: str) -> Version:
+    return Version(toolchain.partition("==")[2])

@@ -1,0 +1,201 @@
+"""`portattn quirks new`: from a log or an incident to a draft of an entry, its program, and the text of a report."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from portattn.errors import ArgumentError
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed
+from portattn.tools import lab
+from portattn.tools.quirks.lifecycle import entry, issue, programs, writing
+from portattn.tools.quirks.lifecycle.facts import OP, Facts
+from portattn.tools.quirks.lifecycle.known import Known, drafted, known
+from portattn.tools.quirks.lifecycle.planline import plan_line
+from portattn.tools.quirks.lifecycle.specialised import Outcome, is_it
+from portattn.worker.client import Worker
+
+SECONDS = 180.0  # limit of running a draft's program
+_WORDS = re.compile(r"^[a-z0-9]+(-[a-z0-9]+)*$")
+LARGEST_TEXT = 2 * 2**20  # characters of IR that are saved beside a draft
+FRESH = {"TRITON_ALWAYS_COMPILE": "1"}
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    """What running a draft's program gave.
+
+    reproduced  whether it failed as the log did; None where it was not run
+    says        that, or why not, for people
+    ttir        the TTIR that the compiler had made before it failed; empty where there is none
+    """
+
+    reproduced: bool | None
+    says: str
+    ttir: str = ""
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """What `quirks new` made.
+
+    files  paths that were written, the entry last; empty where a known quirk made a draft unnecessary
+    open   (line of the entry, text) of what is to be filled in
+    """
+
+    id: str
+    title: str
+    failure: dict[str, Any]
+    known: tuple[Known, ...]
+    files: tuple[str, ...] = ()
+    open: tuple[tuple[int, str], ...] = ()
+    reproduced: bool | None = None
+    replay: str = ""
+
+
+def make(
+    facts: Facts,
+    registry: Registry,
+    out: Path | None = None,
+    *,
+    words: str = "",
+    force: bool = False,
+    replay: bool = True,
+    worker: Worker | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Draft:
+    """Draft an entry from facts and write its files, all or none. Nothing is written for a failure that is known.
+
+    out     folder of the draft: <backend>/<id>.toml, probes/<id>.py and issues/<id>.md go under it
+    force   draft although the registry has an entry with this signature, or the folder a draft
+    worker  a child under the compiler that failed; by default one is started, where that compiler is here
+
+    Raises ArgumentError on bad words or where a file exists, OSError where nothing can be written.
+    """
+    if words and not _WORDS.match(words):
+        raise ArgumentError(OP, "--words", words, "must be lower-case words with dashes, as in four-stages")
+    title = entry.title_of(facts)
+    failure = msgspec.to_builtins(facts.failure)
+    out = (out or writing.drafts_folder()).resolve()
+    target = facts.target(registry)
+    with writing.numbering(out):
+        entries = known(facts, registry)
+        ids = {entry.id for entry in entries}
+        seen = (*entries, *(draft for draft in drafted(facts, out) if draft.id not in ids))
+        if any(entry.exact for entry in seen) and not force:
+            return Draft(id="", title=title, failure=failure, known=seen)
+        number = writing.next_number(facts.backend, out, registry)
+        quirk_id = f"{facts.backend}-{number:04d}-{words or entry.words_of(facts)}"
+        name = quirk_id.replace("-", "_")
+        text = programs.program(facts, name, title, target)
+        beside = _beside(facts, name)
+        replayed = (
+            _replay(facts, registry, target, text, beside, name, worker, say)
+            if replay
+            else Replayed(reproduced=None, says="")
+        )
+        if replayed.ttir and (not beside or programs.form_of(facts) == "specialisation"):
+            beside = {f"{name}.ttir": replayed.ttir}
+        saved = next(iter(beside), "")
+        files = {out / "probes" / file: issue.private(content) for file, content in beside.items()}
+        files[out / "probes" / f"{name}.py"] = text
+        files[out / "issues" / f"{quirk_id}.md"] = issue.issue(facts, title, f"{name}.py", saved, replayed.says)
+        written = entry.entry(facts, quirk_id, title, _probe(facts, registry, target, name), f"probes/{name}.py")
+        files[out / facts.backend / f"{quirk_id}.toml"] = written
+        writing.write_new(files)
+    return Draft(
+        id=quirk_id,
+        title=title,
+        failure=failure,
+        known=seen,
+        files=tuple(str(path) for path in files),
+        open=tuple(entry.open_lines(written)),
+        reproduced=replayed.reproduced,
+        replay=replayed.says,
+    )
+
+
+def _beside(facts: Facts, name: str) -> dict[str, str]:
+    """File name -> text of what the program reads, or what shows of the source."""
+    program = facts.program
+    if program is not None and len(program.text) <= LARGEST_TEXT:
+        return {f"{name}{program.suffix}": program.text}
+    source = next((text for text in facts.texts if not text.compiles), None)
+    return {f"{name}_source{source.suffix}": source.text} if source else {}
+
+
+def _probe(facts: Facts, registry: Registry, target: Target | None, name: str) -> str:
+    """The entry's probe: a plan of our own kernels where one states the failure, else the program."""
+    what = facts.specialised
+    if what is not None and target is not None and facts.failure.symptom != "wrong-result":
+        line = plan_line(what, target, registry)
+        if line:
+            return line
+    if programs.form_of(facts) == "missing":
+        return f"none: the log holds no program; probes/{name}.py is a skeleton without its kernel"
+    return f"probes/{name}.py"
+
+
+def _replay(
+    facts: Facts,
+    registry: Registry,
+    target: Target | None,
+    text: str,
+    beside: dict[str, str],
+    name: str,
+    worker: Worker | None,
+    say: Callable[[str], None],
+) -> Replayed:
+    """Run the program's failing arm under the compiler that failed, where that is here."""
+    reason = _cannot_replay(facts, target, worker)
+    if reason or target is None:
+        return Replayed(reproduced=None, says=f"Not reproduced here: {reason}")
+    say(f"running the draft's program with {facts.compiler}")
+    with tempfile.TemporaryDirectory(prefix="portattn-draft-") as folder:
+        for file, content in {**beside, f"{name}.py": text}.items():
+            (Path(folder) / file).write_text(content, encoding="utf-8")
+        child = worker or lab.worker(facts.compiler)
+        try:
+            reply = child.request(
+                "probe",
+                SECONDS,
+                program=str(Path(folder) / f"{name}.py"),
+                arm="off",
+                name=target.name,
+                target=list(registry.backends[target.backend].triton_target(target.arch)),
+                env={**FRESH, "TRITON_CACHE_DIR": str(Path(folder) / "cache")},
+            )
+        finally:
+            if worker is None:
+                child.close()
+        ttir = _ttir(Path(folder) / "cache")
+    outcome = Outcome(reply=reply)
+    if is_it(outcome, facts.failure.symptom, facts.failure.signature):
+        return Replayed(reproduced=True, says=f"Reproduced here with {facts.compiler} on {target.name}", ttir=ttir)
+    ended = "it compiles" if outcome.passed else f"it fails otherwise, by {reply.kind}: {reply.message[:200]}"
+    return Replayed(
+        reproduced=False, says=f"Not reproduced here with {facts.compiler} on {target.name}: {ended}", ttir=ttir
+    )
+
+
+def _cannot_replay(facts: Facts, target: Target | None, worker: Worker | None) -> str:
+    if programs.form_of(facts) == "missing":
+        return "the log holds no program"
+    if target is None:
+        return "the log does not say on which chip and with which compiler it was written"
+    if facts.failure.symptom == "wrong-result":
+        return f"numbers are compared on the chip itself, {target.name}"
+    if worker is None and facts.compiler != str(installed()) and lab.find(facts.compiler) is None:
+        return f"{facts.compiler} is not here: `portattn lab create {facts.compiler}` makes it"
+    return ""
+
+
+def _ttir(cache: Path) -> str:
+    """What Triton left in its cache: it writes every stage's text before it enters the next."""
+    found = sorted(cache.glob("**/*.ttir"), key=lambda path: path.stat().st_size)
+    return found[-1].read_text(encoding="utf-8") if found else ""

@@ -1,0 +1,121 @@
+"""The registry as pages: `python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md` writes the catalogue.
+
+With `--verification` it is docs/quirk-verification.md: what probes have seen, quirks × toolchains (verification.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from portattn.planning.registry import Registry
+from portattn.schema import toml_reader
+from portattn.schema.quirk import Quirk, describe_effect
+
+# Reports that are no entries are notes of the repository, not data that a plan reads: they do not ship in the wheel.
+LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
+
+_HEAD = """\
+# Catalogue of quirks
+
+Generated from the registry by `python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md`; do not edit. What the
+columns mean, and how to add an entry, is in [quirks.md](quirks.md). {count} entries: {workarounds} work around a bug,
+{limits} state a limit of a chip or language.
+"""
+_SECTIONS = (
+    ("workaround", "Work-arounds", "Bugs of a compiler. Each has a range of versions, and goes when its bug is gone."),
+    ("limit", "Limits", "Facts of a chip or language, which no probe makes stale."),
+)
+_COLUMNS = ("id", "where", "toolchains", "symptom", "only when", "what goes wrong", "what is done", "source", "review")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A report that was looked at and is no entry, and why."""
+
+    backend: str
+    what: str
+    where: str
+    source: str
+    reason: str
+
+
+class _LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    report: tuple[Report, ...]
+
+
+def load_left_out(path: Path = LEFT_OUT) -> tuple[Report, ...]:
+    """Read the reports that are no entries. Raises DataError (file, line, key) on anything outside their schema."""
+    data, text = toml_reader.read(path)
+    return toml_reader.convert(data, _LeftOut, path, text).report
+
+
+def render(quirks: Iterable[Quirk], left_out: Iterable[Report]) -> str:
+    """The catalogue as Markdown: work-arounds, limits, then what is no entry and why."""
+    entries = sorted(quirks, key=lambda quirk: quirk.id)
+    kinds = [quirk.kind for quirk in entries]
+    parts = [
+        _HEAD.format(count=len(entries), workarounds=kinds.count("workaround"), limits=kinds.count("limit")),
+    ]
+    for kind, title, about in _SECTIONS:
+        rows = [_row(quirk) for quirk in entries if quirk.kind == kind]
+        parts.append(f"## {title}\n\n{about}\n\n{table(_COLUMNS, rows)}")
+    reports = [(r.backend, r.what, r.where, r.source, r.reason) for r in left_out]
+    parts.append(
+        "## Not in the registry\n\nReports about attention that were looked at, and why they are no entries.\n\n"
+        + table(("backend", "report", "where", "source", "why there is no entry"), reports)
+    )
+    return "\n".join(parts)
+
+
+def _row(quirk: Quirk) -> tuple[str, ...]:
+    when, evidence = quirk.when, quirk.evidence
+    conditions = [
+        *(f"`{text}`" for text in when.features),
+        *(f"`{name} = {value}`" for name, value in when.lowering.items()),
+        *(
+            f"`{name} {value}`" if str(value)[0] in "<>!" else f"`{name} = {value}`"
+            for name, value in when.launch.items()
+        ),
+    ]
+    link = f" ([upstream]({evidence.upstream}))" if evidence.upstream.startswith("http") else ""
+    seen = f", last seen on {evidence.last_seen}" if evidence.last_seen else ""
+    return (
+        f"`{quirk.id}`",
+        f"{when.backend or 'any'}: {', '.join(when.arch) or 'all'}",
+        ", ".join(f"{name} {text}" for name, text in when.toolchain.items()) or "all",
+        quirk.symptom,
+        ", ".join([f"{', '.join(when.kernels) or 'every kernel'}", *conditions]),
+        quirk.title,
+        describe_effect(quirk.effect) + (f"; cost: {quirk.effect.cost}" if quirk.effect.cost else ""),
+        f"{evidence.source}{link}",
+        (f"by {evidence.review_by}" if evidence.review_by else "none due") + seen,
+    )
+
+
+def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "".join("| " + " | ".join(_cell(text) for text in line) + " |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """A pipe would end the cell; inside backticks only a backslash before it keeps it."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Write a page about the registry that comes with portattn to standard output: the catalogue, or the other one."""
+    if list(arguments) == ["--verification"]:
+        from portattn.tools.quirks.verification import render as verification
+
+        sys.stdout.write(verification(Registry.load()))
+    elif arguments:
+        sys.exit(f"python -m portattn.tools.quirks.pages: {' '.join(arguments)!r} is not --verification")
+    else:
+        sys.stdout.write(render(Registry.load().quirks.values(), load_left_out()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

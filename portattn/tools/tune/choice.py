@@ -1,0 +1,84 @@
+"""Choice: one candidate of a search, as a tuning file's entry would say it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from portattn.planning.kernel_specs import FULL
+from portattn.schema.lowering import LAUNCH_FIELDS, OptionValue
+
+Setting = bool | int | str | None
+Only = Mapping[str, tuple[str, ...]]  # values that settings may have, as they are written
+# How the usual settings are written in tables: 128×64 w4 s2.
+_SHORT = {"num_warps": "w{}", "num_stages": "s{}"}
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a tuning entry sets.
+
+    launch    block sizes, warps, stages and compiler options
+    lowering  named choices of a core kernel
+    flags     settings of a variant, by names of its own
+    resident  programs that one core is expected to run at a time (it decides over how many programs keys are split)
+    full      programs a core from which on keys are not split
+    """
+
+    launch: dict[str, OptionValue] = {}
+    lowering: dict[str, str] = {}
+    flags: dict[str, bool | int | str] = {}
+    resident: int = 1
+    full: float = FULL
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """All of it by name."""
+        return {**self.launch, **self.lowering, "resident": self.resident, "full": f"{self.full:g}", **self.flags}
+
+    @property
+    def key(self) -> str:
+        """A short digest, the same for equal choices whatever the order of their names."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:12]
+
+    def differs(self, other: Choice) -> int:
+        """How many settings the two do not share."""
+        ours, theirs = self.settings, other.settings
+        return sum(ours.get(name) != theirs.get(name) for name in ours.keys() | theirs.keys())
+
+    def among(self, only: Only) -> bool:
+        """Whether each of these settings has one of its values. None is the value of what is not set."""
+        settings = self.settings
+        return all(str(settings.get(name)).lower() in map(str.lower, values) for name, values in only.items())
+
+    def __str__(self) -> str:
+        launch: dict[str, Any] = dict(self.launch)
+        tile = [str(launch.pop(name)) for name in ("block_m", "block_n") if name in launch]
+        words = ["×".join(tile)] if tile else []
+        words += [_SHORT[name].format(launch.pop(name)) for name in _SHORT if name in launch]
+        words += [f"{name}={value}" for name, value in launch.items()]
+        words += [str(value) for value in self.lowering.values()]
+        words += [f"{name}={value}" for name, value in self.flags.items()]
+        words += [f"resident={self.resident}"] if self.resident != 1 else []
+        words += [f"full={self.full:g}"] if self.full != FULL else []
+        return " ".join(words) or "defaults"
+
+
+def changed(base: Choice, settings: dict[str, Setting], lowering_names: tuple[str, ...]) -> Choice:
+    """The base with settings put in their places. None takes a compiler option away."""
+    launch, lowering, resident = dict(base.launch), dict(base.lowering), base.resident
+    for name, value in settings.items():
+        if name == "resident":
+            resident = int(value or 1)
+        elif name in lowering_names:
+            lowering[name] = str(value)
+        elif value is None:
+            launch.pop(name, None)
+        else:
+            launch[name] = value
+    # One order, so that equal choices are written alike.
+    names = sorted(launch, key=lambda n: (LAUNCH_FIELDS.index(n) if n in LAUNCH_FIELDS else len(LAUNCH_FIELDS), n))
+    made = {name: launch[name] for name in names}
+    return Choice(launch=made, lowering=lowering, flags=base.flags, resident=resident, full=base.full)

@@ -1,0 +1,129 @@
+"""Which problems share one entry of a tuning file: those of one kernel that the same conditions hold for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.schema import conditions
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.schema.tuning import Entry, Tuning
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.tunable import Tunable
+from portattn.tools.tune.workloads import Workload
+
+# Of each group the first condition that holds is the class's; a group of which none holds says nothing.
+_DTYPE = ("dtype!=fp32", "dtype=fp32")
+_WIDTH = ("widest<=64", "widest<=128", "widest<=256", "widest<=512", "widest>512")
+_MASK = ("causal", "!causal")
+_KEYS = ("seq_k<=512", "seq_k<=2048", "seq_k<=8192", "seq_k>8192")
+_BATCH = ("batch<8", "batch<64", "batch>=64")
+_ROWS = ("rows<=16", "rows>16")
+PACKED = ("packed", "!packed")
+_FEATURES = (("window",), ("softcap",), ("alibi_slopes",), ("bias",), ("mask",))
+_FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
+_SPLIT = (_ROWS, _DTYPE, _WIDTH, ("seq_k<=4096", "seq_k>4096"), _BATCH, *_FEATURES)
+GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "attention": _FORWARD,
+    "varlen_attention": _FORWARD,
+    "decode_attention": _SPLIT,
+    "paged_attention": (*_SPLIT, ("page_size<64", "page_size<256", "page_size>=256")),
+    "mla_attention": (_ROWS, _DTYPE, _WIDTH, _BATCH),
+    "sparse_attention": (_DTYPE, _WIDTH, ("magicpig",), ("paged", "!paged"), _BATCH),
+}
+
+
+class Class(msgspec.Struct, frozen=True, kw_only=True):
+    """Problems that will share one choice.
+
+    kernel, when  of the entry that is looked for: the conditions of today's entry, and those that tell the class
+    position      of today's entry in the tuning file; None where there is none
+    incumbent     today's choice
+    measured      whether today's choice was timed on the chip
+    """
+
+    kernel: str
+    op: str
+    when: tuple[str, ...]
+    workloads: tuple[Workload, ...]
+    position: int | None = None
+    incumbent: Choice | None = None
+    measured: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}: {', '.join(self.when)}"
+
+
+def conditions_of(problem: Problem, several_ops: bool = False) -> tuple[str, ...]:
+    """The conditions by which problems are told apart. several_ops: the kernel takes packed ones and others.
+
+    They hold for this class's problems alone: an entry for 4k keys says nothing of 1k, which may have kept what it had.
+    """
+    features = problem.features()
+    found: list[str] = []
+    for group in (*GROUPS[problem.op], *((PACKED,) if several_ops else ())):
+        place = next((i for i, text in enumerate(group) if conditions.parse(text).holds(features)), None)
+        if place is not None:
+            found += [*(_beyond(text) for text in group[max(place - 1, 0) : place]), group[place]]
+    if set(_FEATURES) <= set(GROUPS[problem.op]) and not features["featured"]:
+        found.append("!featured")
+    return tuple(dict.fromkeys(text for text in found if text))
+
+
+def _beyond(text: str) -> str:
+    """What holds where an upper bound does not; empty for any other condition."""
+    name, bound, limit = text.partition("<=") if "<=" in text else text.partition("<")
+    return f"{name}{'>' if bound == '<=' else '>='}{limit}" if bound else ""
+
+
+def classes(
+    tunables: Iterable[Tunable], workloads: Iterable[Workload], tuning: Tuning | None, target: Target
+) -> list[Class]:
+    """The workloads of each tunable in classes, in the order in which they are first met.
+
+    Problems that have different entries today are never in one class: an entry that is put before today's keeps its
+    conditions, so that it takes no other entry's problems, and no later entry can become unreachable.
+    """
+    loads = list(workloads)
+    found: dict[tuple[str, str, tuple[str, ...]], Class] = {}
+    for tunable in tunables:
+        variant = tunable.name not in KERNEL_NAMES
+        for load in loads:
+            if load.problem.op not in tunable.ops:
+                continue
+            features = load.problem.features()
+            if variant and tuning is not None and tuning.left_to_core(tunable.name, features):
+                continue  # an entry that is found here would never be asked for
+            position = None if tuning is None else tuning.position(tunable.name, features, variant)
+            entry = None if tuning is None or position is None else tuning.entry[position]
+            kinds = conditions_of(load.problem, several_ops=len(tunable.ops) > 1)
+            when = tuple(dict.fromkeys((*(entry.when if entry else ()), *kinds)))
+            key = (tunable.name, load.problem.op, when)
+            made = Class(
+                kernel=tunable.name,
+                op=load.problem.op,
+                when=when,
+                workloads=(load,),
+                position=position,
+                incumbent=tunable.today(load.problem, target) if entry is None else choice_of(entry),
+                measured=tuning is not None and entry is not None and tuning.measured(entry),
+            )
+            before = found.get(key)
+            if before is not None:
+                made = msgspec.structs.replace(before, workloads=(*before.workloads, load))
+            found[key] = made
+    return list(found.values())
+
+
+def choice_of(entry: Entry) -> Choice:
+    return Choice(
+        launch=dict(entry.launch),
+        lowering=dict(entry.lowering),
+        flags=dict(entry.flags),
+        resident=entry.resident,
+        full=entry.full,
+    )

@@ -1,0 +1,100 @@
+"""The core kernels as tunables: a candidate is planned as if its entry were the tuning file's."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from portattn.compile.ensure import code_key, compile_in, first_line, over_limit
+from portattn.config import Settings
+from portattn.errors import PathUnavailable
+from portattn.launch import KernelCall, Signature, kernel_calls, launch_all, meta_call
+from portattn.planning.kernel_specs import CoreKernel
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.schema.tuning import Entry, Provenance, Tuning
+from portattn.tools.tune import space
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.tunable import Built, Compiled, Facts, NotBuilt, Started
+from portattn.worker.client import Worker
+
+
+class CoreTunable:
+    """A kernel of portattn/kernels/ as one op uses it."""
+
+    def __init__(self, kernel: CoreKernel) -> None:
+        self.kernel, self.name = kernel, kernel.name
+        self.ops: tuple[str, ...] = (kernel.op,)
+
+    def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
+        found = space.candidates(self.name, self.kernel.choices, problem, target, base)
+        return (choice for choice in found if not space.left_out(choice, problem, target))
+
+    def today(self, problem: Problem, target: Target) -> Choice | None:
+        return None
+
+    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
+        made = planned(self.name, problem, choice, target)
+        launches, _, _ = kernel_calls(made, meta_call(problem), target.arch.cores)
+        code = code_key(made, launches)
+        # The split over keys is no part of the code, and so not of its key.
+        told = f"{code} {made.specialised[1].splits} {[launch.grid for launch in launches]}"
+
+        def start(call: Call) -> Started:
+            calls, out, _ = kernel_calls(made, call, target.arch.cores)
+            return Started(lambda: launch_all(calls, made, call.q), out)
+
+        def compile_it(worker: Worker, seconds: float) -> Compiled:
+            return compiled(made, launches, target, worker, seconds)
+
+        return Built(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
+
+
+def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Plan:
+    """The core plan that this choice as a tuning entry would give, quirks and limits applied. Raises NotBuilt."""
+    registry = Registry.load()
+    entry = Entry(
+        kernel=kernel, launch=choice.launch, lowering=choice.lowering, resident=choice.resident, full=choice.full
+    )
+    source = Provenance(chip="", toolchain=str(target.toolchain), date=datetime.date.min, measured=False)
+    only = Tuning(provenance=source, entry=(entry,))
+    name = target.arch.tuning or target.arch.name
+    own = msgspec.structs.replace(registry, tunings={target.backend: {name: only}})
+    settings = Settings(backend=registry.backends[target.backend].core_path)
+    try:
+        return plan(problem, target, own, settings=settings)
+    except PathUnavailable as error:
+        raise NotBuilt(error.rejected[0].reason if error.rejected else first_line(str(error))) from None
+
+
+def compiled(
+    made: Plan, launches: Sequence[KernelCall | Signature], target: Target, worker: Worker, seconds: float
+) -> Compiled:
+    """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the first, which
+    does the work.
+    """
+    found: Facts | None = None
+    ascend = target.backend == "ascend"
+    for launch in launches:
+        reply = compile_in(worker, launch, made, target, seconds, "text" if ascend else "full")
+        if reply.outcome != "ok":
+            return Compiled(f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found)
+        facts: Facts = dict(reply.facts)
+        if ascend and isinstance(launch, KernelCall):
+            from portattn.backends.ascend.linalg.check import looked_at
+
+            facts, lints = looked_at(reply, launch, target)
+            red = "; ".join(str(lint) for lint in lints if lint.red)
+            if red:
+                return Compiled(red, facts)
+        found = facts if found is None else found
+        over = over_limit(reply, target)
+        if over:
+            return Compiled(over, found)
+    return Compiled("", found)

@@ -1,0 +1,212 @@
+"""The log of a run: JSON lines as they happen, and beside them a table for people, rewritten after each class.
+
+Only whole lines are ever written, so an interrupted run can go on.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from portattn.errors import ArgumentError, DataError
+from portattn.files import write_whole
+from portattn.tools.run_log import UNREADABLE, Journal, encoded, lines
+from portattn.tools.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
+
+OP = "tune"
+WIDTH = 240  # columns of the table for people
+COLUMNS = (
+    "problem", "candidate", "max error", "mean error", "min µs", "median µs", "max µs", "registers", "spills",
+    "memory", "verdict",
+)  # fmt: skip
+# Of which another run's log would be another run.
+_SAME = ("target", "toolchain", "portattn", "kernels", "measured", "classes", "spills", "only")
+
+
+class _Versioned(msgspec.Struct):
+    schema: int | None = None
+
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+class Log(Journal):
+    """One run's log. Use it as a context: it holds the file's lock.
+
+    Raises ArgumentError when the file cannot be written, or another run writes it at this moment.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path.with_name(f".{path.name}.lock"), op=OP, option="--log", shown=path)
+
+    @property
+    def table(self) -> Path:
+        return self.path.with_suffix(".txt")
+
+    def begin(self, origin: Origin) -> Path | None:
+        """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
+        kept = self.put_away()
+        write_whole(self.path, encoded(origin))
+        return kept
+
+    def resume(self, origin: Origin) -> list[Record]:
+        """The records of the run that the file was begun by. A line that was cut off is dropped.
+
+        Raises ArgumentError when there is nothing to go on with, or it is another run's.
+        """
+        if not self.path.exists():
+            raise ArgumentError(OP, "--resume", str(self.path), "there is no such file to go on with")
+        records = read(self.path, resumed=True)
+        begun = records[0]
+        assert isinstance(begun, Origin)
+        for name in _SAME:
+            if getattr(begun, name) != getattr(origin, name):
+                limit = f"it was begun with another {name} ({getattr(begun, name)}); run without --resume"
+                raise ArgumentError(OP, "--resume", str(self.path), limit)
+        write_whole(self.path, b"".join(map(encoded, records)))
+        return records
+
+    def show(self, records: Sequence[Record]) -> None:
+        """Write the table for people anew, as a whole file."""
+        write_whole(self.table, text(records).encode())
+
+
+def read(path: Path, resumed: bool = False) -> list[Record]:
+    """All records, the Origin first. A last line without an end (an interrupted write) is left out.
+
+    resumed  a run will go on with it: see `journal.lines`
+
+    Raises DataError (file, line) on another schema or a broken line, and when the file or its first line is missing.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    records: list[Record] = []
+    for number, line in lines(path, data, resumed):
+        try:
+            version = msgspec.json.decode(line, type=_Versioned).schema
+            if number == 1 and version not in (None, SCHEMA):
+                raise DataError(path, number, f"schema version {version}; this portattn reads version {SCHEMA}")
+            records.append(_decoder.decode(line))
+        except UNREADABLE as error:
+            raise DataError(path, number, f"not a line of a tune log: {error}") from None
+    if not records or not isinstance(records[0], Origin):
+        raise DataError(path, 1, "the first line, which says where the figures come from, is missing")
+    return records
+
+
+class History:
+    """What an earlier run's records leave to do.
+
+    codes     what compiled to what
+    done      outcomes by class
+    fatal     (problem, choice) of candidates whose first run nothing followed: they ended the process
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.codes: dict[str, Code] = {}
+        self.done: dict[str, Outcome] = {}
+        self.fatal: set[tuple[str, str]] = set()
+        trying: Trying | None = None
+        for record in records:
+            if isinstance(record, Code):
+                self.codes[record.code] = record
+                continue
+            if trying is not None and isinstance(record, Trying | Origin):
+                self.fatal.add((trying.problem, trying.choice))
+            trying = record if isinstance(record, Trying) else None
+            if isinstance(record, Outcome):
+                self.done[record.name] = record
+        if trying is not None:
+            self.fatal.add((trying.problem, trying.choice))
+        # What was told to be at fault then is so now.
+        for record in records:
+            if isinstance(record, Candidate) and record.verdict == "broke":
+                self.fatal.add((record.problem, record.choice.key))
+
+
+def row(record: Candidate) -> tuple[str, ...]:
+    """A candidate as a row under COLUMNS."""
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    t = record.times
+    reason = f"{record.verdict}: {record.reason}" if record.reason else record.verdict
+    return (
+        record.problem, str(record.choice), number(record.error, ".2e"), number(record.mean_error, ".2e"),
+        *(number(time, ".1f") for time in ((t.least, t.median, t.most) if t else (None, None, None))),
+        number(record.registers, "d"), number(record.spills, "d"), number(record.local_memory, "d"), reason,
+    )  # fmt: skip
+
+
+def latest(records: Sequence[Record], name: str) -> list[Candidate]:
+    """The last word on each candidate of a class, problem by problem, the fastest first."""
+    found: dict[tuple[str, str], Candidate] = {}
+    for record in records:
+        if isinstance(record, Candidate) and record.name == name:
+            found[record.problem, record.choice.key] = record
+    problems = list(dict.fromkeys(problem for problem, _ in found))
+    by_time: Callable[[Candidate], tuple[int, float]] = lambda c: (  # noqa: E731
+        problems.index(c.problem),
+        c.times.median if c.times else float("inf"),
+    )
+    return sorted(found.values(), key=by_time)
+
+
+def text(records: Sequence[Record], quiet: bool = True) -> str:
+    """All of a log as tables, one a class. quiet: count those that cost no device time, without a row each."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+    origin = records[0]
+    assert isinstance(origin, Origin)
+    head = "timed" if origin.measured else "compiled only, nothing timed"
+    ptxas = f"ptxas {origin.ptxas}, " if origin.ptxas else ""
+    console.print(Text(f"{origin.target}, {origin.chip}, {origin.toolchain}, {ptxas}{origin.date}; {head}"))
+    console.print(Text(f"portattn {origin.portattn} {origin.commit} (kernels {origin.kernels}): {origin.command}"))
+    outcomes = {record.name: record for record in records if isinstance(record, Outcome)}
+    for name in origin.classes:
+        rows = latest(records, name)
+        if not rows:
+            continue
+        console.print(Text(f"\n{name}", style="bold"))
+        table = Table(box=None, pad_edge=False)
+        for column in COLUMNS:
+            figure = column not in ("problem", "candidate", "verdict")
+            table.add_column(
+                column, justify="right" if figure else "left", no_wrap=column != "verdict", overflow="fold"
+            )
+        for record in rows:
+            if not (quiet and record.verdict in QUIET):
+                table.add_row(*(Text(cell) for cell in row(record)))
+        if table.row_count:
+            console.print(table)
+        counts: dict[str, int] = {}
+        for record in rows:
+            counts[record.verdict] = counts.get(record.verdict, 0) + 1
+        console.print(Text(", ".join(f"{number} {verdict}" for verdict, number in counts.items())))
+        if name in outcomes:
+            console.print(Text(sentence(outcomes[name])))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def sentence(outcome: Outcome) -> str:
+    """What became of a class, in one line."""
+    if outcome.choice is None:
+        return f"nothing: {outcome.reason}"
+    how = "measured" if outcome.measured else "not measured"
+    text = f"{'chosen' if outcome.replaces else 'kept'}, {how}: {outcome.choice}"
+    if outcome.ratio is not None and outcome.incumbent is not None:
+        text += f" ({outcome.ratio:.3f} of the incumbent's time, noise {outcome.noise or 0:.1%})"
+    text += f"; {outcome.reason}" if outcome.reason else ""
+    return text if outcome.complete else f"{text}; the budget was spent before all candidates were looked at"
+
+
+__all__ = ["COLUMNS", "History", "Log", "Stopped", "latest", "read", "row", "sentence", "text"]

@@ -1,0 +1,310 @@
+"""A whole run: every class proposed and compiled, then, where the chip is here, checked and timed, class by class."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+import msgspec
+import torch
+
+from portattn.schema.target import Target
+from portattn.tools.bench.gate import reason
+from portattn.tools.tune import race
+from portattn.tools.tune.classes import Class
+from portattn.tools.tune.facts import compile_all, verdict
+from portattn.tools.tune.log import History
+from portattn.tools.tune.race import Clock
+from portattn.tools.tune.records import Candidate, Outcome, Record, Result
+from portattn.tools.tune.search import (
+    Entrant,
+    Field,
+    Race,
+    as_code,
+    compiled,
+    facts_of,
+    larger_tiles_first,
+    of_code,
+    proposals,
+    witnesses,
+)
+from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Tunable
+from portattn.tools.tune.warm import Asked, warm_all
+from portattn.worker.client import Worker
+
+COMPILING_SHARE = 0.5  # of a budget, where something is to be timed as well
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run is made.
+
+    budget      seconds for all of it; None for as long as it takes
+    jobs        compiles at a time
+    seconds     time limit of one compile
+    spills      bytes of spills that a candidate may have
+    candidates  of each class so many, those nearest to the incumbent; 0 for all
+    rounds      in which finalists take turns
+    only        candidates that have one of these values of these settings
+    """
+
+    budget: float | None = None
+    jobs: int = 2
+    seconds: float = 120.0
+    spills: int = 0
+    candidates: int = 0
+    rounds: int = 4
+    only: dict[str, tuple[str, ...]] = {}
+
+
+class Tuner:
+    """A run over classes.
+
+    device, clock  where and how candidates are timed; both None to compile only
+    note           is called with each record as it is made
+    begin          is called with what is being done, and how many steps it has
+    make           makes a worker for a toolchain; the lab's when None
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tunables: Sequence[Tunable],
+        options: Options,
+        note: Callable[[Record], None],
+        history: History,
+        device: torch.device | None = None,
+        clock: Clock | None = None,
+        begin: Callable[[str, int], None] = lambda what, steps: None,
+        make: Callable[[str], Worker] | None = None,
+    ) -> None:
+        self.target, self.options, self.note, self.begin, self.make = target, options, note, begin, make
+        self.tunables = {tunable.name: tunable for tunable in tunables}
+        self.history, self.device, self.clock = history, device, clock
+        self.codes: dict[str, Compiled] = {code: of_code(record) for code, record in history.codes.items()}
+        self._begun = time.monotonic()
+
+    def run(self, classes: Sequence[Class], done: Callable[[Class, Outcome], None]) -> list[Outcome]:
+        """Search every class that the history has no outcome of; `done` is called as each is finished."""
+        left = [one for one in classes if one.name not in self.history.done]
+        fields = proposals(left, self.tunables, self.target, self.options.candidates, self.options.only)
+        for ground in fields:
+            for record in ground.dropped:
+                self.note(record)
+            ground.dropped.clear()
+        self.compile(interleaved(fields), COMPILING_SHARE)
+        self.warm(fields)
+        outcomes = []
+        self.begin("classes", len(fields))
+        for number, ground in enumerate(fields):
+            outcome = self._one(ground, len(fields) - number)
+            self.note(outcome)
+            self.history.done[outcome.name] = outcome
+            outcomes.append(outcome)
+            done(ground.of, outcome)
+        return outcomes
+
+    def compile(self, codes: Sequence[Sequence[tuple[str, Built]]], share: float = 1.0) -> None:
+        """Compile what is not compiled yet, as far as the budget goes. codes: those of each entrant."""
+        jobs = [job for some in codes for job in some]
+        new = {code for code, built in jobs if code not in self.codes and built.compile is not None}
+        self.begin("compiling", len(new))
+        end = self._end(share if self.device is not None else 1.0)
+
+        def done(code: str, made: Compiled) -> None:
+            self.codes[code] = made
+            self.note(as_code(code, made))
+
+        options = self.options
+        compile_all(
+            jobs, str(self.target.toolchain), options.jobs, options.seconds, done, self.codes, self.make,
+            lambda: time.monotonic() >= end,
+        )  # fmt: skip
+
+    def warm(self, grounds: Sequence[Field]) -> None:
+        """Run in children what could not be compiled in them, where there is a device."""
+        if self.device is None or self.device.type == "cpu":
+            return
+        asked = {
+            built.code or built.identity: Asked(
+                code=built.code or built.identity, target=self.target.name, kernel=ground.of.kernel, case=load.case,
+                choice=entrant.choice, device=str(self.device),
+            )
+            for ground in grounds
+            for entrant in ground.entrants
+            for load in ground.of.workloads
+            if (built := entrant.built[load.name]).compile is None
+        }  # fmt: skip
+        jobs = [one for code, one in asked.items() if code not in self.codes]
+        self.begin("first runs, in children", len(jobs))
+        end = self._end(COMPILING_SHARE)
+
+        def done(code: str, failure: str) -> None:
+            self.codes[code] = Compiled(failure)
+            self.note(as_code(code, self.codes[code]))
+
+        warm_all(jobs, self.options.jobs, done, lambda: time.monotonic() >= end)
+
+    def _end(self, share: float = 1.0) -> float:
+        return float("inf") if self.options.budget is None else self._begun + self.options.budget * share
+
+    def _one(self, ground: Field, classes_left: int) -> Outcome:
+        begun = time.monotonic()
+        entrants = compiled(ground, self.codes, self.target, self.options.spills)
+        for record in ground.dropped:
+            self.note(record)
+        complete = not any(record.verdict == "not reached" for record in ground.dropped)
+        if self.device is None or self.clock is None:
+            outcome = self._compile_only(ground, entrants)
+        else:
+            try:
+                outcome = self._timed(ground, entrants, begun + (self._end() - begun) / classes_left)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                outcome = self._nothing(ground, f"out of memory: {reason(error)}")
+        seconds = round(time.monotonic() - begun, 3)
+        return msgspec.structs.replace(outcome, seconds=seconds, complete=complete and outcome.complete)
+
+    def _nothing(self, ground: Field, why: str) -> Outcome:
+        of = ground.of
+        return Outcome(
+            name=of.name,
+            choice=None,
+            replaces=False,
+            measured=self.device is not None,
+            incumbent=of.incumbent,
+            reason=why,
+        )
+
+    def serving(self, ground: Field, entrants: Sequence[Entrant]) -> list[Entrant]:
+        """Those whose code also fits the chip where the call has what the problems of the class lack (LSE, lengths)."""
+        asked: dict[str, list[tuple[str, Built]]] = {}
+        for entrant in entrants:
+            asked[entrant.choice.key] = []
+            for problem in witnesses(ground.of):
+                try:
+                    built = ground.tunable.build(problem, entrant.choice, self.target)
+                except NotBuilt:  # it is another candidate's then, or the core's
+                    continue
+                asked[entrant.choice.key].append((built.code or built.identity, built))
+        self.compile(list(asked.values()))
+        left = []
+        for entrant in entrants:
+            whys = [
+                verdict(self.codes[code], entrant.choice, self.target, most_spilled=2**31)
+                for code, _ in asked[entrant.choice.key]
+                if code in self.codes
+            ]
+            why = next(filter(None, whys), "")
+            if why and not entrant.incumbent:
+                for load in ground.of.workloads:
+                    known = facts_of(entrant.built[load.name], self.codes)
+                    self.note(
+                        Candidate(
+                            name=ground.of.name, problem=load.name, choice=entrant.choice, verdict="ruled out",
+                            reason=f"with lengths and LSE: {why}", times=entrant.times.get(load.name), **known,
+                        )
+                    )  # fmt: skip
+            else:
+                left.append(entrant)
+        return left
+
+    def _compile_only(self, ground: Field, entrants: list[Entrant]) -> Outcome:
+        """The incumbent where it compiles without spills; else the largest tile that does."""
+        of, chosen = ground.of, None
+        own = next((one for one in entrants if one.incumbent), None)
+        if any(built.compile is None for one in entrants for built in one.built.values()):
+            nothing = self._nothing(ground, f"{of.kernel} cannot be compiled without its chip")
+            return msgspec.structs.replace(nothing, choice=of.incumbent)
+        why = ""
+        if own is not None:
+            codes = [self.codes[code] for code, built in own.codes if built.compile is not None]
+            why = next(
+                filter(None, (verdict(code, own.choice, self.target, self.options.spills) for code in codes)), ""
+            )
+            chosen = own if of.measured or not why else None
+        clean = [one for one in entrants if not one.incumbent or not why]
+        for one in [chosen] if chosen else sorted(clean, key=larger_tiles_first):
+            if one is chosen or self.serving(ground, [one]):
+                chosen = one
+                break
+        for one in entrants:
+            for load in of.workloads:
+                if one is chosen:
+                    word = "kept" if one.incumbent else "chosen"
+                else:
+                    word = "ruled out" if one.incumbent and why else "compiles"
+                known = facts_of(one.built[load.name], self.codes)
+                self.note(
+                    Candidate(
+                        name=of.name, problem=load.name, choice=one.choice, verdict=word,  # type: ignore[arg-type]
+                        reason=why if one.incumbent else "", **known,
+                    )
+                )  # fmt: skip
+        if chosen is None:
+            return self._nothing(ground, "no candidate compiles, fits and does not spill")
+        known = facts_of(chosen.built[of.workloads[0].name], self.codes)
+        return Outcome(
+            name=of.name, choice=chosen.choice, replaces=not chosen.incumbent, measured=False, incumbent=of.incumbent,
+            results=tuple(Result(problem=load.name) for load in of.workloads),
+            counts=_counts(entrants, ground), reason=why, **known,
+        )  # fmt: skip
+
+    def _timed(self, ground: Field, entrants: list[Entrant], end: float) -> Outcome:
+        assert self.device is not None
+        assert self.clock is not None
+        of = ground.of
+        runs = Race(
+            ground, self.codes, self.device, self.clock, self.note, self.history.fatal, lambda: time.monotonic() >= end
+        )
+        left = runs.finalists(runs.probe(entrants))
+        ranked = runs.final(self.serving(ground, left), self.options.rounds)
+        if not ranked:
+            return self._nothing(ground, "no candidate compiles, fits, is right and does not spill")
+        own = next((one for one in ranked if one.incumbent), None)
+        best, ratio, noise = ranked[0], None, None
+        names = [load.name for load in of.workloads]
+        if own is not None:
+            ratio, noise = race.against([best.times[n] for n in names], [own.times[n] for n in names])
+            if best is not own and not race.replaces(ratio, noise):
+                runs.say_all(best, "within noise", f"{ratio:.3f} of the incumbent's time, noise {noise:.1%}")
+                best, ratio = own, 1.0
+        runs.say_all(best, "kept" if best is own else "chosen")
+        other = next((one for one in ranked if one is not best), None)
+        for one in ranked:
+            if one not in (best, ranked[0]):
+                runs.say_all(one, "slower", "in the final")
+        results = tuple(
+            Result(
+                problem=name, times=best.times[name], error=best.errors[name].largest, budget=best.errors[name].budget,
+                incumbent=own.times[name].median if own else None,
+                runner_up=other.times[name].median if other else None,
+            )
+            for name in names
+        )  # fmt: skip
+        return Outcome(
+            name=of.name, choice=best.choice, replaces=best is not own, measured=True, incumbent=of.incumbent,
+            runner_up=other.choice if other else None, ratio=ratio, noise=noise, results=results,
+            counts=_counts(entrants, ground), complete=runs.complete, **facts_of(best.built[names[0]], self.codes),
+        )  # fmt: skip
+
+
+def _counts(entrants: Sequence[Entrant], ground: Field) -> dict[str, int]:
+    """How many candidates came through compiling, and how many did not, by verdict."""
+    return {"looked at": len(entrants)} | dict(Counter(record.verdict for record in ground.dropped))
+
+
+def interleaved(grounds: Sequence[Field]) -> list[list[tuple[str, Built]]]:
+    """Codes of all classes in turn, each class's nearest candidates first: what a short budget should compile."""
+    rows = zip_longest(*([entrant.codes for entrant in ground.entrants] for ground in grounds), fillvalue=[])
+    return [codes for row in rows for codes in row]
+
+
+def red(records: Sequence[Record], outcomes: Mapping[str, Outcome]) -> list[str]:
+    """What a run's exit status is 1 for: candidates that were wrong or broke, and classes without a choice."""
+    found = [
+        f"{record.verdict}: {record.choice} on {record.problem}: {record.reason}"
+        for record in records
+        if isinstance(record, Candidate) and record.verdict in ("wrong", "broke")
+    ]
+    return found + [f"{name}: {one.reason}" for name, one in outcomes.items() if one.choice is None]

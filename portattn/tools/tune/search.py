@@ -1,0 +1,343 @@
+"""One class: what is tried, what compiling leaves of it, and on a device what checking and timing leave of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import torch
+
+from portattn.compile.ensure import is_compilers
+from portattn.errors import ArgumentError, PortattnError
+from portattn.schema.call import Call
+from portattn.schema.lowering import Launch
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.tools.bench.gate import as_call, reason
+from portattn.tools.bench.tensors import Tensors
+from portattn.tools.tune import race
+from portattn.tools.tune.check import Checker, Errors, start
+from portattn.tools.tune.choice import Choice, Only
+from portattn.tools.tune.classes import Class
+from portattn.tools.tune.facts import verdict
+from portattn.tools.tune.race import Clock, Times
+from portattn.tools.tune.records import Candidate, Code, Record, Trying, Verdict
+from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, Tunable
+from portattn.tools.tune.workloads import Workload
+
+
+class DeviceLost(PortattnError):
+    """A candidate left the device unusable for this process. The log is whole, and --resume goes on without it."""
+
+
+@dataclass(slots=True)
+class Entrant:
+    """One candidate of a class. built: by problem; errors, times: of what has run so far, by problem."""
+
+    choice: Choice
+    built: dict[str, Built]
+    incumbent: bool = False
+    errors: dict[str, Errors] = field(default_factory=dict)
+    times: dict[str, Times] = field(default_factory=dict)
+
+    @property
+    def codes(self) -> list[tuple[str, Built]]:
+        return [(built.code or built.identity, built) for built in self.built.values()]
+
+
+@dataclass(slots=True)
+class Field:
+    """A class with its entrants, the incumbent first, and what was left out on the way."""
+
+    of: Class
+    tunable: Tunable
+    entrants: list[Entrant] = field(default_factory=list)
+    dropped: list[Candidate] = field(default_factory=list)
+
+
+def proposals(
+    classes: Sequence[Class], tools: Mapping[str, Tunable], target: Target, most: int, only: Only
+) -> list[Field]:
+    """The entrants of every class. Raises ArgumentError where `only` leaves nothing to try in any of them."""
+    found = [propose(one, tools[one.kernel], target, most, only) for one in classes]
+    if only and found and not any(not entrant.incumbent for ground in found for entrant in ground.entrants):
+        told = ", ".join(f"{name}={value}" for name, values in only.items() for value in values)
+        raise ArgumentError("tune", "--setting", told, "must leave a candidate besides today's choice")
+    return found
+
+
+def propose(of: Class, tunable: Tunable, target: Target, most: int, only: Only = MappingProxyType({})) -> Field:
+    """The entrants of a class: what its space holds for its first problem, as far as it can be built for all of them.
+
+    most  of the candidates nearest to the incumbent, so many; 0 for all
+    only  candidates that have one of these values of these settings
+    """
+    found = Field(of, tunable)
+    base = of.incumbent or Choice()
+    space = (c for c in tunable.space(of.workloads[0].problem, target, base) if c.among(only))
+    choices = [of.incumbent] if of.incumbent is not None else []
+    seen: dict[tuple[str, ...], Choice] = {}
+    for choice in (*choices, *space):
+        own = choice is of.incumbent
+        if choice == of.incumbent and not own:
+            continue
+        built: dict[str, Built] = {}
+        for load in of.workloads:
+            try:
+                built[load.name] = tunable.build(load.problem, choice, target)
+            except NotBuilt as no:
+                found.dropped.append(_candidate(of, load, choice, "refused", str(no)))
+                break
+        else:
+            identities = tuple(one.identity for one in built.values())
+            if identities in seen:
+                twin = f"the same launches as {seen[identities]}"
+                found.dropped.append(_candidate(of, of.workloads[0], choice, "twin", twin))
+                continue
+            seen[identities] = choice
+            found.entrants.append(Entrant(choice, built, incumbent=own))
+            if most and sum(not one.incumbent for one in found.entrants) >= most:
+                break
+    return found
+
+
+def compiled(ground: Field, codes: dict[str, Compiled], target: Target, most_spilled: int) -> list[Entrant]:
+    """The entrants that compile, fit and do not spill; records of the others are added to `dropped`.
+
+    The incumbent is never ruled out for its spills: it is what the others are compared with.
+    """
+    left = []
+    for entrant in ground.entrants:
+        for load in ground.of.workloads:
+            built = entrant.built[load.name]
+            code = codes.get(built.code or built.identity)
+            if built.compile is None and code is None:
+                continue
+            if code is None:
+                why, word = "", "not reached"
+            else:
+                allowed = 2**31 if entrant.incumbent else most_spilled
+                why, word = verdict(code, entrant.choice, target, allowed), "ruled out"
+            if code is None or why:
+                known = facts_of(built, codes)
+                ground.dropped.append(_candidate(ground.of, load, entrant.choice, word, why, **known))  # type: ignore[arg-type]
+                break
+        else:
+            left.append(entrant)
+    return left
+
+
+def facts_of(built: Built, codes: dict[str, Compiled]) -> dict[str, Any]:
+    """Registers, spills and local memory of a candidate's code, as far as they are known."""
+    code = codes.get(built.code or built.identity)
+    facts = (code.facts if code else None) or {}
+    return {name: int(facts[name]) for name in ("registers", "spills", "local_memory") if name in facts}
+
+
+def _candidate(of: Class, load: Workload, choice: Choice, word: Verdict, why: str = "", **known: Any) -> Candidate:
+    return Candidate(name=of.name, problem=load.name, choice=choice, verdict=word, reason=why, **known)
+
+
+class Stage:
+    """One workload on a device: its inputs, its call, and what is right."""
+
+    def __init__(self, load: Workload, device: torch.device) -> None:
+        self.load, self.device = load, device
+        tensors = Tensors.random(load.case, device)
+        self.call: Call = as_call(load.case, tensors)
+        self.checker = Checker(load.case, tensors)
+
+    def first_run(self, built: Built) -> tuple[Started, Errors]:
+        """Run a candidate once into outputs that held NaN. Raises whatever compiler and device raise."""
+        begun = start(built, self.call)
+        begun.run()
+        synchronize(self.device)
+        return begun, self.checker.errors(begun.out)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+class Race:
+    """The entrants of one class on a device: every candidate is checked, then timed, and one is chosen.
+
+    note      is called with each record as it is made
+    out_of_time  whether the class's share of the budget is spent: the incumbent and finalists are timed all the same
+    """
+
+    def __init__(
+        self,
+        ground: Field,
+        codes: dict[str, Compiled],
+        device: torch.device,
+        clock: Clock,
+        note: Callable[[Record], None],
+        fatal: set[tuple[str, str]],
+        out_of_time: Callable[[], bool],
+    ) -> None:
+        self.ground, self.of, self.codes, self.device, self.clock = ground, ground.of, codes, device, clock
+        self.note, self.fatal, self.out_of_time = note, fatal, out_of_time
+        self.complete = True
+        self._stage: Stage | None = None
+
+    def stage(self, load: Workload) -> Stage:
+        """The workload's stage; the last one is kept, so that a class of one problem has one."""
+        if self._stage is None or self._stage.load is not load:
+            self._stage = None  # frees its tensors first
+            self._stage = Stage(load, self.device)
+        return self._stage
+
+    def probe(self, entrants: Sequence[Entrant]) -> list[Entrant]:
+        """Check and briefly time them all, problem by problem; those that are right and not clearly slower."""
+        left = list(entrants)
+        for load in self.of.workloads:
+            best = float("inf")
+            kept = []
+            for entrant in left:
+                if self.out_of_time() and not entrant.incumbent:
+                    self.complete = False
+                    self._say(load, entrant, "not reached")
+                    continue
+                times = self._probed(load, entrant)
+                if times is None:
+                    continue
+                entrant.times[load.name] = times
+                if race.abandoned(times, best) and not entrant.incumbent:
+                    self._say(load, entrant, "abandoned", f"{times.median / best:.2f} times the best so far")
+                    continue
+                best = min(best, times.median)
+                kept.append(entrant)
+            left = kept
+        return left
+
+    def _probed(self, load: Workload, entrant: Entrant) -> Times | None:
+        if (load.name, entrant.choice.key) in self.fatal:
+            self._say(load, entrant, "broke", "it ended the process when it was first run, in the run that is resumed")
+            return None
+        begun = self._begun(load, entrant)
+        if begun is None:
+            return None
+        times = Times.of(self.clock.samples(begun.run, load.case.timing, thorough=False))
+        if self._spoiled(load, entrant, begun):  # a fast one that is wrong would have the right ones abandoned
+            return None
+        # Until there is more to say of it; a log that ends here has its figures.
+        entrant.times[load.name] = times
+        self._say(load, entrant, "slower", "probed")
+        return times
+
+    def _begun(self, load: Workload, entrant: Entrant) -> Started | None:
+        """Run a candidate for the first time and check it; None where that is its end."""
+        stage = self.stage(load)
+        self.note(Trying(name=self.of.name, problem=load.name, choice=entrant.choice.key))
+        try:
+            begun, errors = stage.first_run(entrant.built[load.name])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a candidate raises is its verdict
+            # What no child could compile, or does not fit, is ruled out late; what a device raises is a fault.
+            word: Verdict = "ruled out" if compilers_error(error) else "broke"
+            self._say(load, entrant, word, f"{type(error).__name__}: {reason(error)}")
+            self._alive(entrant)
+            return None
+        entrant.errors[load.name] = errors
+        if errors.wrong:
+            self._say(load, entrant, "wrong", f"error {errors.largest:.2e} is over the budget {errors.budget:.2e}")
+            return None
+        return begun
+
+    def _spoiled(self, load: Workload, entrant: Entrant, begun: Started) -> bool:
+        """Whether the result is wrong after many runs: what a race spoils now and then has had its chance."""
+        entrant.errors[load.name] = self.stage(load).checker.errors(begun.out)
+        if entrant.errors[load.name].wrong:
+            self._say(load, entrant, "wrong", "right at first, and wrong after it was timed")
+        return entrant.errors[load.name].wrong
+
+    def _alive(self, entrant: Entrant) -> None:
+        """Raise DeviceLost where the device takes nothing more from this process."""
+        try:
+            synchronize(self.device)
+        except RuntimeError as error:
+            raise DeviceLost(f"tune: {entrant.choice} left the device unusable: {reason(error)}") from None
+
+    def finalists(self, entrants: Sequence[Entrant]) -> list[Entrant]:
+        """The best by their probes, and the incumbent whatever its own were."""
+        names = [load.name for load in self.of.workloads]
+        least = [min(one.times[name].median for one in entrants) for name in names] if entrants else []
+
+        def score(one: Entrant) -> float:
+            return race.mean_ratio([one.times[name].median for name in names], least)
+
+        ranked = sorted(entrants, key=score)
+        own = [one for one in ranked if one.incumbent]
+        return [*own, *[one for one in ranked if not one.incumbent][: race.FINALISTS]]
+
+    def final(self, entrants: Sequence[Entrant], rounds: int) -> list[Entrant]:
+        """Time the finalists in turns, and check them again; those that are still right, the fastest first."""
+        left = list(entrants)
+        for load in self.of.workloads:
+            begun = {one.choice.key: run for one in left if (run := self._begun(load, one)) is not None}
+            times = race.take_turns({key: one.run for key, one in begun.items()}, self.clock, load.case.timing, rounds)
+            kept = []
+            for one in left:
+                if one.choice.key not in begun:
+                    continue
+                one.times[load.name] = times[one.choice.key]
+                if not self._spoiled(load, one, begun[one.choice.key]):
+                    kept.append(one)
+            left = kept
+        names = [load.name for load in self.of.workloads]
+        if not left:
+            return []
+        least = [min(one.times[name].median for one in left) for name in names]
+        return sorted(left, key=lambda one: race.mean_ratio([one.times[name].median for name in names], least))
+
+    def say_all(self, entrant: Entrant, word: Verdict, why: str = "") -> None:
+        for load in self.of.workloads:
+            self._say(load, entrant, word, why)
+
+    def _say(self, load: Workload, entrant: Entrant, word: Verdict, why: str = "") -> None:
+        errors = entrant.errors.get(load.name)
+        known: dict[str, Any] = facts_of(entrant.built[load.name], self.codes)
+        if errors is not None:
+            known |= {"error": errors.largest, "mean_error": errors.mean, "budget": errors.budget}
+        # Infinite errors have no place in JSON, and say enough as a verdict.
+        known = {name: value for name, value in known.items() if value != float("inf")}
+        self.note(_candidate(self.of, load, entrant.choice, word, why, times=entrant.times.get(load.name), **known))
+
+
+def compilers_error(error: Exception) -> bool:
+    """Whether an error is Triton's about a kernel (it does not compile, it needs more than the chip has)."""
+    own = type(error).__module__.partition(".")[0] == "triton" or "PassManager" in str(error)
+    return own and is_compilers(error)
+
+
+def as_code(code: str, made: Compiled) -> Code:
+    return Code(code=code, failure=made.failure, facts=made.facts)
+
+
+def of_code(record: Code) -> Compiled:
+    return Compiled(record.failure, record.facts)
+
+
+def witnesses(of: Class) -> list[Problem]:
+    """Problems that the entry will serve as well, and that need more registers and memory: LSE, and lengths."""
+    found = []
+    for load in of.workloads:
+        p = load.problem
+        more: dict[str, Any] = {
+            "attention": {"seqlens_q": True, "seqlens_k": True},
+            "decode_attention": {"leftpad_k": True},
+        }
+        found.append(msgspec.structs.replace(p, return_lse=True, **more.get(p.op, {})))
+    return found
+
+
+def larger_tiles_first(entrant: Entrant) -> tuple[int, ...]:
+    """The order of candidates that nobody has timed: the largest tile, then fewer warps, then a deeper pipeline."""
+    launch = Launch().changed(entrant.choice.launch)
+    return -launch.block_m * launch.block_n, launch.num_warps, -launch.num_stages

@@ -1,0 +1,198 @@
+"""What is tried: a table of axes for each kernel, and rules for what is left out without being compiled.
+
+To extend a search add an axis, or values to one. An axis is a field of Launch, a compiler option, a choice of Lowering,
+or `resident`; what no axis names stays as the incumbent has it. Of axes with one name the first that applies counts.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from portattn.launch.kernelcall import TORCH_DTYPE
+from portattn.planning.kernel_specs import head_columns
+from portattn.schema import conditions
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, check_option
+from portattn.schema.problem import Problem
+from portattn.schema.sizes import next_power_of_two
+from portattn.schema.target import Target
+from portattn.tools.tune.choice import Choice, Setting, changed
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """One setting and the values to try. targets: globs of `backend:arch`; when: conditions on the problem."""
+
+    name: str
+    values: tuple[Setting, ...]
+    targets: tuple[str, ...] = ("*",)
+    when: tuple[str, ...] = ()
+
+    def applies(self, problem: Problem, target: Target) -> bool:
+        return any(fnmatch.fnmatchcase(target.name, glob) for glob in self.targets) and conditions.all_hold(
+            map(conditions.parse, self.when), problem.features()
+        )
+
+
+NVIDIA, AMD, ASCEND = ("cuda:*",), ("rocm:*",), ("ascend:*",)
+RDNA = ("rocm:gfx1*",)  # 256 registers a lane, and half as many lanes a wave: tiles are smaller
+WITH_TMA = ("cuda:sm_90", "cuda:sm_100", "cuda:sm_120")
+HALF, WIDE, FLOAT = "dtype!=fp32", "widest>256", "dtype=fp32"
+
+# Options of the compilers, for every kernel that has products.
+_OPTIONS = (
+    Axis("waves_per_eu", (None, 1, 2), AMD),
+    Axis("matrix_instr_nonkdim", (None, 16), ("rocm:gfx9*",), (HALF,)),
+)
+_LOADS = (
+    Axis("load", ("pointer", "descriptor"), WITH_TMA, (HALF, "aligned")),
+    Axis("dot_precision", ("ieee", "tf32x3"), NVIDIA, (FLOAT,)),
+)
+
+_FORWARD = (
+    Axis("block_m", (16, 32, 64), when=(WIDE,)),
+    Axis("block_m", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_m", (16, 32, 64, 128), ASCEND),
+    Axis("block_m", (16, 32, 64), RDNA),
+    Axis("block_m", (64, 128)),
+    Axis("block_n", (16, 32, 64), RDNA),
+    Axis("block_n", (16, 32, 64), when=(WIDE,)),
+    Axis("block_n", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_n", (32, 64, 128)),
+    Axis("num_warps", (1,), ASCEND),
+    Axis("num_warps", (4, 8)),
+    Axis("num_stages", (1,), ASCEND),
+    Axis("num_stages", (1, 2), AMD),
+    Axis("num_stages", (1, 2), when=(WIDE,)),
+    Axis("num_stages", (2, 3, 4), NVIDIA),
+    Axis("pipeline", ("plain", "rotated", "single"), (*NVIDIA, *AMD), ("seq_k<=128",)),
+    Axis("pipeline", ("plain", "rotated"), (*NVIDIA, *AMD)),
+    # 128 registers let four programs of four warps share an SM, 168 three: 65,536 / (4 · 128) and / (3 · 128).
+    Axis("maxnreg", (None, 128, 168), NVIDIA, (HALF, "widest<=64")),
+    *_LOADS,
+    *_OPTIONS,
+)
+_SPLIT = (
+    Axis("block_m", (16, 32, 64), when=("rows>16", WIDE)),
+    Axis("block_m", (16, 32, 64, 128), when=("rows>16",)),
+    Axis("block_m", (16,)),
+    Axis("block_n", (16, 32, 64), when=(WIDE,)),
+    Axis("block_n", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_n", (32, 64, 128)),
+    Axis("num_warps", (1,), ASCEND),
+    Axis("num_warps", (4, 8), when=(WIDE,)),
+    Axis("num_warps", (2, 4, 8)),
+    Axis("num_stages", (1,), ASCEND),
+    Axis("num_stages", (1, 2), AMD),
+    Axis("num_stages", (1, 2), when=(WIDE,)),
+    Axis("num_stages", (2, 3, 4, 6), NVIDIA),
+    Axis("launch_pdl", (True,), ("cuda:sm_90",)),
+    Axis("resident", (1, 2), (*NVIDIA, *AMD)),
+    *_LOADS,
+    *_OPTIONS,
+)
+_SPARSE = (
+    Axis("block_n", (16, 32, 64, 128)),
+    Axis("num_warps", (1,), ASCEND),
+    Axis("num_warps", (1, 2, 4, 8)),
+    Axis("num_stages", (1,), ASCEND),
+    Axis("num_stages", (1, 2)),
+    Axis("launch_pdl", (True,), ("cuda:sm_90",)),
+    Axis("resident", (1, 2, 4, 8), (*NVIDIA, *AMD)),
+)
+SPACES: dict[str, tuple[Axis, ...]] = {
+    "dense_forward": _FORWARD,
+    "varlen_forward": _FORWARD,
+    "decode_split": _SPLIT,
+    "paged_split": _SPLIT,
+    "mla_split": _SPLIT,
+    "sparse_split": _SPARSE,
+}
+
+
+def check_space(axes: tuple[Axis, ...]) -> None:
+    """Raise ValueError where an axis names no setting, a value or an option that a backend does not have."""
+    for axis in axes:
+        for condition in axis.when:
+            conditions.parse(condition)
+        if axis.name in CHOICES:
+            unknown = [value for value in axis.values if value not in CHOICES[axis.name]]
+            if unknown:
+                raise ValueError(f"axis {axis.name}: {unknown[0]!r} is outside {CHOICES[axis.name]}")
+        elif axis.name in OPTIONS:
+            for glob in axis.targets:
+                check_option(axis.name, glob.partition(":")[0])
+        elif axis.name not in (*LAUNCH_FIELDS, "resident") or axis.name == "splits":
+            raise ValueError(f"axis {axis.name!r} is no field of Launch, no compiler option and no Lowering choice")
+
+
+Rule = Callable[[Choice, Problem, Target], "str | None"]
+
+
+def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
+    """The pipeline's tiles of K and V alone: Triton keeps at least one fewer than num_stages of them."""
+    launch = Launch().changed(choice.launch)
+    width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
+    item = TORCH_DTYPE[problem.dtype].itemsize
+    least = (launch.num_stages - 1) * launch.block_n * width * item
+    if problem.op == "sparse_attention" or least <= target.arch.local_memory:
+        return None
+    return f"its K and V tiles alone take {least} bytes, {target.arch.name} has {target.arch.local_memory}"
+
+
+def _accumulators(choice: Choice, problem: Problem, target: Target) -> str | None:
+    """Scores and result of a tile are float32 in registers."""
+    launch, arch = Launch().changed(choice.launch), target.arch
+    threads = launch.num_warps * arch.warp_size
+    if not arch.registers or not threads or problem.op == "sparse_attention":
+        return None
+    columns = next_power_of_two(problem.head_dim_v) + launch.block_n
+    most = min(arch.registers, int(launch.get("maxnreg") or arch.registers))
+    least = launch.block_m * columns // threads
+    return f"scores and result take {least} registers a thread, of {most}" if least > most else None
+
+
+def _rows_a_warp(choice: Choice, problem: Problem, target: Target) -> str | None:
+    """Of narrow heads a warp computes 16 rows or more; wide ones need the registers of more warps."""
+    launch = Launch().changed(choice.launch)
+    if max(head_columns(problem)[0], problem.head_dim_v) > 128 or problem.op not in ("attention", "varlen_attention"):
+        return None
+    few = launch.block_m < 16 * launch.num_warps and launch.num_warps > 4
+    return f"{launch.num_warps} warps share {launch.block_m} rows" if few else None
+
+
+def _capped_registers(choice: Choice, problem: Problem, target: Target) -> str | None:
+    """maxnreg is for more programs of four warps a core: more warps have no use for it."""
+    launch = Launch().changed(choice.launch)
+    if launch.get("maxnreg") and launch.num_warps != 4:
+        return f"maxnreg with {launch.num_warps} warps"
+    return None
+
+
+RULES: tuple[Rule, ...] = (_buffers, _accumulators, _rows_a_warp, _capped_registers)
+
+
+def axes_of(kernel: str, problem: Problem, target: Target) -> list[Axis]:
+    """The axes that apply, one for each name."""
+    found: dict[str, Axis] = {}
+    for axis in SPACES[kernel]:
+        if axis.applies(problem, target):
+            found.setdefault(axis.name, axis)
+    return list(found.values())
+
+
+def candidates(kernel: str, reads: tuple[str, ...], problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
+    """Every combination of the kernel's axes on the base, nearest to it first. reads: Lowering choices that it has."""
+    axes = [axis for axis in axes_of(kernel, problem, target) if axis.name not in CHOICES or axis.name in reads]
+    found: dict[str, Choice] = {}
+    for values in itertools.product(*(axis.values for axis in axes)):
+        choice = changed(base, {axis.name: value for axis, value in zip(axes, values, strict=True)}, tuple(CHOICES))
+        found.setdefault(choice.key, choice)
+    yield from sorted(found.values(), key=lambda choice: (choice.differs(base), str(choice)))
+
+
+def left_out(choice: Choice, problem: Problem, target: Target) -> str:
+    """Why a candidate cannot be any good whatever the compiler does; empty where it may be."""
+    return next((why for rule in RULES if (why := rule(choice, problem, target))), "")

@@ -1,0 +1,101 @@
+"""What a kernel must say to be tuned: Tunable, and Built, one candidate ready to be compiled and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from portattn.errors import PortattnError
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import Registry
+from portattn.schema.call import TENSORS, Call
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+from portattn.tools.tune.choice import Choice
+from portattn.worker.client import Worker
+
+Facts = dict[str, int | str | float]
+
+
+class NotBuilt(PortattnError):
+    """A candidate that the planner or a variant does not take for the problem; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """How compiling a candidate ended.
+
+    failure  why there is no code for it, or why the code does not fit the chip; empty otherwise
+    facts    registers, spills, local_memory … of the kernel that does the work
+    """
+
+    failure: str = ""
+    facts: Facts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A candidate on a device: `run()` enqueues it on the current stream and fills `out` (B, Hq, Sq, Dv)."""
+
+    run: Callable[[], object]
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One candidate for one problem.
+
+    identity  candidates of equal identity are the same launches: one of them is enough
+    start     brings it onto the device of a Call's tensors; raises what compiler and device raise
+    code      candidates of equal code are compiled once; empty for the identity
+    compile   compiles it in a child process, on a machine without the chip too, in so many seconds at most; None where
+              that cannot be done, and then nothing is known of it before it runs
+    """
+
+    identity: str
+    start: Callable[[Call], Started]
+    code: str = ""
+    compile: Callable[[Worker, float], Compiled] | None = None
+
+
+class Tunable(Protocol):
+    """A kernel whose choices can be searched. `name` is its name in tuning files, `ops` the ops that it serves."""
+
+    name: str
+    ops: tuple[str, ...]
+
+    def space(self, problem: Problem, target: Target, base: Choice) -> Iterable[Choice]:
+        """What to try, most promising first. base: the choice of today, or one without any setting."""
+        ...
+
+    def today(self, problem: Problem, target: Target) -> Choice | None:
+        """What runs where the tuning file has no entry; None where that is nothing but defaults."""
+        ...
+
+    def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
+        """The candidate for the problem. Raises NotBuilt where it cannot be."""
+        ...
+
+
+def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
+    """Everything that can be tuned for a target: the core kernels, then its variants that say how (Variant.tunable)."""
+    from portattn.tools.tune.core import CoreTunable
+
+    backend = (registry or Registry.load()).backends[target.backend]
+    found: list[Tunable] = [CoreTunable(kernel) for kernel in CORES.values()] if backend.core_path else []
+    for variant in backend.variants:
+        make = getattr(variant, "tunable", None)
+        if make is not None and target.arch.name in variant.arches:
+            found.append(make())
+    return found
+
+
+def started(launch: Callable[[Mapping[str, torch.Tensor | None]], object], call: Call) -> Started:
+    """What a variant's launcher makes of a call: outputs are allocated once, and filled by every run."""
+    out = call.new_out()
+    lse = call.new_lse() if call.problem.return_lse else None
+    tensors = {name: getattr(call, name) for name in TENSORS} | {"out": out, "lse": lse}
+    return Started(lambda: launch(tensors), out)

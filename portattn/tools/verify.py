@@ -1,0 +1,261 @@
+"""Verifying a kernel: the same plan, kernel and lowering by every means that this machine has, and which one differs.
+
+Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source;
+the device (an NVIDIA one also the code of older chips), or a functional model of an AMD chip, what a compiler made of
+it. Where only the interpreter is right, the
+compiler or the chip is wrong; where all are wrong, the kernel is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from portattn.backends.cuda.ptx_compat.check import Older
+from portattn.backends.rocm.emulator.check import Emulated
+from portattn.compile.ensure import first_line
+from portattn.config import Settings
+from portattn.errors import ArgumentError, PortattnError
+from portattn.planning.backend import Variant
+from portattn.planning.detect import devices
+from portattn.planning.planner import Plan, plan
+from portattn.planning.registry import Registry
+from portattn.schema.problem import OPS, Problem
+from portattn.schema.quirk import LEVELS, Level
+from portattn.schema.target import Target
+from portattn.testing import canary
+from portattn.testing.numerics import Interpreter, numerics, request_of
+from portattn.tools import lab
+from portattn.tools.matrix import variants
+from portattn.tools.matrix.cells import Numerics
+from portattn.tools.matrix.run import core_of
+from portattn.worker.client import Worker
+
+Verdict = Literal["agree", "device", "kernel", "interpreter", "unclear", "unseen", "refused", "compiled", "compiler"]
+SENTENCES: Mapping[Verdict, str] = {
+    "agree": "right by every means that ran",
+    "device": "right under the interpreter and wrong as machine code: what the compiler made of it, or the chip",
+    "kernel": "wrong by every means that ran: the kernel itself, or this lowering of it",
+    "interpreter": "wrong under the interpreter only: the interpreter, or what it does not do as a device does",
+    "unclear": "wrong, and what ran cannot tell whether the kernel or what a compiler made of it is",
+    "unseen": "nothing could run it here",
+    "refused": "the core kernel does not take it",
+    "compiled": "it compiles to clean code, and nothing here could run it",
+    "compiler": "it does not compile to clean code",
+}
+# The level that a right result by each means is evidence for; the interpreter's is none.
+_LEVEL_OF: Mapping[str, Level] = {"device": "runs", "older": "runs", "emulated": "emulated"}
+RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "compiler"})
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem, what each means gave, and what that says.
+
+    level  evidence that this row is; `declared` where something differs, or nothing but the interpreter ran
+    label  what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
+    """
+
+    op: str
+    problem: str
+    target: str
+    toolchain: str
+    kernel: str
+    path: str
+    verdict: Verdict
+    sentence: str
+    level: Level = "declared"
+    label: str = ""
+    seen: dict[str, Numerics] = {}
+
+
+def verify(
+    ops: Sequence[str],
+    target: Target,
+    settings: Settings,
+    seconds: float,
+    say: Callable[[str], None],
+    emulate: bool = False,
+    run_older: bool | None = None,
+) -> Iterator[Row]:
+    """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
+
+    seconds    time limit of each means
+    say        told what is being run
+    emulate    also run the machine code in a model of the chip
+    run_older  also run the target's code on a newer NVIDIA GPU that is here; None: where there is one
+
+    Raises ArgumentError when there is no model of the chip, or run_older is True and no newer GPU; LabError when the
+    target's compiler is neither installed nor in the lab.
+    """
+    interpreter = Interpreter(seconds)
+    here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
+    emulated, older = Emulated(seconds), Older(seconds, devices())
+    if emulate and (lacks := emulated.lacks(target)):
+        raise ArgumentError("verify", "target", target.name, lacks)
+    if run_older and (lacks := older.lacks(target)):
+        raise ArgumentError("verify", "target", target.name, lacks)
+    # Where it is not run the row says why, unless that was asked for.
+    tells_older = target.backend == "cuda" and not here and run_older is not False
+    compiles = emulate or (tells_older and not older.lacks(target))
+    with (
+        Worker(runs="interpreter") as interpreting,
+        Worker(runs="kernels") as running,
+        lab.worker(str(target.toolchain)) if compiles else contextlib.nullcontext(running) as compiling,
+    ):
+        for op in ops or OPS:
+            for problem in canary.CASES[op]:
+                say(f"{problem}")
+                core = _core(problem, target, settings)
+                if isinstance(core, str):
+                    yield _row(problem, target, None, "refused", core, {})
+                    continue
+                seen = {"interpreter": interpreter.check(core, interpreting)}
+                if here and core.path != "interpreter":
+                    seen["device"] = _on_device(core, problem, target, running, seconds)
+                if tells_older:
+                    seen["older"] = older.check(core, problem, target, compiling, running)
+                if emulate:
+                    seen["emulated"] = emulated.check(core, target, compiling, running)
+                verdict = conclusion({name: found.outcome for name, found in seen.items()})
+                yield _row(problem, target, core, verdict, SENTENCES[verdict], seen)
+            yield from _variants(op, target, settings, seconds, say, running if here else None)
+
+
+def _variants(
+    op: str, target: Target, settings: Settings, seconds: float, say: Callable[[str], None], running: Worker | None
+) -> Iterator[Row]:
+    """The canaries of the op's variants on this chip: compiled, and run where the target is here (`running`)."""
+    with _Compilers(target) as compilers:
+        yield from _variant_rows(op, target, settings, seconds, say, running, compilers)
+
+
+class _Compilers:
+    """The target's compiler, started when it is first wanted."""
+
+    def __init__(self, target: Target) -> None:
+        self._name = str(target.toolchain)
+        self._worker: Worker | None = None
+
+    def get(self) -> Worker:
+        """Raises LabError or ArgumentError where there is none here."""
+        self._worker = self._worker or lab.worker(self._name)
+        return self._worker
+
+    def __enter__(self) -> _Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _variant_rows(
+    op: str,
+    target: Target,
+    settings: Settings,
+    seconds: float,
+    say: Callable[[str], None],
+    running: Worker | None,
+    compilers: _Compilers,
+) -> Iterator[Row]:
+    for variant in Registry.load().backends[target.backend].variants:
+        if op not in variant.ops or target.arch.name not in variant.arches:
+            continue
+        for problem in (p for p in variant.canaries or canary.CASES[op] if p.op == op):
+            made = canary.planned(problem, target, settings, variant.name)
+            if made is None:
+                continue
+            say(f"{problem} by {variant.name}")
+            seen = {"compiled": _compiled(variant, made, target, compilers, seconds)}
+            if running is not None:
+                seen["device"] = _on_device(made, problem, target, running, seconds)
+            verdict = variant_conclusion({name: found.outcome for name, found in seen.items()})
+            yield _row(problem, target, made, verdict, SENTENCES[verdict], seen)
+
+
+def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compilers, seconds: float) -> Numerics:
+    """Whether a variant compiles to code that fits the chip and is clean; no number is compared."""
+    where, problem = str(target), made.problem
+    try:
+        kernels, failed, function = variants.compiled(variant, made, target, compilers.get(), seconds)
+    except (lab.LabError, ArgumentError, variants.Undescribed) as error:
+        return Numerics(outcome="not_run", where=where, problem=problem, reason=str(error))
+    if failed is not None:
+        reason = f"{function}: {failed.kind} at {failed.stage}: {first_line(failed.message)}"
+        assert failed.outcome != "ok"
+        return Numerics(outcome=failed.outcome, where=where, problem=problem, reason=reason)
+    broken = [str(gate) for gate in variants.check(variant, problem, target, kernels) if not gate.passed]
+    return Numerics(outcome="fail" if broken else "pass", where=where, problem=problem, reason="; ".join(broken))
+
+
+def variant_conclusion(outcomes: Mapping[str, str]) -> Verdict:
+    """What compiling a variant, and running it where that could be done, together say."""
+    on_device, compiled = outcomes.get("device", "not_run"), outcomes["compiled"]
+    if on_device != "not_run":
+        return "agree" if on_device == "pass" else "unclear"
+    if compiled == "not_run":
+        return "unseen"
+    return "compiled" if compiled == "pass" else "compiler"
+
+
+def conclusion(outcomes: Mapping[str, str]) -> Verdict:
+    """What the outcomes of the means together say; `not_run` says nothing."""
+    ran = {name: outcome == "pass" for name, outcome in outcomes.items() if outcome != "not_run"}
+    if not ran:
+        return "unseen"
+    if all(ran.values()):
+        return "agree"
+    if "interpreter" not in ran:
+        return "unclear"
+    if not any(ran.values()):
+        return "kernel" if len(ran) > 1 else "unclear"
+    if ran["interpreter"]:
+        return "device"
+    return "interpreter" if sum(ran.values()) == len(ran) - 1 else "unclear"
+
+
+def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
+    """The plan of the core kernel, also where it is passed over only for being slow; or why there is none."""
+    registry = Registry.load()
+    named = registry.backends[target.backend].core_path == "interpreter"
+    asked = msgspec.structs.replace(settings, backend="interpreter" if named else "auto", fallback="silent")
+    try:
+        made = plan(problem, target, registry, settings=asked)
+    except PortattnError as error:
+        return str(error)
+    core = core_of(made, target, registry, settings)
+    return (
+        core if core is not None else (made.rejected[0].reason if made.rejected else f"the {made.path} path is taken")
+    )
+
+
+def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, seconds: float) -> Numerics:
+    kind = Registry.load().backends[target.backend].device_type
+    reply = worker.request("interpret", seconds, **request_of(core, problem, core.path, target.name, kind))
+    return numerics(reply, str(target), problem)
+
+
+def _row(
+    problem: Problem, target: Target, core: Plan | None, verdict: Verdict, sentence: str, seen: dict[str, Numerics]
+) -> Row:
+    levels: list[Level] = ["compiles" if verdict == "compiled" else "declared"]
+    if verdict == "agree":
+        levels += [_LEVEL_OF[name] for name, found in seen.items() if name in _LEVEL_OF and found.outcome == "pass"]
+    level = max(levels, key=LEVELS.index)
+    on_chip = "device" in seen and seen["device"].outcome == "pass"
+    return Row(
+        op=problem.op,
+        problem=str(problem),
+        target=target.name,
+        toolchain=str(target.toolchain),
+        kernel=canary.family(core) if core else "",
+        path=core.path if core else "",
+        verdict=verdict,
+        sentence=sentence,
+        level=level,
+        label=seen["older"].where if level == "runs" and not on_chip else "",
+        seen=seen,
+    )
