@@ -19,7 +19,7 @@ from portattn.backends.rocm.emulator.amdgpu.isa import EXEC, SCC, VCC
 from portattn.backends.rocm.emulator.amdgpu.state import Array, State
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+    from portattn.backends.rocm.emulator.amdgpu.context import Context
 
 # What run() returns besides an index to go on from.
 END, WAIT, SPLIT = -1, -2, -3
@@ -58,7 +58,7 @@ _BRANCHES: dict[str, tuple[Callable[[State], Array], bool, str]] = {
 }  # fmt: skip
 
 
-def bind(machine: Machine, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> Bound:
     """Bind one control instruction. Raises UnknownInstruction."""
     name = instruction.mnemonic
     if name == "s_endpgm":
@@ -83,7 +83,7 @@ def bind(machine: Machine, instruction: Instruction) -> Bound:
     raise UnknownInstruction(f"{name} is not modelled")
 
 
-def _branch(machine: Machine, instruction: Instruction) -> Bound:
+def _branch(machine: Context, instruction: Instruction) -> Bound:
     state = machine.state
     condition, wanted, register = _BRANCHES[instruction.mnemonic]
     target = machine.program.labels[instruction.operands[0]]
@@ -108,7 +108,7 @@ def _branch(machine: Machine, instruction: Instruction) -> Bound:
     return Bound(instruction, run, uses=uses)
 
 
-def _wait(machine: Machine, instruction: Instruction) -> Bound:
+def _wait(machine: Context, instruction: Instruction) -> Bound:
     text = instruction.operands[0] if instruction.operands else ""
     limits = waits.limits(instruction.mnemonic, ", ".join(instruction.operands) or text)
     wanted = [(counter, limit) for counter, limit in limits.items() if limit < 63]
@@ -121,7 +121,7 @@ def _wait(machine: Machine, instruction: Instruction) -> Bound:
     return Bound(instruction, run)
 
 
-def _set_mode(machine: Machine, instruction: Instruction) -> Bound:
+def _set_mode(machine: Context, instruction: Instruction) -> Bound:
     found = re.fullmatch(r"hwreg\((\w+)(?:,\s*(\d+),\s*(\d+))?\),\s*(\w+)", instruction.operands[0])
     if not found:
         raise UnknownOperand(f"{instruction.operands[0]!r} is not known")

@@ -12,7 +12,7 @@ from portattn.backends.rocm.emulator.amdgpu import (
     matrix,
     packed,
     scalar,
-    scratch,
+    scratch_ops,
     smem,
     vector,
     vmem,
@@ -22,7 +22,7 @@ from portattn.backends.rocm.emulator.amdgpu.binder import Bound
 from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, UnknownInstruction
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+    from portattn.backends.rocm.emulator.amdgpu.context import Context
 
 FAMILIES = ("control", "scalar", "scalar memory", "vector", "compare", "packed", "matrix", "lanes", "LDS", "scratch",
             "vector memory")  # fmt: skip
@@ -42,7 +42,7 @@ def family(mnemonic: str) -> str | None:
     if mnemonic.startswith("ds_"):
         return "LDS" if lds_ops.known(mnemonic) else None
     if mnemonic.startswith("scratch_"):
-        return "scratch" if scratch.known(mnemonic) else None
+        return "scratch" if scratch_ops.known(mnemonic) else None
     if mnemonic.startswith(("buffer_", "global_", "flat_")):
         return "vector memory" if vmem.known(mnemonic) else None
     if matrix.known(mnemonic):
@@ -56,7 +56,7 @@ def family(mnemonic: str) -> str | None:
     return "vector" if mnemonic.startswith("v_") and vector.known(name) else None
 
 
-def bind(machine: Machine, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> Bound:
     """Bind an instruction to a machine. Raises UnknownInstruction and UnknownOperand, with the line."""
     try:
         if instruction.second is not None:
@@ -68,7 +68,7 @@ def bind(machine: Machine, instruction: Instruction) -> Bound:
         raise error.at(instruction.place) from None
 
 
-def _bind_single(machine: Machine, instruction: Instruction) -> Bound:
+def _bind_single(machine: Context, instruction: Instruction) -> Bound:
     kind = family(instruction.mnemonic)
     state = machine.state
     if kind is None:
@@ -83,4 +83,4 @@ def _bind_single(machine: Machine, instruction: Instruction) -> Bound:
 
 
 _ON_STATE = {"scalar": scalar, "vector": vector, "compare": compare, "packed": packed, "matrix": matrix}
-_ON_MACHINE = {"control": control, "scalar memory": smem, "LDS": lds_ops, "scratch": scratch, "vector memory": vmem}
+_ON_MACHINE = {"control": control, "scalar memory": smem, "LDS": lds_ops, "scratch": scratch_ops, "vector memory": vmem}

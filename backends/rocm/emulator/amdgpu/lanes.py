@@ -20,9 +20,9 @@ from portattn.backends.rocm.emulator.amdgpu.state import Array
 from portattn.backends.rocm.emulator.amdgpu.vector import base_name
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+    from portattn.backends.rocm.emulator.amdgpu.context import Context
 
-Bind = Callable[["Machine", Instruction], Bound]
+Bind = Callable[["Context", Instruction], Bound]
 
 
 def _first_lane(state: Any) -> Array:
@@ -30,7 +30,7 @@ def _first_lane(state: Any) -> Array:
     return np.argmax(state.read_mask(EXEC), axis=1)
 
 
-def _read_lane(machine: Machine, instruction: Instruction) -> Bound:
+def _read_lane(machine: Context, instruction: Instruction) -> Bound:
     state = machine.state
     binder = Binder(state, instruction)
     binder.allow()
@@ -60,7 +60,7 @@ def _read_lane(machine: Machine, instruction: Instruction) -> Bound:
     return Bound(instruction, run, source.registers, scalar_writes=target.registers, uses=uses, flow=flow)
 
 
-def _write_lane(machine: Machine, instruction: Instruction) -> Bound:
+def _write_lane(machine: Context, instruction: Instruction) -> Bound:
     state = machine.state
     binder = Binder(state, instruction)
     binder.allow()
@@ -86,7 +86,7 @@ def _write_lane(machine: Machine, instruction: Instruction) -> Bound:
 
 
 def _gathered(
-    machine: Machine, binder: Binder, value: int, address: int | None, select: Callable[[], tuple[Array, Array | None]]
+    machine: Context, binder: Binder, value: int, address: int | None, select: Callable[[], tuple[Array, Array | None]]
 ) -> Bound:
     """dst lane = source lane `select()[0]` of operand `value`, 0 (or kept: see callers) where select()[1] is False."""
     state = machine.state
@@ -108,7 +108,7 @@ def _gathered(
     return Bound(binder.instruction, run, binder.registers(value), (), binder.registers(0), uses=uses, flow=flow)
 
 
-def _bpermute(machine: Machine, instruction: Instruction) -> Bound:
+def _bpermute(machine: Context, instruction: Instruction) -> Bound:
     """Each lane takes the value of the lane that its address / 4 names; 0 from a lane that is off."""
     state = machine.state
     binder = Binder(state, instruction)
@@ -124,7 +124,7 @@ def _bpermute(machine: Machine, instruction: Instruction) -> Bound:
     return _gathered(machine, binder, 2, 1, select)
 
 
-def _permute(machine: Machine, instruction: Instruction) -> Bound:
+def _permute(machine: Context, instruction: Instruction) -> Bound:
     """Each lane sends its value to the lane that its address / 4 names; the highest sender wins, 0 where none does."""
     state = machine.state
     binder = Binder(state, instruction)
@@ -166,7 +166,7 @@ def swizzle_pattern(text: str) -> int:
     raise UnknownOperand(f"swizzle {text!r} is not known")
 
 
-def _swizzle(machine: Machine, instruction: Instruction) -> Bound:
+def _swizzle(machine: Context, instruction: Instruction) -> Bound:
     """Within groups of 32 lanes: (lane & and) | or, xor; or within groups of four."""
     state = machine.state
     binder = Binder(state, instruction)
@@ -187,7 +187,7 @@ def _swizzle(machine: Machine, instruction: Instruction) -> Bound:
     return _gathered(machine, binder, 1, None, select)
 
 
-def _permlane16(machine: Machine, instruction: Instruction) -> Bound:
+def _permlane16(machine: Context, instruction: Instruction) -> Bound:
     """Any lane of the same row (16), or of the other row of a pair (x16), by 4-bit selectors in two scalars.
 
     op_sel:[fi, bound_ctrl]: read lanes that are off; give 0 instead of leaving the destination alone.
@@ -224,7 +224,7 @@ def _permlane16(machine: Machine, instruction: Instruction) -> Bound:
     return Bound(instruction, run, reads, (), binder.registers(0), uses=binder.registers(2, 3), flow=flow)
 
 
-def _permlane64(machine: Machine, instruction: Instruction) -> Bound:
+def _permlane64(machine: Context, instruction: Instruction) -> Bound:
     state = machine.state
     binder = Binder(state, instruction)
     binder.allow()
@@ -236,7 +236,7 @@ def _permlane64(machine: Machine, instruction: Instruction) -> Bound:
 def _permlane_swap(size: int) -> Bind:
     """The odd rows (of `size` lanes) of the first register change places with the even rows of the second."""
 
-    def make(machine: Machine, instruction: Instruction) -> Bound:
+    def make(machine: Context, instruction: Instruction) -> Bound:
         state = machine.state
         binder = Binder(state, instruction)
         binder.allow("bound_ctrl", "fi")

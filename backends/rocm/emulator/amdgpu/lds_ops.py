@@ -19,7 +19,7 @@ from portattn.backends.rocm.emulator.amdgpu.state import Array
 from portattn.backends.rocm.emulator.amdgpu.transfer import Element, element, get, put
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+    from portattn.backends.rocm.emulator.amdgpu.context import Context
 
 _ONE = re.compile(r"ds_(read|load|write|store)_((?:[ui](?:8|16)|b(?:8|16|32|64|96|128))(?:_d16|_d16_hi)?)")
 _TWO = re.compile(r"ds_(read|load|write|store)_?2(?:addr)?(st64|_stride64)?_(b32|b64)")
@@ -40,7 +40,7 @@ def _atomic_name(mnemonic: str) -> str | None:
     return name if name in atomics.TABLE or name in atomics.COMPARE else None
 
 
-def bind(machine: Machine, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> Bound:
     """Bind one LDS instruction. Raises UnknownInstruction."""
     one, two = _ONE.fullmatch(instruction.mnemonic), _TWO.fullmatch(instruction.mnemonic)
     transposed = _TRANSPOSED.fullmatch(instruction.mnemonic)
@@ -68,7 +68,7 @@ def bind(machine: Machine, instruction: Instruction) -> Bound:
     return _atomic(machine, binder, name)
 
 
-def _lanes(machine: Machine, plane: int, offset: int) -> tuple[Array | None, Array, Array]:
+def _lanes(machine: Context, plane: int, offset: int) -> tuple[Array | None, Array, Array]:
     """Lanes that are on (None: all), their LDS byte offsets [n] and waves [n]."""
     state = machine.state
     address = state.planes["u"][plane]
@@ -78,7 +78,7 @@ def _lanes(machine: Machine, plane: int, offset: int) -> tuple[Array | None, Arr
     return mask, (chosen.astype(np.int64) + offset) & 0xFFFFFFFF, flat_waves(mask, state.waves, state.lanes)
 
 
-def _load(machine: Machine, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:
+def _load(machine: Context, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:
     binder.expect(2)
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     plane, address = vector_plane(binder.operands[0]), vector_plane(binder.operands[1])
@@ -109,7 +109,7 @@ def _load(machine: Machine, binder: Binder, kind: Element, places: list[tuple[in
     return Bound(instruction, run, (), (), registers, uses=binder.registers(1), counter="lds")
 
 
-def _store(machine: Machine, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:
+def _store(machine: Context, binder: Binder, kind: Element, places: list[tuple[int, int]]) -> Bound:
     binder.expect(1 + len(places))
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     address = vector_plane(binder.operands[0])
@@ -134,7 +134,7 @@ def _store(machine: Machine, binder: Binder, kind: Element, places: list[tuple[i
     return Bound(instruction, run, stored, uses=binder.registers(0))
 
 
-def _atomic(machine: Machine, binder: Binder, name: str) -> Bound:
+def _atomic(machine: Context, binder: Binder, name: str) -> Bound:
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     returns = "_rtn" in instruction.mnemonic or "xchg" in name
     compares = name in atomics.COMPARE
@@ -163,7 +163,7 @@ def _atomic(machine: Machine, binder: Binder, name: str) -> Bound:
     return Bound(instruction, run, (), (), written, uses=used)
 
 
-def _transposed(machine: Machine, binder: Binder, bits: int) -> Bound:
+def _transposed(machine: Context, binder: Binder, bits: int) -> Bound:
     """DS_READ_B64_TR: 16 lanes read 64 bits each as rows of a matrix of 16 columns, and each gets one column."""
     binder.expect(2)
     state, instruction, lds = machine.state, binder.instruction, machine.lds

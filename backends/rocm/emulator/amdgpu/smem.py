@@ -18,7 +18,7 @@ from portattn.backends.rocm.emulator.amdgpu.operands import operand
 from portattn.backends.rocm.emulator.amdgpu.scalar import reader
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+    from portattn.backends.rocm.emulator.amdgpu.context import Context
 
 _NAME = re.compile(r"s_(buffer_)?load_(dword(?:x\d+)?|b\d+|[ui](?:8|16))")
 _WORDS = {"dword": 1, "dwordx2": 2, "dwordx3": 3, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16, "b32": 1, "b64": 2,
@@ -31,7 +31,7 @@ def known(mnemonic: str) -> bool:
     return found is not None and (found[2] in _WORDS or found[2] in _NARROW)
 
 
-def bind(machine: Machine, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> Bound:
     """Bind one scalar load. Raises UnknownInstruction."""
     found = _NAME.fullmatch(instruction.mnemonic)
     if not found or (found[2] not in _WORDS and found[2] not in _NARROW):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import atomics, scratch
+from portattn.backends.rocm.emulator.amdgpu import atomics, scratch_ops
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, unified, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import MissingWait, OutOfBounds, UnknownInstruction, UnknownOperand
@@ -24,7 +24,7 @@ from portattn.backends.rocm.emulator.amdgpu.state import Array
 from portattn.backends.rocm.emulator.amdgpu.transfer import Element, element, get, put
 
 if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.machine import Machine
+    from portattn.backends.rocm.emulator.amdgpu.context import Context
 
 _NAME = re.compile(r"(buffer|global|flat)_(load|store|atomic)_(\w+)")
 # Caches and ordering: nothing to model, values never depend on them here.
@@ -49,7 +49,7 @@ def known(mnemonic: str) -> bool:
     return True
 
 
-def bind(machine: Machine, instruction: Instruction) -> Bound:
+def bind(machine: Context, instruction: Instruction) -> Bound:
     """Bind one vector memory instruction. Raises UnknownInstruction."""
     found = _NAME.fullmatch(instruction.mnemonic)
     if not found:
@@ -68,8 +68,8 @@ def bind(machine: Machine, instruction: Instruction) -> Bound:
     data_first = space == "buffer" or action == "load"
     data = binder.operands[0] if data_first else binder.operands[1]
     items = binder.operands[1:] if data_first else [binder.operands[0], *binder.operands[2:]]
-    if space == "buffer" and scratch.is_buffer_scratch(machine, items[1]):
-        return scratch.bind_buffer(machine, binder, kind, action)
+    if space == "buffer" and scratch_ops.is_buffer_scratch(machine, items[1]):
+        return scratch_ops.bind_buffer(machine, binder, kind, action)
     address = _address(machine, binder, space, items, kind.size)
     if data.half is not None:
         kind = Element(kind.size, kind.signed, data.half)
@@ -77,7 +77,7 @@ def bind(machine: Machine, instruction: Instruction) -> Bound:
     return make(machine, binder, kind, vector_plane(data), address, items)
 
 
-def _address(machine: Machine, binder: Binder, space: str, items: list[Operand], size: int) -> Address:
+def _address(machine: Context, binder: Binder, space: str, items: list[Operand], size: int) -> Address:
     if space == "buffer":
         return _buffer_address(machine, binder, items, size)
     state, offset = machine.state, binder.instruction.number("offset")
@@ -98,7 +98,7 @@ def _address(machine: Machine, binder: Binder, space: str, items: list[Operand],
     return lambda: (state.pair(plane).view(np.int64) + (offset - BASE), None)
 
 
-def _buffer_address(machine: Machine, binder: Binder, items: list[Operand], size: int) -> Address:
+def _buffer_address(machine: Context, binder: Binder, items: list[Operand], size: int) -> Address:
     """base + vector offset + scalar offset + immediate; in range by the descriptor's num_records.
 
     Words of the descriptor: base (48 bits), stride, num_records, flags. Raw buffers (stride 0) only: out of range is
@@ -138,7 +138,7 @@ def _buffer_address(machine: Machine, binder: Binder, items: list[Operand], size
     return address
 
 
-def _chosen(machine: Machine, address: Address, size: int) -> tuple[Array | None, Array | None, Array, Array | None]:
+def _chosen(machine: Context, address: Address, size: int) -> tuple[Array | None, Array | None, Array, Array | None]:
     """The lanes that are on (None: all), those of them in range (None: all), offsets and which lie in buffers."""
     state = machine.state
     where, in_range = address()
@@ -164,7 +164,7 @@ def _uses(items: list[Operand]) -> tuple[int, ...]:
     return tuple(register for item in items for register in item.registers)
 
 
-def _load(machine: Machine, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]) -> Bound:
+def _load(machine: Context, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]) -> Bound:
     state, instruction = machine.state, binder.instruction
     registers = unified(plane, kind.registers)
     marks = registers if kind.half is None else registers[:1]
@@ -179,7 +179,7 @@ def _load(machine: Machine, binder: Binder, kind: Element, plane: int, address: 
     return Bound(instruction, run, (), (), registers, uses=_uses(items), counter="load")
 
 
-def fetch(machine: Machine, address: Address, size: int) -> tuple[Array, Array | None, Array | None]:
+def fetch(machine: Context, address: Address, size: int) -> tuple[Array, Array | None, Array | None]:
     """Bytes [n, size] of the lanes that are on, those lanes, and as bool which bytes nothing has defined."""
     mask, within, offsets, bad = _chosen(machine, address, size)
     memory = machine.memory
@@ -205,7 +205,7 @@ def fetch(machine: Machine, address: Address, size: int) -> tuple[Array, Array |
 
 
 def _store(
-    machine: Machine, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]
+    machine: Context, binder: Binder, kind: Element, plane: int, address: Address, items: list[Operand]
 ) -> Bound:
     state, instruction = machine.state, binder.instruction
     registers = unified(plane, kind.registers)
@@ -232,7 +232,7 @@ def _store(
     return Bound(instruction, run, registers, uses=_uses(items))
 
 
-def _load_to_lds(machine: Machine, binder: Binder, kind: Element, address: Address, items: list[Operand]) -> Bound:
+def _load_to_lds(machine: Context, binder: Binder, kind: Element, address: Address, items: list[Operand]) -> Bound:
     """Lane i of a wave writes LDS bytes m0 + immediate + i·size (4 bytes each on gfx90a and gfx942)."""
     state, instruction, lds = machine.state, binder.instruction, machine.lds
     lane = np.arange(state.lanes, dtype=np.int64) * kind.size
@@ -256,7 +256,7 @@ def _load_to_lds(machine: Machine, binder: Binder, kind: Element, address: Addre
     return Bound(instruction, run, uses=(*_uses(items), M0))
 
 
-def _atomic(machine: Machine, binder: Binder, space: str, name: str) -> Bound:
+def _atomic(machine: Context, binder: Binder, space: str, name: str) -> Bound:
     """The old value comes back where sc0, glc or th:TH_ATOMIC_RETURN asks for it."""
     state, instruction = machine.state, binder.instruction
     compares = name in atomics.COMPARE
@@ -310,7 +310,7 @@ def _atomic(machine: Machine, binder: Binder, space: str, name: str) -> Bound:
     return Bound(instruction, run, (), (), written, uses=_uses(where))
 
 
-def check_order(machine: Machine, offsets: Array, size: int) -> None:
+def check_order(machine: Context, offsets: Array, size: int) -> None:
     """A load of bytes that another wave's store, not yet waited for, writes."""
     waits, group = machine.waits, machine.group_bits
     if waits is None or not len(offsets):
