@@ -13,8 +13,8 @@ from portattn.planning.checks import features_check, first_refusal, op_check
 if TYPE_CHECKING:
     import torch
 
-    from portattn.planning.planner import Rejection
     from portattn.schema.call import Call
+    from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
 
@@ -33,6 +33,10 @@ class SdpaPath(VendorPath):
     """
 
     name = "sdpa"
+    ops = ("attention",)
+    takes = frozenset(
+        {"causal", "causal_top_left", "bias", "mask", "needs_grad", "dropout", "negative_scale", "gqa", "head_dim_v"}
+    )
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why SDPA cannot run the problem; None when it can. `target` makes no difference."""

@@ -20,8 +20,8 @@ from portattn.planning.checks import Check, features_check, first_refusal, op_ch
 if TYPE_CHECKING:
     import torch
 
-    from portattn.planning.planner import Rejection
     from portattn.schema.call import Call
+    from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
 
@@ -45,6 +45,8 @@ class NpuFusionAttention(VendorPath):
     """
 
     name = "npu_fusion_attention"
+    ops = ("attention",)
+    takes = frozenset({"causal", "causal_top_left", "return_lse", "needs_grad", "dropout", "negative_scale", "gqa"})
 
     MAX_HEAD_DIM = 768
     MAX_HEADS = 256
@@ -110,6 +112,8 @@ class NpuFusedInferAttentionScore(VendorPath):
     """
 
     name = "npu_fused_infer_attention_score"
+    ops = ("attention", "decode_attention")
+    takes = frozenset({"causal", "causal_top_left", "seqlens_q", "seqlens_k", "return_lse", "negative_scale", "gqa"})
 
     DTYPES = ("fp16", "bf16")
     MAX_HEAD_DIM = 512

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-    from portattn.planning.planner import Rejection
     from portattn.schema.call import Call
+    from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
     from portattn.schema.steps import StepLauncher
     from portattn.schema.target import Arch, Target
@@ -28,10 +28,15 @@ ENTRY_POINT_GROUP = "portattn.backends"
 class VendorPath:
     """A vendor library's attention, as one candidate path of a plan.
 
-    name      path name in plans, warnings and `backend=`
+    name   path name in plans, warnings and `backend=`
+    ops    the ops that it runs
+    takes  what it can do beyond plain attention: names of Problem.demands. A problem that asks for anything else is
+           rejected before `rejects` is asked, so that a feature which comes later is not run without
     """
 
     name: str
+    ops: tuple[str, ...] = ()
+    takes: frozenset[str] = frozenset()
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why this library cannot run the problem; None when it can. Pure: asked about machines that are not here."""
@@ -47,6 +52,7 @@ class Variant:
 
     name  path name in plans, warnings and `backend=`
     ops   the ops that it is for
+    takes  what it can do beyond plain attention, as of a VendorPath
     arches  the chips that it is for; on others plans do not mention it
     needs  what it needs, in a few words, for people
     canaries  problems of its own that its canary runs; empty: those of its ops that it takes (portattn.testing.canary)
@@ -55,6 +61,7 @@ class Variant:
     name: str
     ops: tuple[str, ...]
     arches: tuple[str, ...]
+    takes: frozenset[str] = frozenset()
     needs: str = ""
     canaries: tuple[Problem, ...] = ()
 
@@ -116,6 +123,11 @@ class Backend:
     compilers: tuple[str, ...] = ()
     core_path: str = "triton"
 
+    @property
+    def compiler(self) -> str:
+        """The compiler for its chips where nobody names one: the first of `compilers`, or community Triton."""
+        return self.compilers[0] if self.compilers else "triton"
+
     def detect(self, index: int | None = None) -> str | None:
         """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""
         raise NotImplementedError
@@ -138,6 +150,16 @@ class Backend:
     def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
         """(backend, arch, warp size) as Triton's GPUTarget takes them."""
         raise NotImplementedError
+
+    def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Any, ...]:
+        """What runs compiled code of these chips where they are not, each a portattn.testing.executor.Executor.
+
+        seconds  time limit of each compile, and of each run
+        here     targets that are devices of this machine
+
+        Asked by tools alone: import what they need in here, so that a serving process does without.
+        """
+        return ()
 
     def quirk_folder(self) -> Path | None:
         """Folder that holds this backend's quirk files, <id>.toml, itself; None for those that come with portattn."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from portattn.planning.planner import Rejection
+    from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
 
 Check = tuple[bool, str, str]  # (holds, reason with value and limit, hint)
@@ -17,12 +17,30 @@ FEATURES = ("window", "softcap", "alibi_slopes", "sinks", "bias", "mask")
 
 def first_refusal(path: str, *checks: Check) -> Rejection | None:
     """The first check that holds, as the rejection of `path`; None when none does."""
-    from portattn.planning.planner import Rejection  # the planner's registry imports the backends
+    from portattn.schema.plan import Rejection  # the planner's registry imports the backends
 
     for holds, reason, hint in checks:
         if holds:
             return Rejection(path=path, reason=reason, hint=hint)
     return None
+
+
+def undeclared(path: str, problem: Problem, ops: Collection[str], takes: Collection[str]) -> Rejection | None:
+    """Why a path is not taken that does not say that it can do what is asked for; None where it says so.
+
+    Everything is denied by default: an op that is not among `ops`, a demand (Problem.demands) that is not in `takes`.
+    """
+    from portattn.schema.plan import Rejection
+
+    if problem.op not in ops:
+        return Rejection(path=path, reason=f"op is {problem.op}, and {path} declares {', '.join(ops) or 'none'}")
+    lacking = [name for name in problem.demands() if name not in takes]
+    if not lacking:
+        return None
+    reason = (
+        f"{', '.join(lacking)} asked for, and {path} does not declare that it takes {'them' if lacking[1:] else 'it'}"
+    )
+    return Rejection(path=path, reason=reason, hint="backend='reference'")
 
 
 def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str = "backend='reference'") -> Check:

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from portattn import __version__
 from portattn.config import Settings
 from portattn.errors import QuirkConflict
-from portattn.planning.kernel_specs import CORES, FULL, CoreKernel
+from portattn.planning.checks import undeclared
+from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import Verdicts
@@ -22,6 +22,8 @@ from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, parse_overrides
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, TRIED
+from portattn.schema.tuning import FULL
+from portattn.version import __version__
 
 
 class Refused(Exception):
@@ -50,6 +52,9 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
     cannot = kernel.cannot(problem)
     if cannot:
         raise refuse(*cannot)
+    denied = undeclared("the core kernel", problem, (kernel.op,), kernel.takes)
+    if denied:
+        raise refuse(denied.reason, denied.hint)
 
     base = _base(problem, target, registry, kernel)
     quirked = _Quirked(kernel, problem, target, base)
@@ -68,6 +73,7 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
         kernel=kernel.name,
         lowering=lowering,
         launch=launch,
+        choices=kernel.choices,
         env=quirked.env,
         quirks=tuple(quirked.applied.values()),
         notes=(*base.notes, *quirked.limits.values()),

@@ -12,16 +12,24 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import MAX_SPLITS, UNLIMITED, Problem
 from portattn.schema.sizes import least, most, next_power_of_two
 from portattn.schema.target import Arch
+from portattn.schema.tuning import FULL
 
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
-FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+# What every core kernel can do beyond plain attention: names of Problem.demands.
+_TAKES = frozenset(
+    {"seqlens_k", "softcap", "alibi_slopes", "sinks", "return_lse", "negative_scale", "gqa", "head_dim_v"}
+)
+_SCORED = {"causal", "causal_top_left", "window"}  # of kernels that know where a key is beside its query
+_MASKED = {"bias", "mask"}
 
 
 class CoreKernel:
@@ -31,6 +39,7 @@ class CoreKernel:
     function     the function in its source; ops that share one differ by its optional arguments
     op           the op that it serves
     choices      the Lowering fields that it reads
+    takes        what it can do beyond plain attention; a problem that asks for anything else is not planned for it
     max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
     """
@@ -39,6 +48,7 @@ class CoreKernel:
     function: str
     op: str
     choices: tuple[str, ...]
+    takes: frozenset[str] = frozenset()
     max_head_dim = 576
     max_head_dim_v = 512
     splits_keys = False
@@ -148,6 +158,7 @@ class DenseForward(CoreKernel):
     name = "dense_forward"
     function = "dense_forward"
     op = "attention"
+    takes = _TAKES | _SCORED | _MASKED | {"seqlens_q", "leftpad_q", "leftpad_k"}
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
         "q_operand",
@@ -165,6 +176,7 @@ class VarlenForward(DenseForward):
 
     name = "varlen_forward"
     op = "varlen_attention"
+    takes = _TAKES | _SCORED
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)
@@ -193,6 +205,7 @@ class DecodeSplit(CoreKernel):
     name = "decode_split"
     function = "decode_split"
     op = "decode_attention"
+    takes = _TAKES | _SCORED | _MASKED | {"leftpad_k", "num_splits"}
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
@@ -273,6 +286,7 @@ class PagedSplit(DecodeSplit):
 
     name = "paged_split"
     op = "paged_attention"
+    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed"}
     # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
     choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
 
@@ -296,6 +310,7 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
+    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed"}
 
 
 class SparseSplit(DecodeSplit):
@@ -304,6 +319,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
+    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig"}
     choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 

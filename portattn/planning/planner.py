@@ -11,8 +11,10 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PathUnavailable
-from portattn.planning import variant_path
+from portattn.planning import reference_takes, variant_path
+from portattn.planning.checks import undeclared
 from portattn.planning.core_path import Refused, choose
+from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
 from portattn.schema.outcome import NO_VERDICTS, Verdicts
 from portattn.schema.plan import Applied, CoreChoice, Plan, Rejection
@@ -25,6 +27,10 @@ __all__ = ["Applied", "CoreChoice", "Plan", "Rejection", "plan"]
 REFERENCE = "reference"
 GROUPS = ("auto", "vendor", REFERENCE)  # values of `backend` that name no single accelerated path
 INTERPRETER = "interpreter"  # the CPU's core path: planned only when it is asked for by name
+NOT_INTERPRETED = (
+    "not interpreter: Triton's interpreter runs the core kernels a program at a time in numpy, to check them and far "
+    "slower than the reference (hint: backend='interpreter')"
+)
 
 
 def plan(
@@ -109,24 +115,29 @@ def plan(
                 kernel=choice.kernel,
                 lowering=choice.lowering,
                 launch=choice.launch,
+                choices=choice.choices,
                 env=choice.env,
                 notes=(*passed_over, *choice.notes),
                 key=choice.key,
             )
-    told = tuple(variant_path.note(no) for no in variants if no.quirk or no.incident)  # what else it lacks is no news
-    against_core = {"quirks": (*base["quirks"], *applied), "notes": told if requested == "auto" else ()}
+    if backend.core_path == INTERPRETER:
+        passed_over = (*passed_over, NOT_INTERPRETED)
+    against_core = {"quirks": (*base["quirks"], *applied), "notes": passed_over if requested == "auto" else ()}
     for vendor in backend.vendor:
         if requested not in ("auto", "vendor", vendor.name):
             continue
         if any(a.sets["path"] == REFERENCE for a in applied):
             rejected.append(Rejection(path=vendor.name, reason=f"{cause} leads to the reference", quirk=cause))
             continue
-        no_vendor = vendor.rejects(problem, target)
+        no_vendor = vendor.rejects(problem, target) or undeclared(vendor.name, problem, vendor.ops, vendor.takes)
         if no_vendor is None:
             return Plan(**base | against_core, path=vendor.name, rejected=tuple(rejected))
         rejected.append(no_vendor)
     if requested in ("auto", REFERENCE):
-        return Plan(**base | against_core, path=REFERENCE, rejected=tuple(rejected))
+        no_reference = undeclared(REFERENCE, problem, CORES, reference_takes.TAKES)
+        if no_reference is None:
+            return Plan(**base | against_core, path=REFERENCE, rejected=tuple(rejected))
+        rejected.append(no_reference)
     if not rejected:
         core = f"; its core kernels run by backend={backend.core_path!r}" if backend.core_path else ""
         rejected.append(Rejection(path=requested, reason=f"{target.backend} has no such path{core}"))

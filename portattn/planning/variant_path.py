@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from portattn import __version__
 from portattn.config import Settings
 from portattn.planning.backend import Variant
+from portattn.planning.checks import undeclared
 from portattn.planning.core_path import OPTIONAL, Refused, hint, kernel_source_digest
 from portattn.planning.registry import Registry
 from portattn.schema.outcome import Verdicts
@@ -21,6 +21,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.quirk import Quirk, parse_overrides
 from portattn.schema.sizes import pinned
 from portattn.schema.target import Target
+from portattn.version import __version__
 
 FORBIDDING = ("path", "note")  # effects that reach a variant: it has no lowering and no launch that could be set
 
@@ -44,7 +45,7 @@ def choose(
     variant: Variant, problem: Problem, target: Target, registry: Registry, verdicts: Verdicts, settings: Settings
 ) -> VariantChoice:
     """How the variant runs the problem. Raises Refused with the reason when it does not."""
-    no = variant.rejects(problem, target)
+    no = variant.rejects(problem, target) or undeclared(variant.name, problem, variant.ops, variant.takes)
     if no is not None:
         raise Refused(no)
     found = quirks_of(variant.name, problem, target, registry, settings)
@@ -104,13 +105,17 @@ def key_of(variant: Variant, problem: Problem, schedule: dict[str, Any], target:
 
 
 def source_digest(variant: Variant) -> str:
-    """Digest of the variant's folder and of the core kernels, of which it may launch one."""
+    """Digest of the variant's folder, of its chip's where that lies around it, and of the core kernels, of which it may
+    launch one."""
     return _digest(inspect.getfile(type(variant)))
 
 
 @functools.lru_cache(maxsize=64)
 def _digest(file: str) -> str:
     digest = hashlib.sha256(kernel_source_digest().encode())
-    for path in sorted(path for kind in ("*.py", "*.toml") for path in Path(file).parent.glob(kind)):
+    own = Path(file).parent
+    around = own.parent
+    folders = [own, around] if (around / "arches.toml").is_file() else [own]  # what several variants share lies there
+    for path in sorted(path for kind in ("*.py", "*.toml") for folder in folders for path in folder.glob(kind)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -171,6 +172,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """(batch, rows) of the query tensor: packed queries are one batch of all rows."""
         return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
 
+    def demands(self) -> tuple[str, ...]:
+        """What is asked for beyond plain attention of the op over tensors of these sizes: names, in the fields' order.
+
+        Every field that does not have its default is one, a field that is new included: a path that does not say that
+        it takes it (`takes`) is not taken. Only sizes, types and places in memory are not, which each path looks at.
+        """
+        found: dict[str, None] = {}
+        for name, default in _defaults(type(self)):
+            value = getattr(self, name)
+            if name in _PLAIN or value is default or self.op in _OPS_OWN.get(name, ()):
+                continue
+            if value == (self.head_dim if name == "head_dim_v" else default):
+                continue
+            found["causal_top_left" if value == "top_left" else _DEMANDS.get(name, name)] = None
+        if self.group > 1:
+            found["gqa"] = None
+        return tuple(found)
+
     def features(self) -> dict[str, Any]:
         """What conditions can ask about: every key of conditions.FLAGS, NUMBERS and WORDS but `programs`. Not to be
         changed: planning asks for them again and again, and the last ones are kept."""
@@ -265,6 +284,32 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []
         return " ".join([self.op, shape, f"kv {keys}", self.dtype, *sizes, *causal, *window, *flags])
+
+
+# Sizes, types, places in memory, and what only refines another field: no demands.
+_PLAIN = frozenset(
+    {
+        "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
+        "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large",
+    }
+)  # fmt: skip
+# Fields that an op is not called without.
+_OPS_OWN = {
+    "total_q": ("varlen_attention",),
+    "total_k": ("varlen_attention",),
+    "page_size": ("paged_attention", "mla_attention"),
+    "tokens": ("sparse_attention",),
+}
+# What a field's demand is called, where not as the field is.
+_DEMANDS = {
+    "window_left": "window", "window_right": "window", "total_q": "packed", "total_k": "packed", "page_size": "paged",
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
+    """Fields and their defaults."""
+    return tuple((field.name, field.default) for field in msgspec.structs.fields(kind))
 
 
 _last_features: tuple[Problem | None, dict[str, Any]] = (None, {})

@@ -96,3 +96,24 @@ torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention
 print(tuple(lse.shape))
 """
     assert python(script, example) == "(1, 2, 3)\n"
+
+
+FLAGS = """
+import msgspec
+from portattn import Problem, target
+from portattn.planning.planner import plan
+where = target('acme:acme1', toolchain='none')
+for flags in ({}, {'return_lse': True}, *({name: True} for name in NAMES), {'window_left': 4}, {'causal': 'top_left'}):
+    asked = Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64, **flags)
+    made = plan(asked, where)
+    print(made.path, *(no.reason for no in made.rejected), sep=': ')
+"""
+NAMES = ("mask", "bias", "softcap", "alibi_slopes", "sinks", "dropout", "needs_grad", "seqlens_k", "leftpad_q")
+
+
+def test_the_example_takes_what_it_declares_and_nothing_else(example: Path) -> None:
+    """It planned masks, biases, windows and dropout, and ignored them, before features were denied by default."""
+    lines = python(f"NAMES = {NAMES}\n{FLAGS}", example).splitlines()
+    assert lines[:2] == ["acme_attention", "acme_attention"]
+    for name, line in zip((*NAMES, "window", "causal_top_left"), lines[2:], strict=True):
+        assert line == f"reference: {name} asked for, and acme_attention does not declare that it takes it"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -16,15 +17,14 @@ from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import GROUP_ROWS
-from portattn.launch.driver_launch import Step
 from portattn.planning.backend import Variant
-from portattn.planning.kernel_specs import FULL, ceil_div, heads_together
+from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
 from portattn.schema.plan import Rejection
 from portattn.schema.problem import UNLIMITED
 from portattn.schema.sizes import least
-from portattn.schema.steps import Buffers, StepLauncher
-from portattn.schema.tuning import Tuning, load_tuning
+from portattn.schema.steps import Buffers, Step, StepLauncher
+from portattn.schema.tuning import FULL, Tuning, load_tuning
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +87,12 @@ class ForwardVariant(Variant):
 
     name = "gluon_forward"
     ops = ("attention", "varlen_attention")
+    takes = frozenset(
+        {
+            "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
+            "head_dim_v",
+        }
+    )  # fmt: skip
     arches = ("sm_90",)
     needs = f"sm_90, Triton {TRITON}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
     canaries = FORWARD
@@ -144,10 +150,9 @@ class ForwardVariant(Variant):
         return chosen is not None and chosen.timed
 
     def tunable(self) -> Tunable:
-        """Its schedules, to `portattn tune`."""
-        from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
-
-        return ForwardTunable()
+        """Its schedules, to `portattn tune`. By name: they know this module."""
+        module = importlib.import_module("portattn.backends.cuda.hopper_forward.tuning")
+        return cast("Tunable", module.ForwardTunable())
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""

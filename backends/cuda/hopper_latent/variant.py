@@ -13,13 +13,12 @@ from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
-from portattn.launch.driver_launch import Step
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.splits import split_cheapest
 from portattn.schema.plan import Rejection
 from portattn.schema.sizes import least, most, next_power_of_two, pinned
-from portattn.schema.steps import Buffers, StepLauncher
+from portattn.schema.steps import Buffers, Step, StepLauncher
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +38,7 @@ class LatentVariant(Variant):
 
     name = "gluon_mla"
     ops = ("mla_attention",)
+    takes = frozenset({"causal", "seqlens_k", "return_lse", "gqa", "head_dim_v", "num_splits"})
     arches = ("sm_90",)
     needs = (
         f"sm_90, Triton {TRITON}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"

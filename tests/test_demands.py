@@ -1,0 +1,167 @@
+"""Features are denied by default: a path runs what it declares, and a flag that is new to it rejects it by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from portattn.config import Settings
+from portattn.errors import PathUnavailable
+from portattn.planning.backend import Backend, Variant, VendorPath
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.planner import plan
+from portattn.planning.reference_takes import TAKES
+from portattn.planning.registry import Registry, parse_target
+from portattn.schema.problem import OPS, Problem
+from portattn.schema.target import Target
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "varlen_attention": {"total_q": 40, "total_k": 40},
+    "decode_attention": {"seq_q": 1},
+    "paged_attention": {"seq_q": 1, "page_size": 64},
+    "mla_attention": {
+        "seq_q": 1, "page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "pages_in_line": True,
+    },
+    "sparse_attention": {"seq_q": 1, "tokens": 16},
+}  # fmt: skip
+# One value other than its default for every field that a Problem has beyond sizes, types and places in memory.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "causal": ("bottom_right", "top_left"), "window_left": (7,), "window_right": (7,), "total_q": (40,),
+    "page_size": (64,), "num_splits": (2,), "head_dim_v": (32,),
+}  # fmt: skip
+NO_DEMANDS = (
+    "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
+    "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "total_k", "tokens",
+)  # fmt: skip
+TARGETS = {
+    "cuda": ("cuda:sm_90", "triton==3.6.0"), "rocm": ("rocm:gfx942", "triton==3.6.0"),
+    "ascend": ("ascend:ascend910b2", "triton-ascend==3.2.0"), "cpu": ("cpu:generic", "triton==3.6.0"),
+}  # fmt: skip
+
+
+class Novel(Problem, frozen=True, kw_only=True):
+    """A Problem of the next release: it has one flag more, of which no path has heard."""
+
+    novel: bool = False
+
+
+def problem(op: str, kind: type[Problem] = Problem, **fields: Any) -> Problem:
+    sizes = {"batch": 2, "heads_q": 8, "heads_k": 8, "seq_q": 128, "seq_k": 128, "head_dim": 64}
+    return kind(**{"op": op, **sizes, **PLAIN[op], **fields})
+
+
+def single_flags() -> Iterator[dict[str, Any]]:
+    """Every flag of a Problem, one at a time."""
+    for field in msgspec.structs.fields(Problem):
+        if field.name not in NO_DEMANDS:
+            for value in VALUES.get(field.name, (True,)):
+                yield {field.name: value}
+
+
+def paths(backend: Backend) -> Iterator[tuple[str, Variant | VendorPath | None]]:
+    yield from ((path.name, path) for path in (*backend.variants, *backend.vendor))
+    if backend.core_path:
+        yield backend.core_path, None
+    yield "reference", None
+
+
+def declared(name: str, path: Variant | VendorPath | None, op: str) -> frozenset[str]:
+    if path is not None:
+        return path.takes if op in path.ops else frozenset()
+    return TAKES if name == "reference" else CORES[op].takes
+
+
+CASES = [(backend, op) for backend in TARGETS for op in OPS]
+
+
+def target_of(name: str) -> Target:
+    return parse_target(*TARGETS[name])
+
+
+def test_no_backend_and_no_field_is_left_out() -> None:
+    assert set(TARGETS) == set(Registry.load().backends)
+    names = {name for flags in single_flags() for name in flags}
+    assert names | set(NO_DEMANDS) == {field.name for field in msgspec.structs.fields(Problem)}
+
+
+@pytest.mark.parametrize(("backend", "op"), CASES)
+def test_a_path_runs_nothing_that_it_does_not_declare(backend: str, op: str) -> None:
+    target, ran = target_of(backend), 0
+    for flags in single_flags():
+        try:
+            asked = problem(op, **flags)
+        except ValueError:  # the op has no such flag
+            continue
+        for name, path in paths(Registry.load().backends[backend]):
+            with contextlib.suppress(PathUnavailable):
+                made = plan(asked, target, settings=Settings(backend=name))
+                ran += 1
+                assert made.path == name
+            if not set(asked.demands()) <= declared(name, path, op):
+                with pytest.raises(PathUnavailable):
+                    plan(asked, target, settings=Settings(backend=name))
+    assert ran, "the reference takes them"
+
+
+@pytest.mark.parametrize(("backend", "op"), CASES)
+def test_a_flag_made_up_on_the_spot_rejects_every_path(backend: str, op: str) -> None:
+    target = target_of(backend)
+    asked = problem(op, Novel, novel=True)
+    assert "novel" in asked.demands()
+    for name, _ in paths(Registry.load().backends[backend]):
+        with pytest.raises(PathUnavailable) as no:
+            plan(asked, target, settings=Settings(backend=name))
+        assert no.value.rejected[-1].path == name
+    with pytest.raises(PathUnavailable, match="novel asked for, and reference does not declare that it takes it"):
+        plan(asked, target)
+    assert plan(problem(op, Novel), target).path == plan(problem(op), target).path, "it is the flag, not the type"
+
+
+def test_the_rejection_names_the_flag_where_nothing_else_is_wrong() -> None:
+    for name in ("gluon_forward", "triton", "sdpa", "reference"):
+        with pytest.raises(PathUnavailable) as no:
+            plan(problem("attention", Novel, novel=True), target_of("cuda"), settings=Settings(backend=name))
+        assert "novel asked for" in no.value.rejected[-1].reason, name
+
+
+class Silent(VendorPath):
+    """A library whose author declared nothing, and rejects nothing."""
+
+    name = "silent"
+
+    def rejects(self, problem: Problem, target: Target) -> None:
+        return None
+
+    def run(self, call: Any) -> Any:
+        raise AssertionError("it must not run")
+
+
+def test_a_path_that_declares_nothing_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Registry.load().backends["cuda"]
+    monkeypatch.setattr(cuda, "vendor", (Silent(),))
+    for op in OPS:
+        with pytest.raises(PathUnavailable, match=f"op is {op}, and silent declares none"):
+            plan(problem(op), target_of("cuda"), settings=Settings(backend="silent"))
+    monkeypatch.setattr(Silent, "ops", ("attention",))
+    assert plan(problem("attention"), target_of("cuda"), settings=Settings(backend="silent")).path == "silent"
+    for flags in single_flags():
+        try:
+            asked = problem("attention", **flags)
+        except ValueError:
+            continue
+        with pytest.raises(PathUnavailable, match=f"{asked.demands()[0]} asked for"):
+            plan(asked, target_of("cuda"), settings=Settings(backend="silent"))
+
+
+def test_demands_are_what_is_asked_for_beyond_plain_attention() -> None:
+    for op in OPS:
+        assert problem(op).demands() in ((), ("head_dim_v", "gqa")), op
+    asked = problem("attention", causal="top_left", window_left=3, window_right=3, heads_k=2, sinks=True)
+    assert asked.demands() == ("causal_top_left", "window", "sinks", "gqa")
+    assert problem("sparse_attention", page_size=16).demands() == ("paged",)
+    assert problem("paged_attention", total_q=9).demands() == ("packed",)
