@@ -17,9 +17,9 @@ import torch
 from packaging.version import Version
 
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.testing import tolerance
 from portattn.testing.tolerance import DTYPES, largest, random_call

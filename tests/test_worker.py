@@ -22,11 +22,11 @@ import msgspec
 import pytest
 from support import fake_python, problem
 
-from portattn import Target
 from portattn.compile.ensure import compile_in, over_limit
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call, signature
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.worker import serve
 from portattn.worker.client import SERVE, Reply, Worker
 from portattn.worker.protocol import PROTOCOL
@@ -68,7 +68,7 @@ def compiling_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worke
     ("target", "matrix"), [("cuda:sm_80", "mma"), ("rocm:gfx942", "mfma")], ids=["sm_80", "gfx942"]
 )
 def test_a_real_compile_for_a_chip_that_is_not_here(compiling_worker: Worker, target: str, matrix: str) -> None:
-    where = Target.parse(target)
+    where = parse_target(target)
     p = problem(heads_q=8, seq_q=256, seq_k=256, head_dim=64, dtype="fp16", causal="bottom_right", seqlens_k=True)
     made = plan(p, where)
     if made.path != "triton":
@@ -85,7 +85,7 @@ def test_a_real_compile_for_a_chip_that_is_not_here(compiling_worker: Worker, ta
 @pytest.mark.compiles
 def test_a_kernel_that_does_not_compile(compiling_worker: Worker, tmp_path: Path) -> None:
     """The compiler's own error comes back with its stage; the worker lives on."""
-    where = Target.parse("cuda:sm_80")
+    where = parse_target("cuda:sm_80")
     p = problem(dtype="fp16", head_dim=64)
     made = plan(p, where)
     if made.path != "triton":
@@ -162,14 +162,22 @@ def test_environment_is_passed_for_one_request_alone(planted: Worker) -> None:
 def test_a_wrong_protocol_version_is_refused() -> None:
     """By the very process that is spoken to, without Triton."""
     lines = [{"version": 1, "id": 4, "task": "compile"}, {"task": "compile"}, {"version": 2, "id": 6, "task": "bake"}]
+    foreign = (
+        "os:getcwd",
+        "portattn:plan",
+        "portattn.worker.serve",
+        "portattn.worker.serve:sys.exit",
+        ["portattn.a:b"],
+    )
+    lines += [{"version": 2, "id": 7, "task": task} for task in foreign]
     done = subprocess.run(
         [sys.executable, str(SERVE)], input="".join(json.dumps(line) + "\n" for line in lines),
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(a["ok"], a["kind"]) for a in answers] == [(False, "ProtocolError")] * 3
+    assert [(a["ok"], a["kind"]) for a in answers] == [(False, "ProtocolError")] * len(lines)
     assert "protocol 1, this worker speaks 2" in answers[0]["message"]
-    assert [(a["version"], a["id"]) for a in answers] == [(2, 4), (2, None), (2, 6)]
+    assert [(a["version"], a["id"]) for a in answers] == [(2, 4), (2, None), (2, 6), *[(2, 7)] * len(foreign)]
     assert "'bake'" in answers[2]["message"]
 
 
@@ -453,7 +461,7 @@ def test_the_line_of_a_log_that_names_the_cause(log: str, cause: str) -> None:
 
 def test_a_signature_is_plain_data() -> None:
     p = problem(dtype="bf16", seqlens_k=True, heads_q=4)
-    made = plan(p, Target.parse("cuda:sm_90", "triton==3.6.0"), settings=Settings(backend="triton"))
+    made = plan(p, parse_target("cuda:sm_90", "triton==3.6.0"), settings=Settings(backend="triton"))
     launches, _, _ = kernel_calls(made, meta_call(p), 132)
     seen = signature(launches[0])
     assert msgspec.json.decode(msgspec.json.encode(seen), type=type(seen)) == seen

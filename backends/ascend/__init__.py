@@ -10,12 +10,17 @@ import importlib.util
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from portattn.backends.ascend.vendor import NpuFusedInferAttentionScore, NpuFusionAttention
 from portattn.backends.detection import first_line_matching, version_in
 from portattn.planning.backend import Backend
-from portattn.schema.target import Arch
+from portattn.schema.target import Arch, Target
+
+if TYPE_CHECKING:
+    from portattn.testing.executor import Executor
 
 # How triton-ascend's GPUTarget spells an arch (3.2.0, backends/ascend/utils.py, TRITON_ASCEND_ARCH).
 # ascend910_93 is a family of spellings with one set of limits; the first chip of its title stands for it.
@@ -76,6 +81,11 @@ class AscendBackend(Backend):
 
     def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
         return "npu", SPELLING[arch.name], 0
+
+    def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Executor, ...]:
+        from portattn.backends.ascend.linalg.executor import LinalgExecutor
+
+        return (LinalgExecutor(seconds),)
 
 
 def arch_of(device_name: str) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.backends.cuda.hopper_latent.variant import LatentVariant
@@ -10,8 +12,11 @@ from portattn.backends.cuda.ptxas import ptxas_version
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
 from portattn.planning.backend import Backend
-from portattn.schema.target import Arch
+from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain
+
+if TYPE_CHECKING:
+    from portattn.testing.executor import Executor
 
 WARP_SIZE = 32
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
@@ -69,6 +74,11 @@ class CudaBackend(Backend):
 
     def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
         return "cuda", _capability(arch), WARP_SIZE
+
+    def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Executor, ...]:
+        from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
+
+        return (PtxExecutor(seconds, here),)
 
 
 def _capability(arch: Arch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from portattn.launch.driver_launch import Step
+from portattn.schema.steps import Step
 
 if TYPE_CHECKING:
     from portattn.schema.problem import Problem

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
 from portattn.planning.backend import Backend
-from portattn.schema.target import Arch
+from portattn.schema.target import Arch, Target
+
+if TYPE_CHECKING:
+    from portattn.testing.executor import Executor
 
 DRIVER_VERSION_FILE = Path("/sys/module/amdgpu/version")
 
@@ -49,3 +54,8 @@ class RocmBackend(Backend):
 
     def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
         return "hip", arch.name, arch.warp_size
+
+    def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Executor, ...]:
+        from portattn.backends.rocm.emulator.executor import EmulatorExecutor
+
+        return (EmulatorExecutor(seconds),)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from portattn import __version__
 from portattn.compile import failures
 from portattn.compile.ensure import incident_of
 from portattn.compile.store import VerdictStore, store
@@ -25,15 +24,17 @@ from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable, PortattnError
 from portattn.planning.core_path import kernel_source_digest
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.planning.variant_path import source_digest
 from portattn.schema import toml_reader
 from portattn.schema.outcome import Incident, Verdict
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
-from portattn.testing.numerics import numerics, request_of
+from portattn.testing.numerics import COMPARE, numerics, request_of
+from portattn.version import __version__
 from portattn.worker.client import Reply, Worker
 from portattn.worker.ends import death
 from portattn.worker.stages import RUNS
@@ -167,7 +168,7 @@ def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, 
             if case is None:
                 continue
             reply = worker.request(
-                "interpret", settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
+                COMPARE, settings.compile_seconds, **request_of(case, problem, case.path, target.name, str(device))
             )
             symptom, cause = judged(reply, target, problem)
             if symptom:

@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from portattn.backends.ascend.linalg.lints import Lint
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Arch, Target
-from portattn.tools.matrix.cells import Facts, Gate, KernelFacts
+from portattn.testing.findings import Facts, Gate, KernelFacts, Lint
 
 MATRIX_FACTS = ("wgmma", "tcgen05", "mma", "mfma", "wmma")  # keys of the worker's facts, see worker/resources.py
 

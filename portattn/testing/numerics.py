@@ -16,11 +16,11 @@ import msgspec
 from packaging.version import Version
 
 from portattn.planning.kernel_specs import CORES, DecodeSplit, ceil_div
-from portattn.planning.planner import Plan
 from portattn.schema.lowering import Launch
+from portattn.schema.plan import Plan
 from portattn.schema.problem import GROUPED, Problem
 from portattn.schema.toolchain import installed
-from portattn.tools.matrix.cells import Numerics
+from portattn.testing.findings import Numerics
 from portattn.worker.client import Reply, Worker
 
 # Under the interpreter: one full tile of rows and a rest, two full tiles of keys and a rest, three sequences (one of
@@ -32,6 +32,7 @@ SPARSITY = 2  # keys for each place of a chosen token
 FIRST_BAD_NUMPY, FIRST_GOOD_TRITON = Version("2.4"), Version("3.7")
 # On a device: large enough for every tile and split to be used, small enough for a float64 oracle.
 DEVICE_SEQ, DEVICE_BATCH, DEVICE_HEADS_K = 1024, 3, 2
+COMPARE = "portattn.testing.run_plan:compare"  # the task of a child that runs a plan's path
 CPU_SEQ = 256  # a CPU runs the reference, which has no tiles to fill
 
 
@@ -98,7 +99,7 @@ def _scaled(problem: Problem, batch: int, heads_k: int, rows: int, keys: int, le
 
 
 def request_of(plan: Plan, problem: Problem, path: str, target: str, device: str) -> dict[str, Any]:
-    """What a worker is asked (worker/interpret.py) to run a plan's path on another size of its problem."""
+    """What a worker is asked (run_plan.py) to run a plan's path on another size of its problem."""
     fields: dict[str, Any] = {"problem": msgspec.to_builtins(problem), "path": path, "target": target, "device": device}
     fields["seed"] = _seed(problem)
     if plan.lowering is not None:
@@ -158,7 +159,7 @@ class Interpreter:
             future = self._found.setdefault(key, Future())
         if mine:
             try:
-                future.set_result(numerics(worker.request("interpret", self.seconds, **fields), where, problem))
+                future.set_result(numerics(worker.request(COMPARE, self.seconds, **fields), where, problem))
             except BaseException as error:
                 future.set_exception(error)  # a waiting thread must not wait for ever
                 raise

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.api.dispatch import run_variant
 from portattn.launch import run_core
-from portattn.planning.planner import Plan
+from portattn.launch.variant import run_variant
 from portattn.planning.registry import Registry
 from portattn.reference import blockwise
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.testing.tolerance import judge, nan_filled_memory, random_call
@@ -68,5 +68,6 @@ def plan_of(request: dict[str, Any], target: Target) -> Plan:
         kernel=request["kernel"],
         lowering=msgspec.convert(request["lowering"], Lowering),
         launch=msgspec.convert(request["launch"], Launch),
+        choices=tuple(request["lowering"]),
         env=request.get("env", {}),
     )

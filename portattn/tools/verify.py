@@ -1,9 +1,8 @@
 """Verifying a kernel: the same plan, kernel and lowering by every means that this machine has, and which one differs.
 
 Each means is compared with the float64 oracle under the tests' budget. Triton's interpreter runs the kernel's source;
-the device (an NVIDIA one also the code of older chips), or a functional model of an AMD chip, what a compiler made of
-it. Where only the interpreter is right, the
-compiler or the chip is wrong; where all are wrong, the kernel is.
+the device, and the executors of the target's backend (a model of the chip, a newer chip), what a compiler made of it.
+Where only the interpreter is right, the compiler or the chip is wrong; where all are wrong, the kernel is.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Literal
 
 import msgspec
 
-from portattn.backends.cuda.ptx_compat.check import Older
-from portattn.backends.rocm.emulator.check import Emulated
 from portattn.compile.ensure import first_line
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.backend import Variant
 from portattn.planning.detect import devices
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS, Problem
 from portattn.schema.quirk import LEVELS, Level
 from portattn.schema.target import Target
 from portattn.testing import canary
-from portattn.testing.numerics import Interpreter, numerics, request_of
+from portattn.testing.executor import executors, lacks
+from portattn.testing.findings import Numerics
+from portattn.testing.numerics import COMPARE, Interpreter, numerics, request_of
 from portattn.tools import lab
 from portattn.tools.matrix import variants
-from portattn.tools.matrix.cells import Numerics
 from portattn.tools.matrix.run import core_of
 from portattn.worker.client import Worker
 
@@ -46,8 +45,7 @@ SENTENCES: Mapping[Verdict, str] = {
     "compiled": "it compiles to clean code, and nothing here could run it",
     "compiler": "it does not compile to clean code",
 }
-# The level that a right result by each means is evidence for; the interpreter's is none.
-_LEVEL_OF: Mapping[str, Level] = {"device": "runs", "older": "runs", "emulated": "emulated"}
+DEVICE = "device"  # the means that is the chip itself, whose right result is evidence of level `runs`
 RED: frozenset[str] = frozenset({"device", "kernel", "interpreter", "unclear", "compiler"})
 
 
@@ -85,21 +83,22 @@ def verify(
     seconds    time limit of each means
     say        told what is being run
     emulate    also run the machine code in a model of the chip
-    run_older  also run the target's code on a newer NVIDIA GPU that is here; None: where there is one
+    run_older  also run the target's code on a newer chip of its family that is here; None: where there is one
 
-    Raises ArgumentError when there is no model of the chip, or run_older is True and no newer GPU; LabError when the
+    Raises ArgumentError when there is no model of the chip, or run_older is True and no newer chip; LabError when the
     target's compiler is neither installed nor in the lab.
     """
     interpreter = Interpreter(seconds)
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
-    emulated, older = Emulated(seconds), Older(seconds, devices())
-    if emulate and (lacks := emulated.lacks(target)):
-        raise ArgumentError("verify", "target", target.name, lacks)
-    if run_older and (lacks := older.lacks(target)):
-        raise ArgumentError("verify", "target", target.name, lacks)
-    # Where it is not run the row says why, unless that was asked for.
-    tells_older = target.backend == "cuda" and not here and run_older is not False
-    compiles = emulate or (tells_older and not older.lacks(target))
+    for name, asked in (("emulated", emulate), ("older", run_older)):
+        if asked and (missing := lacks(name, target, devices())):
+            raise ArgumentError("verify", "target", target.name, missing)
+    own = executors(target.backend, seconds, devices())
+    # Where an older chip's code is not run the row says why, unless that was asked for.
+    wanted = {"older": not here and run_older is not False, "emulated": emulate}
+    means = [own[name] for name, runs in wanted.items() if runs and name in own]
+    compiles = any(not one.lacks(target) for one in means)
+    levels: dict[str, Level] = {DEVICE: "runs", **{one.name: one.level for one in means}}
     with (
         Worker(runs="interpreter") as interpreting,
         Worker(runs="kernels") as running,
@@ -115,12 +114,11 @@ def verify(
                 seen = {"interpreter": interpreter.check(core, interpreting)}
                 if here and core.path != "interpreter":
                     seen["device"] = _on_device(core, problem, target, running, seconds)
-                if tells_older:
-                    seen["older"] = older.check(core, problem, target, compiling, running)
-                if emulate:
-                    seen["emulated"] = emulated.check(core, target, compiling, running)
+                for executor in means:
+                    problems = [problem] if executor.runs_on == "device" else []  # a device takes it at its own size
+                    seen[executor.name] = executor.check(core, target, compiling, running, problems)
                 verdict = conclusion({name: found.outcome for name, found in seen.items()})
-                yield _row(problem, target, core, verdict, SENTENCES[verdict], seen)
+                yield _row(problem, target, core, verdict, SENTENCES[verdict], seen, levels)
             yield from _variants(op, target, settings, seconds, say, running if here else None)
 
 
@@ -234,18 +232,27 @@ def _core(problem: Problem, target: Target, settings: Settings) -> Plan | str:
 
 def _on_device(core: Plan, problem: Problem, target: Target, worker: Worker, seconds: float) -> Numerics:
     kind = Registry.load().backends[target.backend].device_type
-    reply = worker.request("interpret", seconds, **request_of(core, problem, core.path, target.name, kind))
+    reply = worker.request(COMPARE, seconds, **request_of(core, problem, core.path, target.name, kind))
     return numerics(reply, str(target), problem)
 
 
 def _row(
-    problem: Problem, target: Target, core: Plan | None, verdict: Verdict, sentence: str, seen: dict[str, Numerics]
+    problem: Problem,
+    target: Target,
+    core: Plan | None,
+    verdict: Verdict,
+    sentence: str,
+    seen: dict[str, Numerics],
+    levels: Mapping[str, Level] | None = None,
 ) -> Row:
-    levels: list[Level] = ["compiles" if verdict == "compiled" else "declared"]
+    """levels: what a right result by each means is evidence for; the interpreter's is none."""
+    levels = levels or {DEVICE: "runs"}
+    passed = {name: levels[name] for name, found in seen.items() if name in levels and found.outcome == "pass"}
+    reached: list[Level] = ["compiles" if verdict == "compiled" else "declared"]
     if verdict == "agree":
-        levels += [_LEVEL_OF[name] for name, found in seen.items() if name in _LEVEL_OF and found.outcome == "pass"]
-    level = max(levels, key=LEVELS.index)
-    on_chip = "device" in seen and seen["device"].outcome == "pass"
+        reached += passed.values()
+    level = max(reached, key=LEVELS.index)
+    elsewhere = [seen[name].where for name, of in passed.items() if of == "runs"] if DEVICE not in passed else []
     return Row(
         op=problem.op,
         problem=str(problem),
@@ -256,6 +263,6 @@ def _row(
         verdict=verdict,
         sentence=sentence,
         level=level,
-        label=seen["older"].where if level == "runs" and not on_chip else "",
+        label=elsewhere[0] if level == "runs" and elsewhere else "",
         seen=seen,
     )

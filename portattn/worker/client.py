@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from portattn.compile import environment as variables
 from portattn.errors import ArgumentError
+from portattn.worker import environment as variables
 from portattn.worker import protocol
 from portattn.worker.child import Child
 from portattn.worker.protocol import PROTOCOL as PROTOCOL

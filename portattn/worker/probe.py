@@ -23,7 +23,10 @@ from typing import Any
 ARMS = ("control", "off", "on")
 # Evidence levels that a program can reach, as portattn.schema.quirk spells them.
 COMPILES, LOWERED, EMULATED, RUNS = "compiles", "lowering-checked", "emulated", "runs"
-OLDEST_MODELLED = (3, 4)  # Triton whose code the model of AMD's chips was tried with (backends/rocm/emulator/check.py)
+OLDEST_MODELLED = (
+    3,
+    4,
+)  # Triton whose code the model of AMD's chips was tried with (backends/rocm/emulator/executor.py)
 
 
 class Seen(Exception):
@@ -133,7 +136,8 @@ class Bench:
             name: {"type": value[0], "values": list(value[1])} if isinstance(value, tuple) else value
             for name, value in arguments.items()
         }
-        request = {"grid": list(grid), "outputs": list(outputs), "arguments": given, **self._code(code, unchecked)}
+        code_given = self._code(code, unchecked)
+        request = {"target": self.name, "grid": list(grid), "outputs": list(outputs), "arguments": given, **code_given}
         self._enter("execute")
         # Not this child's path: it is the other Python's own that has torch.
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -146,7 +150,7 @@ class Bench:
         answer = json.loads(done.stdout)
         if "missing" in answer:
             raise Missing(answer["missing"])
-        self.level = LOWERED if "linalg" in request else EMULATED
+        self.level = answer["level"]
         if answer.get("strays"):
             raise Seen("; ".join(answer["strays"]))
         found: dict[str, list[float]] = answer["outputs"]

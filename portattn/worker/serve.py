@@ -6,6 +6,9 @@ environment; Python 3.9 or newer). Protocol version 2, one request at a time:
   request   {"version": 2, "id": 7, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, …}
             {"version": 2, "id": 8, "task": "hello"}   answered with the versions of Python and of the compiler
             {"version": 2, "id": 9, "task": "probe", "program": "…/cuda_0007.py", "arm": "off", …}
+            {"version": 2, "id": 10, "task": "portattn.testing.run_plan:compare", …}   any other names a function of
+            portattn as package.module:function, which is imported and called with (request, enter); it gives the
+            answer's fields beside "ok"
   progress  {"id": 7, "stage": "ttgir"}                before each compiler stage, so that a crash has a stage
   answer    {"id": 7, "version": 2, "ok": true, "facts": {…}, "toolchain": "3.6.0"}
             {"id": 7, "version": 2, "ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
+import re
 import shutil
 import sys
 import traceback
@@ -26,6 +31,7 @@ from typing import Any, TextIO
 
 PROTOCOL = 2
 PROTOCOL_STAGE, IMPORT_STAGE = "protocol", "import"  # as worker/stages.py, which is not importable yet
+TASK = re.compile(r"portattn(\.\w+)+:\w+")  # a function of portattn, and of nothing else
 
 
 def import_without_package() -> None:
@@ -78,22 +84,8 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
             from portattn.worker import probe
 
             return {"ok": True, **probe.answer(request, enter)}
-        if request["task"] == "interpret":
-            from portattn.testing import run_plan
-
-            return {"ok": True, **run_plan.compare(request, enter)}
-        if request["task"] == "execute":
-            from portattn.backends.ascend.linalg import execute
-
-            return {"ok": True, **execute.compare(request, enter)}
-        if request["task"] == "emulate":
-            from portattn.backends.rocm.emulator import execute as emulated
-
-            return {"ok": True, **emulated.compare(request, enter)}
-        if request["task"] == "older":
-            from portattn.backends.cuda.ptx_compat import execute as older
-
-            return {"ok": True, **older.compare(request, enter)}
+        if TASK.fullmatch(str(request["task"])):
+            return {"ok": True, **pkgutil.resolve_name(request["task"])(request, enter)}
         return _failure(PROTOCOL_STAGE, "ProtocolError", f"unknown task {request['task']!r}")
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # Whatever a compiler raises is this request's result; the parent classifies it.

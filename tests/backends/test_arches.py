@@ -21,9 +21,9 @@ from portattn.backends.cuda import ARCH_OF_CAPABILITY, CudaBackend
 from portattn.backends.cuda.ptxas import releases, version_of
 from portattn.backends.detection import version_in
 from portattn.backends.rocm import RocmBackend
-from portattn.planning.registry import load_arches
+from portattn.planning.registry import load_arches, parse_target
 from portattn.schema.lowering import DotPrecision
-from portattn.schema.target import Arch, Target
+from portattn.schema.target import Arch
 from portattn.schema.toolchain import COMPONENTS, Toolchain, installed
 
 ARCHES = [(b, a) for b in BUILTIN for a in load_arches(b.folder / "arches.toml").values()]
@@ -55,7 +55,7 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
     assert arch.dot_precisions[0] == "ieee"  # what the planner takes where a tuning file's choice is not allowed
     assert arch.local_memory % 1024 == 0
     assert all(hasattr(torch, f"float8_{name}") for name in arch.fp8)
-    target = Target.parse(f"{backend.name}:{arch.name}", toolchain="none")
+    target = parse_target(f"{backend.name}:{arch.name}", toolchain="none")
     assert target.arch == arch
     named = " ".join(arch.sources)
     if backend.name != "cpu":
@@ -80,7 +80,7 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
     ],
 )
 def test_tritons_names(name: str, expected: tuple[str, str | int, int]) -> None:
-    target = Target.parse(name, toolchain="none")
+    target = parse_target(name, toolchain="none")
     backend = next(b for b in BUILTIN if b.name == target.backend)
     assert backend.triton_target(target.arch) == expected
 
@@ -364,11 +364,11 @@ def test_versions_are_pep_440(text: str | None, version: str | None) -> None:
     ],
 )
 def test_ptxas_of_named_toolchains(toolchain: str, arch: str, version: str | None) -> None:
-    assert Target.parse(f"cuda:{arch}", toolchain).toolchain.component("ptxas") == version
+    assert parse_target(f"cuda:{arch}", toolchain).toolchain.component("ptxas") == version
 
 
 def test_a_named_ptxas_is_kept() -> None:
-    assert Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33").toolchain.component("ptxas") == "13.3.33"
+    assert parse_target("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33").toolchain.component("ptxas") == "13.3.33"
 
 
 def test_releases_do_not_overlap() -> None:
@@ -398,7 +398,7 @@ def program(path: Path, text: str) -> str:
 
 
 def test_ptxas_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sm_90, sm_100 = (Target.parse(f"cuda:{name}", "none").arch for name in ("sm_90", "sm_100"))
+    sm_90, sm_100 = (parse_target(f"cuda:{name}", "none").arch for name in ("sm_90", "sm_100"))
     here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
     elsewhere = Toolchain(distribution="triton", version="3.6.0")
     monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
@@ -418,7 +418,7 @@ def test_a_ptxas_that_does_not_run_is_passed_over(
     path = program(tmp_path / "ptxas", text) if text else str(tmp_path / "missing")
     monkeypatch.setenv("TRITON_PTXAS_PATH", path)
     here = Toolchain(distribution="triton", version="3.6.0", path=str(tmp_path))
-    assert CudaBackend().components(Target.parse("cuda:sm_90", "none").arch, here) == {"ptxas": "12.8.93"}
+    assert CudaBackend().components(parse_target("cuda:sm_90", "none").arch, here) == {"ptxas": "12.8.93"}
 
 
 @pytest.mark.skipif(installed().distribution != "triton", reason="reads the installed community Triton's wheel")

@@ -20,13 +20,13 @@ from portattn.backends.ascend.vendor import (
 )
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.problem import Problem
-from portattn.schema.target import Target
 
 FUSION, INFER = NpuFusionAttention(), NpuFusedInferAttentionScore()
-B2 = Target.parse("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
-A3 = Target.parse("ascend:ascend910_93", toolchain="triton-ascend==3.2.0")
-P310 = Target.parse("ascend:ascend310p", toolchain="triton-ascend==3.2.0")
+B2 = parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
+A3 = parse_target("ascend:ascend910_93", toolchain="triton-ascend==3.2.0")
+P310 = parse_target("ascend:ascend310p", toolchain="triton-ascend==3.2.0")
 BASE = Problem(batch=2, heads_q=4, heads_k=4, seq_q=5, seq_k=7, head_dim=16)
 
 
@@ -254,7 +254,7 @@ def test_chips_that_the_documents_do_not_list(path: Any) -> None:
 
 
 def test_plans_on_ascend() -> None:
-    without_compiler = Target.parse("ascend:ascend910b2", toolchain="none")
+    without_compiler = parse_target("ascend:ascend910b2", toolchain="none")
     assert plan(problem(needs_grad=True), B2).path == "npu_fusion_attention"
     decode = plan(problem(op="decode_attention", seq_q=1, seqlens_k=True), without_compiler)
     assert decode.path == "npu_fused_infer_attention_score"

@@ -11,17 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from portattn import Problem, Target
+from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.compile.ensure import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
+from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
+from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import variants
-from portattn.tools.matrix.cells import KernelFacts
 from portattn.worker.client import Worker
 
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
 # Enough tiles for every chip of this kind: where there are few, keys are split over blocks.
 BASE: dict[str, Any] = {

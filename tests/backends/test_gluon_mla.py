@@ -17,14 +17,15 @@ from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn import Problem, Target
-from portattn.api.dispatch import run_variant
+from portattn import Problem
 from portattn.backends.cuda.hopper_latent.variant import KEYS, LatentVariant, row_tile, split_count
 from portattn.config import Settings
+from portattn.launch.variant import run_variant
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
 
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = LatentVariant()
 BASE = Problem(
     op="mla_attention", batch=4, heads_q=16, heads_k=1, seq_q=1, seq_k=192, head_dim=576, head_dim_v=512, dtype="bf16",
@@ -56,11 +57,11 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
     assert plan(problem(causal="bottom_right", seq_q=3, layout="bshd", num_splits=2), SM_90).path == "gluon_mla"
     assert not plan(BASE, SM_90).fell_back
     assert plan(BASE, SM_90, settings=Settings(backend="triton")).path == "triton"
-    other = plan(BASE, Target.parse("cuda:sm_90", "triton==3.7.1"))
+    other = plan(BASE, parse_target("cuda:sm_90", "triton==3.7.1"))
     assert (other.path, other.fell_back) == ("triton", False)
     assert any("not gluon_mla: it needs Triton 3.6.0" in note for note in other.notes)
     for target in ("cuda:sm_80", "cuda:sm_100", "rocm:gfx942"):
-        made = plan(BASE, Target.parse(target, "triton==3.6.0"))
+        made = plan(BASE, parse_target(target, "triton==3.6.0"))
         assert (made.path, [n for n in made.notes if "gluon" in n]) == ("triton", [])
 
 

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from portattn import Problem, Target
+from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, choice
 from portattn.compile.ensure import compile_in
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
+from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
 from portattn.worker.client import Worker
 
 VARIANT = ForwardVariant()
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 CALL = {"batch": 2, "heads_q": 40, "heads_k": 8, "seq_q": 333, "seq_k": 333, "dtype": "bf16", "return_lse": True}
 FEW_TILES = {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 3000}
 FORMS = {

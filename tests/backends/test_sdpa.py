@@ -14,14 +14,15 @@ from oracle64 import assert_close, masked_attention, oracle, random_call, visibl
 
 from portattn.backends.sdpa import MAX_HEAD_DIM, SdpaPath
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.testing import tolerance as check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SM_90 = Target.parse("cuda:sm_90", toolchain="triton==3.6.0")
-MI300 = Target.parse("rocm:gfx942", toolchain="triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", toolchain="triton==3.6.0")
+MI300 = parse_target("rocm:gfx942", toolchain="triton==3.6.0")
 BASE = Problem(batch=2, heads_q=4, heads_k=4, seq_q=5, seq_k=7, head_dim=16)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from portattn.backends.rocm.emulator.amdgpu import coverage
+from portattn.planning.registry import parse_target
 
 HERE = Path(__file__).parent
 FILE = HERE / "coverage.json"
@@ -74,9 +75,9 @@ def compiled() -> dict[str, set[str]]:
     """arch → mnemonics of the slice and of the quick set, compiled now."""
     from emulated_slice import SLICE
 
-    from portattn import Target
     from portattn.backends.rocm.emulator.amdgpu import ARCHES
-    from portattn.backends.rocm.emulator.check import Emulated
+    from portattn.backends.rocm.emulator.executor import EmulatorExecutor
+    from portattn.launch import KernelCall
     from portattn.planning.planner import plan
     from portattn.schema.toolchain import installed
     from portattn.tools.matrix.problems import quick
@@ -84,15 +85,15 @@ def compiled() -> dict[str, set[str]]:
 
     texts: list[str] = []
 
-    class Recording(Emulated):
-        def piece(self, reply: Reply) -> Any:
-            found = super().piece(reply)
+    class Recording(EmulatorExecutor):
+        def piece(self, launch: KernelCall, reply: Reply) -> Any:
+            found = super().piece(launch, reply)
             texts.append(found["text"])
             return found
 
     with Worker(runs="") as compiling, Worker(runs="kernels") as running:
         for arch in ARCHES:
-            where = Target.parse(f"rocm:{arch}", str(installed()))
+            where = parse_target(f"rocm:{arch}", str(installed()))
             for problem in (*SLICE.values(), *(named.problem for named in quick())):
                 seen = Recording(600.0).check(plan(problem, where), where, compiling, running)
                 assert seen.outcome == "pass", f"{arch}: {problem}: {seen.reason}"

@@ -12,7 +12,7 @@ import pytest
 import support
 from packaging.version import Version
 
-from portattn.backends.rocm.emulator.check import OLDEST
+from portattn.backends.rocm.emulator.executor import OLDEST
 from portattn.tools import lab
 
 HERE = Path(__file__).parent

@@ -15,11 +15,13 @@ from emulated_slice import SLICE
 from portattn import Problem, Target
 from portattn.backends.rocm.emulator.amdgpu import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.coverage import used
-from portattn.backends.rocm.emulator.check import Emulated
+from portattn.backends.rocm.emulator.executor import EmulatorExecutor
+from portattn.launch import KernelCall
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.toolchain import installed
 from portattn.testing import canary
-from portattn.tools.matrix.cells import Numerics
+from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import full
 from portattn.worker.client import Reply, Worker
 
@@ -30,7 +32,7 @@ CASES = [(arch, name) for arch in ARCHES for name in SLICE]
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[tuple[Worker, Worker]]:
-    lacks = Emulated(SECONDS).lacks(target("gfx942"))
+    lacks = EmulatorExecutor(SECONDS).lacks(target("gfx942"))
     if lacks:
         pytest.skip(lacks)
     with Worker(runs="") as compiling, Worker(runs="kernels") as running:
@@ -38,23 +40,25 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
 
 
 def target(arch: str) -> Target:
-    return Target.parse(f"rocm:{arch}", str(installed()))
+    return parse_target(f"rocm:{arch}", str(installed()))
 
 
-def emulated(arch: str, problem: Problem, workers: tuple[Worker, Worker], model: Emulated | None = None) -> Numerics:
+def emulated(
+    arch: str, problem: Problem, workers: tuple[Worker, Worker], model: EmulatorExecutor | None = None
+) -> Numerics:
     where = target(arch)
-    return (model or Emulated(SECONDS)).check(plan(problem, where), where, *workers)
+    return (model or EmulatorExecutor(SECONDS)).check(plan(problem, where), where, *workers)
 
 
-class Recording(Emulated):
+class Recording(EmulatorExecutor):
     """Keeps the mnemonics of what it runs."""
 
     def __init__(self) -> None:
         super().__init__(SECONDS)
         self.mnemonics: set[str] = set()
 
-    def piece(self, reply: Reply) -> Any:
-        found = super().piece(reply)
+    def piece(self, launch: KernelCall, reply: Reply) -> Any:
+        found = super().piece(launch, reply)
         self.mnemonics |= set().union(*used([found["text"]]).values())
         return found
 
@@ -91,7 +95,7 @@ def test_rows_that_are_not_real_do_not_let_hidden_values_in(workers: tuple[Worke
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain: str) -> None:
     """Kernels and lowerings of the matrix's full set, which has every operation, dtype, head size and feature."""
-    where = Target.parse(f"rocm:{arch}", toolchain)
+    where = parse_target(f"rocm:{arch}", toolchain)
 
     def chosen(problem: Problem) -> tuple[str, str, object]:
         made = plan(problem, where)
@@ -103,15 +107,15 @@ def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain
     assert wanted <= {chosen(problem) for problem in SLICE.values()}
 
 
-class Planted(Emulated):
+class Planted(EmulatorExecutor):
     """Machine code with a bug: the first line that matches becomes another."""
 
     def __init__(self, pattern: str, replacement: str) -> None:
         super().__init__(SECONDS)
         self.pattern, self.replacement = re.compile(pattern, re.MULTILINE), replacement
 
-    def piece(self, reply: Reply) -> Any:
-        found = super().piece(reply)
+    def piece(self, launch: KernelCall, reply: Reply) -> Any:
+        found = super().piece(launch, reply)
         text, count = self.pattern.subn(self.replacement, found["text"], count=1)
         assert count == 1
         return found | {"text": text}
@@ -134,13 +138,13 @@ def test_bugs_in_the_machine_code_are_seen(workers: tuple[Worker, Worker], name:
 
 
 def test_what_has_no_model_is_said() -> None:
-    model = Emulated(SECONDS)
-    assert "Triton 3.4 and newer" in model.lacks(Target.parse("rocm:gfx942", "triton==3.2.0"))
-    assert "sm_90 has no model" in model.lacks(Target.parse("cuda:sm_90", "triton==3.6.0"))
-    assert not model.lacks(Target.parse("rocm:gfx1201", "triton==3.9.0"))
-    made = plan(canary.CASES["attention"][0], Target.parse("rocm:gfx942", "triton==3.2.0"))
+    model = EmulatorExecutor(SECONDS)
+    assert "Triton 3.4 and newer" in model.lacks(parse_target("rocm:gfx942", "triton==3.2.0"))
+    assert "sm_90 has no model" in model.lacks(parse_target("cuda:sm_90", "triton==3.6.0"))
+    assert not model.lacks(parse_target("rocm:gfx1201", "triton==3.9.0"))
+    made = plan(canary.CASES["attention"][0], parse_target("rocm:gfx942", "triton==3.2.0"))
     idle: Any = None
-    found = model.check(made, Target.parse("rocm:gfx942", "triton==3.2.0"), idle, idle)
+    found = model.check(made, parse_target("rocm:gfx942", "triton==3.2.0"), idle, idle)
     assert found.outcome == "not_run"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import support
 
-from portattn import Target
 from portattn.backends.rocm.emulator.amdgpu import ARCHES
-from portattn.backends.rocm.emulator.check import Emulated
+from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.config import Settings
+from portattn.planning.registry import parse_target
 from portattn.schema.toolchain import installed
 from portattn.tools.verify import verify
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, r
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_a_canary_by_both_means(arch: str) -> None:
-    target = Target.parse(f"rocm:{arch}", str(installed()))
-    if lacks := Emulated(60.0).lacks(target):
+    target = parse_target(f"rocm:{arch}", str(installed()))
+    if lacks := EmulatorExecutor(60.0).lacks(target):
         pytest.skip(lacks)
     said: list[str] = []
     rows = list(verify(["sparse_attention"], target, Settings(), 120.0, said.append, emulate=True))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from workerfaults import SECONDS, planted, runs, until
 
-from portattn.compile.environment import compile_environment, outside
 from portattn.worker.client import Worker
+from portattn.worker.environment import compile_environment, outside
 
 SET, NEW = "TRITON_PLANTED_SET", "TRITON_PLANTED_NEW"  # one that there was, and one that there was not
 QUIRK = {SET: "quirk", NEW: "quirk"}

@@ -13,11 +13,12 @@ import pytest
 from support import problem
 from workerfaults import SECONDS, planted, scenario
 
-from portattn import ArgumentError, Target
+from portattn import ArgumentError
 from portattn.compile.ensure import new_worker, reproducer
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.worker import child as children
 from portattn.worker.client import Reply, Worker
 
@@ -47,7 +48,7 @@ def test_a_python_that_does_not_know_where_it_is(executable: str) -> None:
 def test_a_reproducer_needs_no_executable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Incidents hold one: it must not be what fails where a compile has."""
     monkeypatch.setattr(sys, "executable", None)
-    target, p = Target.parse("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16", head_dim=64)
+    target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16", head_dim=64)
     made = plan(p, target, settings=Settings(backend="triton"))
     launches, _, _ = kernel_calls(made, meta_call(p), 1)
     assert " | python3 " in reproducer(launches[0], made, target)

@@ -11,12 +11,12 @@ import torch
 from support import problem
 from workerfaults import planted
 
-from portattn import Target
 from portattn.compile import ensure
 from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.testing import canary
 from portattn.worker.client import Reply, Worker
 from portattn.worker.stages import RUNS
@@ -48,7 +48,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
 def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call falls back, with the reason; the next process asks again."""
     settings = Settings(cache_dir=str(tmp_path / "verdicts"), backend="triton")
-    target, p = Target.parse("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16", head_dim=64)
+    target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16", head_dim=64)
     made = plan(p, target, settings=settings)
     launches, _, _ = kernel_calls(made, meta_call(p), 1)
     with Worker(python=planted(tmp_path, "say(stage='ttgir')\ntime.sleep(600)")) as worker:
@@ -64,7 +64,7 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
 
 
 def test_a_failure_of_the_system_says_nothing_about_a_canary() -> None:
-    where, p = Target.parse("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16")
+    where, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16")
     seen = {"outcome": "crash", "stage": RUNS, "kind": "SIGSEGV", "message": "Segmentation fault"}
     assert canary.judged(Reply(**seen), where, p)[0] == "compiler-crash"
     assert canary.judged(Reply(**seen, unavailable=True), where, p) == ("", "crash: SIGSEGV: Segmentation fault")

@@ -8,19 +8,20 @@ import msgspec
 import pytest
 import torch
 
-from portattn import Target
-from portattn.backends.ascend.linalg.check import Executed, looked_at
+from portattn.backends.ascend.linalg.executor import LinalgExecutor
 from portattn.backends.ascend.linalg.program import Programs
 from portattn.compile.ensure import compile_in
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan, plan
-from portattn.tools.matrix.cells import Numerics
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.schema.plan import Plan
+from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import decode, dense, mla, paged, sparse, varlen
 from portattn.worker.client import Worker
 
 pytestmark = pytest.mark.usefixtures("mlir")
-TARGET = Target.parse("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
+TARGET = parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
 CAUSAL = {"causal": "bottom_right"}
 # Every kernel, and every feature once or more; sizes are scaled down by small_problems.
 PROBLEMS = [
@@ -58,11 +59,11 @@ OTHERS = [
 
 
 @pytest.fixture(scope="module")
-def executed() -> Executed:
-    return Executed(120.0)
+def executed() -> LinalgExecutor:
+    return LinalgExecutor(120.0)
 
 
-def run(made: Plan, executed: Executed, compiler: Worker, runner: Worker) -> Numerics:
+def run(made: Plan, executed: LinalgExecutor, compiler: Worker, runner: Worker) -> Numerics:
     return executed.check(made, TARGET, compiler, runner)
 
 
@@ -138,7 +139,7 @@ def lowered(made: Plan, compiler: Worker) -> set[str]:
     for launch in kernel_calls(made, meta_call(made.problem), TARGET.arch.cores)[0]:
         reply = compile_in(compiler, launch, made, TARGET, 120.0, "text")
         assert reply.outcome == "ok", reply.message
-        found |= {lint.name for lint in looked_at(reply, launch, TARGET)[1]}
+        found |= {lint.name for lint in LinalgExecutor(120.0).analyze(reply, launch, TARGET)[1]}
     return found
 
 

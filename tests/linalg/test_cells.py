@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from portattn.backends.ascend.linalg.lints import Lint
+from portattn.backends.ascend.linalg.executor import LinalgExecutor
+from portattn.testing.findings import KernelFacts, Lint, Numerics
 from portattn.tools.matrix import run, select
-from portattn.tools.matrix.cells import Cell, KernelFacts, Numerics
+from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import Named, decode, dense
-from portattn.tools.matrix.run import Means, Options, Workers, make_cell
+from portattn.tools.matrix.run import Checkers, Options, Workers, make_cell
 from portattn.worker.client import Reply
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
 
 
-class Standing:
+class Standing(LinalgExecutor):
     """In the place of every child and check: answers what it is told."""
 
     def __init__(self, lowered: Numerics, lints: tuple[Lint, ...] = ()) -> None:
+        super().__init__(0.0)
         self.lowered, self.lints = lowered, lints
 
     def check(self, *_) -> Numerics:
         return self.lowered
 
-    def looked_at(self, reply, launch, target):
+    def analyze(self, reply, launch, target):
         return {"matmul": 4}, [lint for lint in self.lints if lint.function == launch.function]
 
 
@@ -33,12 +35,12 @@ def numerics(outcome: str, reason: str = "") -> Numerics:
 
 def cell_of(monkeypatch, named: Named, standing: Standing, reply: Reply | None = None) -> Cell:
     monkeypatch.setattr(run, "compile_in", lambda *_: reply or Reply(outcome="ok", facts={"linalg": "text"}))
-    monkeypatch.setattr(run, "looked_at", standing.looked_at)
     workers = Workers(Options())
     monkeypatch.setattr(workers, "compiler", lambda _: None)
     monkeypatch.setattr(workers, "get", lambda _: None)
     (spec,) = select.specs([named], select.targets(["ascend910b2"], [], None))
-    return make_cell(spec, Options(), workers, Means(Standing(numerics("not_run", "left out")), standing, None))
+    checkers = Checkers(Standing(numerics("not_run", "left out")), {"ascend": {"lowered": standing}})
+    return make_cell(spec, Options(), workers, checkers)
 
 
 def lint(name: str, message: str, function: str = "dense_forward") -> Lint:

@@ -1,4 +1,4 @@
-"""Executed: what becomes of lowered code that is wrong, refused, crashes or does not end. Without triton-ascend."""
+"""LinalgExecutor: lowered code that is wrong, refused, crashes or does not end. Without triton-ascend."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import lowered_texts as texts
 import msgspec
 import pytest
 
-from portattn import Target
-from portattn.backends.ascend.linalg import check
-from portattn.backends.ascend.linalg.check import Executed, looked_at, small_problems
+from portattn.backends.ascend.linalg import executor
+from portattn.backends.ascend.linalg.executor import LinalgExecutor
 from portattn.launch import signature
 from portattn.launch.kernelcall import KernelCall
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
+from portattn.testing.executor import small_problems
 from portattn.worker.client import Reply, Worker
 
-TARGET = Target.parse("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
+TARGET = parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
 DENSE = Problem(op="attention", dtype="fp32", batch=1, heads_q=1, heads_k=1, seq_q=16, seq_k=16, head_dim=16)
 MLIR_OF = {"*fp32": "memref<?xf32>", "i32": "i32", "fp32": "f32"}
 
@@ -58,7 +60,7 @@ def made() -> Plan:
 )
 def test_code_that_is_not_right_is_a_result(made, runner: Worker, body, outcome, said):
     seconds = 8.0 if outcome == "hang" else 60.0  # for a child that is there already
-    seen = Executed(seconds).check(made, TARGET, Planted(body), runner)
+    seen = LinalgExecutor(seconds).check(made, TARGET, Planted(body), runner)
     assert seen.outcome == outcome
     assert said in seen.reason
     assert seen.where == "x86, as triton-ascend==3.2.0 lowers it for ascend910b2"
@@ -71,7 +73,7 @@ def test_an_access_outside_the_arguments_fails_and_is_named(made, runner: Worker
     %c0 = arith.constant 0 : index
     %v = memref.load %arg3[%at] : memref<?xf32>
     memref.store %v, %arg5[%c0] : memref<?xf32>"""
-    seen = Executed(60.0).check(made, TARGET, Planted(body), runner)
+    seen = LinalgExecutor(60.0).check(made, TARGET, Planted(body), runner)
     assert seen.outcome == "fail"
     assert re.search(r"outside its memory: dense_forward reads k \d+ bytes after its end", seen.reason)
 
@@ -79,12 +81,12 @@ def test_an_access_outside_the_arguments_fails_and_is_named(made, runner: Worker
 @pytest.fixture
 def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if MLIR's programs were here: stand-ins for the children need none of them."""
-    monkeypatch.setattr(check, "missing", lambda: "")
+    monkeypatch.setattr(executor, "missing", lambda: "")
 
 
 @pytest.mark.usefixtures("nothing_missing")
 def test_a_lowering_that_fails_on_the_small_problem_says_so(made):
-    seen = Executed(60.0)
+    seen = LinalgExecutor(60.0)
     found = seen.check(made, TARGET, Answering(""), Planted(""))
     assert (found.outcome, found.reason) == (
         "crash", "on a small problem, dense_forward: SIGABRT at ttadapter: Assertion `planted'",
@@ -92,9 +94,9 @@ def test_a_lowering_that_fails_on_the_small_problem_says_so(made):
 
 
 def test_without_mlir_nothing_is_asked(made, monkeypatch):
-    monkeypatch.setattr(check, "missing", lambda: "no mlir-opt here: install it")
+    monkeypatch.setattr(executor, "missing", lambda: "no mlir-opt here: install it")
     compiler = Planted("")
-    seen = Executed(60.0).check(made, TARGET, compiler, compiler)
+    seen = LinalgExecutor(60.0).check(made, TARGET, compiler, compiler)
     assert (seen.outcome, seen.reason, compiler.asked) == ("not_run", "no mlir-opt here: install it", 0)
 
 
@@ -111,21 +113,21 @@ class Judging:
 
 @pytest.mark.usefixtures("nothing_missing")
 def test_one_lowering_is_executed_once_for_all_chips_of_as_many_cores(made):
-    seen, runner = Executed(60.0), Judging()
+    seen, runner = LinalgExecutor(60.0), Judging()
     for arch in ("ascend910b2", "ascend910b1", "ascend910b2"):
-        target = Target.parse(f"ascend:{arch}", toolchain="triton-ascend==3.2.0")
+        target = parse_target(f"ascend:{arch}", toolchain="triton-ascend==3.2.0")
         found = seen.check(plan(DENSE, target), target, Planted(""), runner)
         assert found.where.endswith(arch)
         assert found.outcome == "pass"
     assert runner.asked == 1
-    fewer = Target.parse("ascend:ascend910b3", toolchain="triton-ascend==3.2.0")
+    fewer = parse_target("ascend:ascend910b3", toolchain="triton-ascend==3.2.0")
     seen.check(plan(DENSE, fewer), fewer, Planted(""), runner)
     assert runner.asked == 2
 
 
 @pytest.mark.usefixtures("nothing_missing")
 def test_an_lse_over_its_budget_fails(made):
-    seen = Executed(60.0)
+    seen = LinalgExecutor(60.0)
     found = seen.check(made, TARGET, Planted(""), Judging(lse_error=2.0, lse_budget=1.0))
     assert (found.outcome, found.reason) == ("fail", "LSE's error 2 is over its budget 1")
 
@@ -145,6 +147,6 @@ def test_lints_and_facts_name_the_arguments():
     call = KernelCall("portattn.kernels.dense", "dense_forward", (70000,), arguments, {}, launch)
     assert list(signature(call).types) == ["n"]
     text = texts.kernel("", "i32")
-    facts, lints = looked_at(Reply(outcome="ok", facts={"linalg": text, "matmul": 2}), call, TARGET)
+    facts, lints = LinalgExecutor(60.0).analyze(Reply(outcome="ok", facts={"linalg": text, "matmul": 2}), call, TARGET)
     assert facts == {"matmul": 2, "tile_bytes": 0, "programs": 70000}
     assert [lint.red for lint in lints] == [True]

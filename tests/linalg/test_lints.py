@@ -6,8 +6,9 @@ import lowered_texts as texts
 import pytest
 
 from portattn.backends.ascend.linalg.footprint import footprint
-from portattn.backends.ascend.linalg.lints import LIMITS, lints
+from portattn.backends.ascend.linalg.lints import lints
 from portattn.backends.ascend.linalg.operations import read
+from portattn.testing.findings import LIMITS
 
 TILE = 64 * 64 * 4
 SELECT_F16 = """\

@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from portattn.config import Settings
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
-from portattn.schema.target import Target
+from portattn.planning.registry import Registry, parse_target
 from portattn.testing import gates
-from portattn.tools.matrix.cells import KernelFacts
+from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix.problems import dense, quick
 
 FITS = {"local_memory": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
@@ -34,7 +33,7 @@ def check(
 ):  # fmt: skip
     """Names of the gates that do not hold, with what explains them."""
     registry = with_tunings(registry or Registry.load(), timed)
-    where = Target.parse(target, "triton==3.6.0")
+    where = parse_target(target, "triton==3.6.0")
     problem = (named or dense(dtype=dtype, head_dim=64)).problem
     made = plan(problem, where, registry, settings=Settings(backend="triton"))  # no variant
     made = replace(made, lowering=replace(made.lowering, dot_precision=dot_precision))
@@ -107,7 +106,7 @@ def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
     spill = replace(quirk, id="cuda-9999-spill", evidence=replace(quirk.evidence, signature="8 bytes spilled"))
     asked = []
     monkeypatch.setattr(type(quirk), "applies", lambda self, *given: asked.append(given) or True)
-    where = Target.parse("cuda:sm_90", "triton==3.6.0")
+    where = parse_target("cuda:sm_90", "triton==3.6.0")
     core = Settings(backend="triton")
     made = plan(dense(dtype="fp16", head_dim=64).problem, where, replace(registry, quirks={}), settings=core)
     kernels = (KernelFacts(function=made.kernel, facts=FITS | {"spills": 8}),)
@@ -120,11 +119,11 @@ def test_a_quirk_is_asked_with_the_real_number_of_programs(monkeypatch):
 def test_spills_of_a_tile_that_was_chosen_with_another_compiler_are_noted() -> None:
     """They cost time and are no fault; what does not fit the chip stays one."""
     registry = with_tunings(Registry.load(), False)
-    sm_90, core = Target.parse("cuda:sm_90", "triton==3.6.0"), Settings(backend="triton")
+    sm_90, core = parse_target("cuda:sm_90", "triton==3.6.0"), Settings(backend="triton")
     made = plan(dense(dtype="fp16", head_dim=64).problem, sm_90, registry, settings=core)
     facts = FITS | {"spills": 8, "local_memory": 10**6}
     for toolchain, noted in (("triton==3.6.0", False), ("triton==3.8.0", True)):
-        target = Target.parse("cuda:sm_90", toolchain)
+        target = parse_target("cuda:sm_90", toolchain)
         found = gates.check(made, target, (KernelFacts(function="dense_forward", facts=facts),), registry)
         by_name = {gate.name: gate for gate in found if not gate.passed}
         assert by_name["bytes spilled"].noted is noted

@@ -12,8 +12,7 @@ import torch
 from portattn.launch import run_core
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
-from portattn.schema.target import Target
+from portattn.planning.registry import Registry, parse_target
 from portattn.testing import numerics, run_plan, tolerance
 from portattn.testing.numerics import Interpreter, on_device, request_of, scaled
 from portattn.tools.matrix.problems import PADDED, dense, full
@@ -30,7 +29,7 @@ SM_80, SM_90 = "cuda:sm_80", "cuda:sm_90"
 
 @pytest.mark.parametrize("shrink", [lambda p, launch: scaled(p, launch), lambda p, launch: on_device(p, "cuda")])
 def test_scaling_down_keeps_what_decides_the_code(shrink):
-    target = Target.parse(SM_90, "triton==3.6.0")
+    target = parse_target(SM_90, "triton==3.6.0")
     for named in full():
         made = core_of(plan(named.problem, target), target, Registry.load())
         if made is None:
@@ -89,7 +88,7 @@ class CountingWorker:
 def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "")
     interpreter, worker = Interpreter(1.0), CountingWorker()
-    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_80, "triton==3.6.0"))
+    made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target(SM_80, "triton==3.6.0"))
     found = []
     threads = [threading.Thread(target=lambda: found.append(interpreter.check(made, worker))) for _ in range(3)]
     for thread in threads:
@@ -99,7 +98,7 @@ def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
         thread.join()
     assert len(worker.requests) == 1
     assert [seen.outcome for seen in found] == ["pass"] * 3
-    other = plan(dense(dtype="fp16", head_dim=80).problem, Target.parse(SM_80, "triton==3.6.0"))
+    other = plan(dense(dtype="fp16", head_dim=80).problem, parse_target(SM_80, "triton==3.6.0"))
     interpreter.check(other, worker)
     assert len(worker.requests) == 2
 
@@ -187,6 +186,6 @@ def test_a_row_with_nothing_to_attend_must_be_zero_and_minus_infinity():
 
 def test_a_missing_interpreter_alone_is_not_run(monkeypatch):
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "no NumPy")
-    made = plan(dense(dtype="fp16", head_dim=64).problem, Target.parse(SM_80, "triton==3.6.0"))
+    made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target(SM_80, "triton==3.6.0"))
     seen = Interpreter(1.0).check(made, CountingWorker())
     assert (seen.outcome, seen.reason) == ("not_run", "no NumPy")

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from portattn.schema.problem import OPS
-from portattn.tools.matrix.cells import Footnote, Gate, KernelFacts, Numerics
+from portattn.testing.findings import Gate, KernelFacts, Numerics
+from portattn.tools.matrix.cells import Footnote
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
 from portattn.tools.matrix.report import brief, link, render, sizes
 

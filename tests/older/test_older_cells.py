@@ -1,4 +1,4 @@
-"""Older: which targets it takes, what it makes of answers; and how cells, `verify` and the command lines show it."""
+"""PtxExecutor: which targets it takes, what it makes of answers; and how cells, `verify` and command lines show it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from click.testing import CliRunner
 from planted import planted as planted
 
 from portattn import Target
-from portattn.backends.cuda.ptx_compat.check import Older
+from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
 from portattn.cli import main
 from portattn.cli.matrix import _counts, _summary
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.testing import canary, numerics
+from portattn.testing.findings import Numerics
 from portattn.tools import verify
 from portattn.tools.matrix import provenance, select
-from portattn.tools.matrix.cells import Cell, Numerics
+from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import dense
 from portattn.tools.matrix.report import brief, render
 from portattn.tools.matrix.run import Options, execute
@@ -35,11 +37,11 @@ LABEL = "sm_80 code on sm_90"
 
 
 def target(name: str, toolchain: str = TOOLCHAIN) -> Target:
-    return Target.parse(name, toolchain)
+    return parse_target(name, toolchain)
 
 
-def older(*here: str) -> Older:
-    return Older(5.0, [target(name) for name in here])
+def older(*here: str) -> PtxExecutor:
+    return PtxExecutor(5.0, [target(name) for name in here])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
@@ -47,8 +49,8 @@ def older(*here: str) -> Older:
 def test_older_targets_are_taken_and_labelled(arch: str, device: str) -> None:
     found = older("cpu:generic", f"cuda:{device}")
     assert found.lacks(target(f"cuda:{arch}")) == ""
-    assert found.label(target(f"cuda:{arch}")) == f"{arch} code on {device}"
-    assert found.label(target(f"cuda:{arch}", "triton==3.9.0")) == f"{arch} code on {device}"
+    assert found.where(target(f"cuda:{arch}")) == f"{arch} code on {device}"
+    assert found.where(target(f"cuda:{arch}", "triton==3.9.0")) == f"{arch} code on {device}"
 
 
 @pytest.mark.parametrize(
@@ -69,10 +71,10 @@ def test_other_targets_are_refused_with_what_is_needed(
 ) -> None:
     found = older(*here)
     assert re.search(said, found.lacks(target(name, toolchain)))
-    assert found.label(target(name, toolchain)) == ""
+    assert found.where(target(name, toolchain)) == name
     idle: Any = None
     made = plan(canary.CASES["attention"][0], target("cuda:sm_80"))
-    seen = found.check(made, made.problem, target(name, toolchain), idle, idle)
+    seen = found.check(made, target(name, toolchain), idle, idle, [made.problem])
     assert seen.outcome == "not_run"
     assert re.search(said, seen.reason)
 
@@ -99,7 +101,7 @@ def checked(compiler: Any, runner: Any, arch: str = "sm_80", here: str = "cuda:s
     where = target(f"cuda:{arch}")
     made = plan(canary.CASES["decode_attention"][0], where)
     assert made.path == "triton"
-    return older(here).check(made, made.problem, where, compiler, runner)
+    return older(here).check(made, where, compiler, runner, [made.problem])
 
 
 def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
@@ -108,7 +110,7 @@ def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
     assert (seen.outcome, seen.where, seen.error) == ("pass", LABEL, 1e-3)
     assert [fields["target"] for _, fields in compiler.asked] == [["cuda", 80, 32]] * 2
     ((task, fields),) = runner.asked
-    assert task == "older"
+    assert task == "portattn.backends.cuda.ptx_compat.execute:compare"
     assert [code["signature"]["function"] for code in fields["texts"]] == ["decode_split", "combine"]
     assert fields["texts"][0]["signature"] == compiler.asked[0][1]["signature"]
     assert {code["text"] for code in fields["texts"]} == {"text"}
@@ -170,12 +172,12 @@ def made_cell(monkeypatch: pytest.MonkeyPatch, planted: str, seen: Numerics | No
     The planted compiler gets sm_100 right and lets sm_120 spill.
     """
 
-    def check(self: Older, *_: Any) -> Numerics:
+    def check(self: PtxExecutor, *_: Any) -> Numerics:
         assert seen is not None, "was not to be run"
         return seen
 
-    monkeypatch.setattr(Older, "check", check)
-    monkeypatch.setattr(Older, "lacks", lambda self, where: "" if self.device else "none is here")
+    monkeypatch.setattr(PtxExecutor, "check", check)
+    monkeypatch.setattr(PtxExecutor, "lacks", lambda self, where: "" if self.device else "none is here")
     monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
     found: list[Cell] = []
     specs = select.specs([dense(dtype="fp16", head_dim=64)], [target(f"cuda:{options.pop('arch', 'sm_100')}")])
@@ -227,7 +229,7 @@ def test_a_tile_that_spills_stays_without_a_level(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_newer_gpu_or_switched_off_nothing_is_run(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
-    for options in ({"run_older": False}, {"here": ()}, {"here": (target("cpu:generic"),)}):
+    for options in ({"left_out": ("older",)}, {"here": ()}, {"here": (target("cpu:generic"),)}):
         cell = made_cell(monkeypatch, planted, None, **options)
         assert (cell.status, cell.level, cell.older) == ("PASS", "compiles", None)
 
@@ -236,7 +238,7 @@ def test_without_a_newer_gpu_or_switched_off_nothing_is_run(monkeypatch: pytest.
 
 
 def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options: Any) -> list[verify.Row]:
-    monkeypatch.setattr(Older, "check", lambda *_: seen)
+    monkeypatch.setattr(PtxExecutor, "check", lambda *_: seen)
     monkeypatch.setattr(verify, "devices", lambda: [target(name) for name in here])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
     monkeypatch.setattr(verify.lab, "worker", lambda _: contextlib.nullcontext())
@@ -296,7 +298,7 @@ def test_not_asked_for_without_a_gpu_it_is_said() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_the_label_is_in_text_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Older, "check", lambda *_: numbers("pass"))
+    monkeypatch.setattr(PtxExecutor, "check", lambda *_: numbers("pass"))
     line = ("verify", "mla_attention", "--target", "cuda:sm_80", "--toolchain", TOOLCHAIN)
     status, out, _ = called(*line)
     assert status == 0

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from portattn import Problem, Target
-from portattn.backends.cuda.ptx_compat.check import Older
+from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
 from portattn.planning.detect import devices
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.toolchain import installed
 from portattn.testing import canary
-from portattn.testing.numerics import on_device
+from portattn.testing.findings import Numerics
 from portattn.tools.matrix import problems
-from portattn.tools.matrix.cells import Numerics
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiles]
@@ -66,8 +66,8 @@ def why(seen: Numerics, workers: Workers) -> str:
 
 
 @pytest.fixture(scope="module")
-def older() -> Older:
-    found = Older(SECONDS, devices())
+def older() -> PtxExecutor:
+    found = PtxExecutor(SECONDS, devices())
     lacks = found.lacks(target("sm_80"))
     if lacks:
         pytest.skip(lacks)
@@ -75,21 +75,21 @@ def older() -> Older:
 
 
 def target(arch: str) -> Target:
-    return Target.parse(f"cuda:{arch}", str(installed()))
+    return parse_target(f"cuda:{arch}", str(installed()))
 
 
-def run(older: Older, arch: str, problem: Problem, workers: Workers, scaled: bool = False) -> Numerics:
+def run(older: PtxExecutor, arch: str, problem: Problem, workers: Workers, scaled: bool = False) -> Numerics:
     where = target(arch)
     if older.lacks(where):
         pytest.skip(older.lacks(where))
     made = plan(problem, where)
     assert made.path == "triton", made.rejected
-    return older.check(made, on_device(problem, "cuda") if scaled else problem, where, *workers)
+    return older.check(made, where, *workers, () if scaled else [problem])
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", CASES)
-def test_canaries_are_right_as_an_older_chips_code(older: Older, workers: Workers, arch: str, name: str) -> None:
+def test_canaries_are_right_as_an_older_chips_code(older: PtxExecutor, workers: Workers, arch: str, name: str) -> None:
     seen = run(older, arch, CASES[name], workers)
     assert seen.outcome == "pass", why(seen, workers)
     assert seen.where.startswith(f"{arch} code on sm_")
@@ -99,7 +99,9 @@ def test_canaries_are_right_as_an_older_chips_code(older: Older, workers: Worker
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", LARGE)
-def test_usual_sizes_are_right_as_an_older_chips_code(older: Older, workers: Workers, arch: str, name: str) -> None:
+def test_usual_sizes_are_right_as_an_older_chips_code(
+    older: PtxExecutor, workers: Workers, arch: str, name: str
+) -> None:
     where = target(arch)
     if plan(LARGE[name], where).path != "triton":
         pytest.skip("another path is planned there")
@@ -130,7 +132,9 @@ class Changed:
         (".target sm_80", ".target sm_90a", "error", "compiled for sm_90a, and sm_80 was asked for"),
     ],
 )
-def test_bugs_in_the_code_are_seen(older: Older, workers: Workers, old: str, new: str, outcome: str, said: str) -> None:
+def test_bugs_in_the_code_are_seen(
+    older: PtxExecutor, workers: Workers, old: str, new: str, outcome: str, said: str
+) -> None:
     changed: Any = Changed(workers[0], old, new)
     seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
     assert seen.outcome == outcome, why(seen, workers)
@@ -139,7 +143,7 @@ def test_bugs_in_the_code_are_seen(older: Older, workers: Workers, old: str, new
     assert seen.outcome == "pass", why(seen, workers)  # the next one is not harmed
 
 
-def test_a_fault_ends_in_its_own_run(older: Older, workers: Workers) -> None:
+def test_a_fault_ends_in_its_own_run(older: PtxExecutor, workers: Workers) -> None:
     """An access far outside every tensor ends the device's context: the next run has a fresh one."""
     changed: Any = Changed(workers[0], "\tret;", "\tmov.u64 \t%rd1, 64;\n\tst.global.u32 \t[%rd1], 0;\n\tret;")
     seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
@@ -148,6 +152,6 @@ def test_a_fault_ends_in_its_own_run(older: Older, workers: Workers) -> None:
     assert seen.outcome == "pass", why(seen, workers)
 
 
-def test_nothing_is_run_on_an_equal_device(older: Older) -> None:
+def test_nothing_is_run_on_an_equal_device(older: PtxExecutor) -> None:
     assert older.device is not None
     assert "a GPU newer than it" in older.lacks(older.device)

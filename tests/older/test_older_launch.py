@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
-from portattn import Target, kernels
+from portattn import kernels
 from portattn.backends.cuda.ptx_compat import driver as driving
 from portattn.backends.cuda.ptx_compat import execute as executing
 from portattn.backends.cuda.ptx_compat import launch as launching
@@ -26,6 +26,7 @@ from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
 from portattn.launch.kernelcall import KernelCall, signature
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch
 from portattn.testing import canary
 from portattn.testing.numerics import request_of
@@ -208,7 +209,7 @@ def test_code_that_cannot_be_run_here_is_refused(
 
 def merge() -> KernelCall:
     """A launch of the kernel that merges partial results, on this CPU's tensors."""
-    target = Target.parse("cuda:sm_80", "triton==3.6.0")
+    target = parse_target("cuda:sm_80", "triton==3.6.0")
     made = plan(canary.CASES["decode_attention"][0], target)
     request = request_of(made, made.problem, made.path, target.name, "cpu")
     launches, _, _ = kernel_calls(plan_of(request, target), call_of(request), 108)
@@ -270,7 +271,7 @@ def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
     compiler: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in computes nothing: the outputs stay NaN, and the oracle says so."""
-    target = Target.parse("cuda:sm_80", "triton==3.6.0")
+    target = parse_target("cuda:sm_80", "triton==3.6.0")
     made = plan(canary.CASES["paged_attention"][0], target)
     request = request_of(made, made.problem, made.path, target.name, "cpu")
     launches, _, _ = kernel_calls(plan_of(request, target), call_of(request), target.arch.cores)

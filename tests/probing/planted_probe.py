@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from portattn.schema.quirk import Quirk, load_quirk
+from portattn.planning.quirk_files import load_quirk
+from portattn.schema.quirk import Quirk
 from portattn.worker.client import Worker
 
 ID = "rocm-0901-planted"

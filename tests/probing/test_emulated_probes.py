@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from planted_probe import plant
 
-from portattn.backends.rocm.emulator.check import Emulated
+from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed
-from portattn.tools.matrix.cells import Numerics
+from portattn.testing.findings import Numerics
 from portattn.tools.quirks import probe
 from portattn.tools.quirks.probe import executing, plans
 from portattn.worker.client import Worker
@@ -94,15 +94,24 @@ def test_shipped_probes_see_what_their_ranges_say(number: str, arch: str) -> Non
 
 def test_what_the_model_does_not_know_is_missing() -> None:
     """No verdict comes of an instruction that is not modelled, or of a compiler that the model was not tried with."""
-    from portattn.backends.rocm.emulator.amdgpu import UnknownInstruction
+    from portattn.backends.rocm.emulator.amdgpu import Program, UnknownInstruction
 
-    request = {"arguments": {}, "outputs": [], "grid": [1], "unchecked": [], "types": {}, "lds": 0, "waves": 1}
+    request = {
+        "target": "rocm:gfx942",
+        "arguments": {},
+        "outputs": [],
+        "grid": [1],
+        "unchecked": [],
+        "types": {},
+        "lds": 0,
+        "waves": 1,
+    }
     with pytest.MonkeyPatch.context() as patch:
 
         def parse(text: str) -> None:
             raise UnknownInstruction("v_new is not modelled")
 
-        patch.setattr(executing.Program, "parse", parse)
+        patch.setattr(Program, "parse", parse)
         answer = executing.execute(request | {"amdgcn": "v_new"})
     assert answer == {"missing": "the model does not know: v_new is not modelled"}
     bench = Bench("rocm:gfx942", ("hip", "gfx942", 64), executor="python")
@@ -123,10 +132,10 @@ def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
 def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probe.Arm:
     """The off arm of a planned probe whose code, once compiled, ends as told."""
 
-    def check(self: Emulated, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
+    def check(self: EmulatorExecutor, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
         return seen
 
-    monkeypatch.setattr(Emulated, "check", check)
+    monkeypatch.setattr(EmulatorExecutor, "check", check)
     return probe.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}), seconds=300)
 
 

@@ -12,7 +12,7 @@ import pytest
 from planted_probe import BOOM, ID, arms_of, child, plant
 
 from portattn.cli import main
-from portattn.schema.quirk import load_quirk
+from portattn.planning.quirk_files import load_quirk
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.quirks import audit
 

@@ -9,7 +9,8 @@ import pytest
 from planted_probe import BOOM, OTHER, child, plant
 
 from portattn.errors import DataError
-from portattn.schema.quirk import Quirk, load_quirk
+from portattn.planning.quirk_files import load_quirk
+from portattn.schema.quirk import Quirk
 from portattn.tools.quirks import probe
 from portattn.tools.quirks.probe.record import record
 

@@ -11,6 +11,7 @@ import torch
 from faketunable import FILE, SMALL, FakeClock, NoWorker
 from planted import planted as planted
 
+from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
 from portattn.schema.tuning import load_tuning
 from portattn.tools.tune.classes import Class, classes
@@ -22,7 +23,7 @@ from portattn.tools.tune.workloads import parse, workload
 
 @pytest.fixture
 def target() -> Target:
-    return Target.parse("cuda:sm_90", "triton==3.6.0")
+    return parse_target("cuda:sm_90", "triton==3.6.0")
 
 
 @pytest.fixture

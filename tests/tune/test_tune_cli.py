@@ -100,7 +100,7 @@ def device(monkeypatch: pytest.MonkeyPatch):
 
     def plant(made: dict[int, Made]) -> FakeTunable:
         tunable = FakeTunable(made)
-        monkeypatch.setattr("portattn.tools.tune.tunable.tunables", lambda target: [tunable])
+        monkeypatch.setattr("portattn.tools.tune.tunables.tunables", lambda target: [tunable])
         return tunable
 
     return plant

@@ -6,6 +6,7 @@ import pytest
 import torch
 from faketunable import SMALL, choice
 
+from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
 from portattn.tools import lab
 from portattn.tools.lab import LabError
@@ -13,7 +14,8 @@ from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.core import planned
 from portattn.tools.tune.facts import compile_all, programs_a_core, verdict
 from portattn.tools.tune.search import Stage, facts_of
-from portattn.tools.tune.tunable import Compiled, NotBuilt, tunables
+from portattn.tools.tune.tunable import Compiled, NotBuilt
+from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 WIDE = "attention q=2,4,512,128 kv=2,4,512,128 dtype=bf16 causal"
@@ -53,7 +55,7 @@ def test_the_split_over_keys_is_part_of_a_candidate_and_not_of_its_code(target):
 
 
 def test_what_no_core_kernel_takes_is_not_built():
-    refused = Target.parse("cuda:sm_90", "triton-ascend==3.2.0")
+    refused = parse_target("cuda:sm_90", "triton-ascend==3.2.0")
     problem = workload(parse(WIDE)).problem
     with pytest.raises(NotBuilt, match="compiles nothing for cuda"):
         planned("dense_forward", problem, Choice(), refused)
@@ -65,7 +67,7 @@ def test_programs_a_core(target):
     assert programs_a_core(facts | {"registers": 128}, target) == 3
     assert programs_a_core(facts | {"registers": 128, "local_memory": 32768}, target) == 4
     assert programs_a_core(facts | {"registers": 255, "local_memory": 0}, target) == 2
-    assert programs_a_core(facts, Target.parse("rocm:gfx942", "triton==3.6.0")) is None
+    assert programs_a_core(facts, parse_target("rocm:gfx942", "triton==3.6.0")) is None
     asked = Choice(launch={"maxnreg": 168, "num_warps": 4})
     assert verdict(Compiled("", facts), asked, target, 0) == ""
     assert "maxnreg" in verdict(Compiled("", facts | {"local_memory": 200_000}), asked, target, 0)
@@ -75,7 +77,7 @@ def test_programs_a_core(target):
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", ["cuda:sm_90", "rocm:gfx942"])
 def test_a_candidate_compiles_in_a_child(name):
-    target = Target.parse(name)
+    target = parse_target(name)
     problem = workload(parse(WIDE)).problem
     tunable = core(target, "dense_forward")
     chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2})
@@ -110,7 +112,7 @@ def test_a_toolchain_that_is_not_here_is_said_at_once(target, tmp_path, monkeypa
 )
 def test_a_candidate_runs_and_is_checked(name, text):
     """On the CPU the core kernels are interpreted: what starts, fills and checks a candidate is the device's."""
-    target = Target.parse("cpu:generic")
+    target = parse_target("cpu:generic")
     load = workload(parse(text))
     stage = Stage(load, torch.device("cpu"))
     chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1})

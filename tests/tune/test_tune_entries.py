@@ -10,8 +10,7 @@ from faketunable import OTHER, SMALL, FakeTunable, Made, choice
 
 from portattn.errors import DataError
 from portattn.planning.kernel_specs import KERNEL_NAMES
-from portattn.planning.registry import Registry
-from portattn.schema.target import Target
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema.tuning import load_tuning
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
@@ -19,7 +18,7 @@ from portattn.tools.tune.core import CoreTunable
 from portattn.tools.tune.entries import TuningFile
 from portattn.tools.tune.race import Times
 from portattn.tools.tune.records import Outcome, Result
-from portattn.tools.tune.tunable import tunables
+from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 TIMES = Times(least=10.0, median=12.3456, most=20.0)
@@ -149,7 +148,7 @@ def test_a_variants_entry_has_flags_and_no_glob_finds_it(tmp_path, base, class_o
 def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, backend, arch, origin):
     """In every file every problem finds its new entry, every old entry stays, and none becomes unreachable."""
     registry = Registry.load()
-    where = Target.parse(f"{backend}:{arch}", "triton==3.6.0")
+    where = parse_target(f"{backend}:{arch}", "triton==3.6.0")
     path = registry.backends[backend].folder / "tuning" / f"{arch}.toml"
     before, tuning = path.read_text(), load_tuning(path, backend)
     texts = [

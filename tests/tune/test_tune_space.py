@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from portattn.planning.kernel_specs import CORES, KERNEL_NAMES
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import CHOICES, check_launch_values
-from portattn.schema.target import Target
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.space import SPACES, Axis, candidates, check_space, left_out
@@ -23,7 +22,7 @@ PROBLEMS = {
     "sparse_split": "sparse_attention q=1,32,1,128 kv=1,8,32000,128 tokens=640",
 }
 TARGETS = [
-    Target.parse(name, "triton-ascend==3.2.0" if name.startswith("ascend") else "triton==3.6.0")
+    parse_target(name, "triton-ascend==3.2.0" if name.startswith("ascend") else "triton==3.6.0")
     for name in ("cuda:sm_90", "cuda:sm_80", "rocm:gfx942", "rocm:gfx1201", "ascend:ascend910b2")
 ]
 

@@ -6,9 +6,10 @@ import pytest
 
 from portattn.backends.cuda.hopper_forward import variant as forward
 from portattn.backends.cuda.hopper_forward.tuning import ForwardTunable
-from portattn.schema.target import Target
+from portattn.planning.registry import parse_target
 from portattn.tools.tune.choice import Choice
-from portattn.tools.tune.tunable import NotBuilt, tunables
+from portattn.tools.tune.tunable import NotBuilt
+from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=1,16,4096,{dim} kv=1,16,4096,{dim} dtype={dtype} causal"
@@ -38,7 +39,7 @@ def test_a_variant_says_how_it_is_tuned(target, monkeypatch):
     backend = type("Backend", (), {"core_path": "", "variants": (variant,)})()
     registry = type("Registry", (), {"backends": {"cuda": backend}})()
     assert [one.name for one in tunables(target, registry)] == ["gluon_forward"]
-    assert tunables(Target.parse("cuda:sm_80", "triton==3.6.0"), registry) == []
+    assert tunables(parse_target("cuda:sm_80", "triton==3.6.0"), registry) == []
 
 
 @pytest.mark.compiles

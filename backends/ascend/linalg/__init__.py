@@ -8,5 +8,5 @@ buffers.py    arguments in guarded memory
 program.py    one launch: a call for each program
 execute.py    a plan's launches on a random call, judged; child process only
 lints.py      what to see in the text without running it
-check.py      the parent's side: compile in one child, execute in another
+executor.py   the parent's side: compile in one child, execute in another
 """

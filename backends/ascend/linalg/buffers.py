@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from portattn.backends.ascend.linalg.tools import LinalgError
-from portattn.launch.kernelcall import spans
+from portattn.schema.tensors import spans
 
 MOST_FAULTS = 256  # as in runtime.c
 

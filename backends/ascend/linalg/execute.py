@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from portattn.backends.ascend.linalg.program import Launched, Programs
+from portattn.backends.ascend.linalg.tools import missing
 from portattn.launch import KernelCall, has_rows, kernel_calls, signature
 from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
@@ -19,7 +20,7 @@ _programs: Programs | None = None
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Execute lowered launches: {"facts": …} as reference/check.judge says, and `strays`, stray accesses as a text.
 
-    The request is that of worker/interpret.py with `texts`, the lowered text of each launch in order. Outputs, partial
+    The request is that of testing/run_plan.py with `texts`, the lowered text of each launch in order. Outputs, partial
     results, scratch memory and all padding start as NaN. Raises LinalgError when a text cannot be executed.
     """
     global _programs
@@ -48,3 +49,12 @@ def complaints(function: str, seen: Launched) -> list[str]:
     """What a launch did to memory that is not its own, a sentence each."""
     inputs = [f"{function} writes its input {name}" for name in seen.wrote_inputs]
     return [*(f"{function} {stray}" for stray in seen.strays), *inputs]
+
+
+def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Execute a probe's kernel; see tools/quirks/probe/executing.py. Raises LinalgError on a text that cannot be."""
+    lacking = missing()
+    if lacking:
+        return {"missing": lacking}
+    seen = Programs().launch(request["linalg"], tuple(request["grid"]), arguments, tuple(request["outputs"]))
+    return {"strays": [*map(str, seen.strays), *(f"writes its input {name}" for name in seen.wrote_inputs)]}

@@ -1,27 +1,19 @@
 """Lints: what can be seen in a lowered text without running it. docs/ascend.md says of each what it misses.
 
-A lint fires on what is slow on the chip, or may go wrong there and not on a CPU. Those of LIMITS say that the kernel
-cannot be right or cannot run there.
+A lint fires on what is slow on the chip, or may go wrong there and not on a CPU. Those of findings.LIMITS say that the
+kernel cannot be right or cannot run there.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal
-
-import msgspec
 
 from portattn.backends.ascend.linalg.footprint import footprint
 from portattn.backends.ascend.linalg.operations import Module, Operation, read
 from portattn.backends.ascend.linalg.text import OWN_BUFFERS
+from portattn.testing.findings import Lint, LintName
 
-Name = Literal[
-    "scalar-loop", "row-loop", "whole-tile-load", "masked-store", "leftover", "uninitialised-reduction",
-    "programs", "unified-buffer",
-]  # fmt: skip
-# Of these nothing but a quirk that explains it makes a kernel acceptable.
-LIMITS: frozenset[str] = frozenset({"masked-store", "leftover", "uninitialised-reduction", "programs"})
 GATHER = "ExtractedLoadOrStore"  # the adapter's mark on a loop that it has made of one load or store
 _FOREIGN = re.compile(r"(?:^|=)\s*\"?((?:tt|hivm|hfusion|triton_\w+)\.[\w.]+)\"?[( ]", re.MULTILINE)
 
@@ -33,30 +25,6 @@ _MEMORY_OF = {
     "memref.store": ("store", 1),
     "bufferization.materialize_in_destination": ("store", 1),
 }
-
-
-class Lint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lint that fired on one kernel.
-
-    value         how much of it there is: copies, loads, operations, programs, bytes
-    limit         of "programs" and "unified-buffer": what the chip has; 0 elsewhere
-    explained_by  id of the quirk that says why it is so; empty without one
-    """
-
-    name: Name
-    function: str
-    value: int
-    message: str
-    limit: int = 0
-    explained_by: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.function}: {self.name}: {self.message}"
-
-    @property
-    def red(self) -> bool:
-        """Whether it speaks against the kernel."""
-        return self.name in LIMITS and not self.explained_by
 
 
 def lints(
@@ -98,12 +66,12 @@ def lints(
     return [Lint(name=n, function=function, value=v, message=m, limit=limit) for n, v, m, limit in found]
 
 
-_Found = tuple[Name, int, str, int]
+_Found = tuple[LintName, int, str, int]
 
 
 def _gathers(module: Module, names: dict[str, str]) -> Iterator[_Found]:
     """Loads and stores that became a loop: of one element, or of one row a step."""
-    total: dict[tuple[Name, str, str], int] = {}
+    total: dict[tuple[LintName, str, str], int] = {}
     for operation in module.operations:
         if operation.name not in _MEMORY_OF:
             continue
@@ -119,7 +87,7 @@ def _gathers(module: Module, names: dict[str, str]) -> Iterator[_Found]:
         if not source.startswith("%arg"):
             continue
         single = operation.name in ("memref.load", "memref.store") or _elements(module, memory) == 1
-        key: tuple[Name, str, str] = ("scalar-loop" if single else "row-loop", what, names.get(source, source))
+        key: tuple[LintName, str, str] = ("scalar-loop" if single else "row-loop", what, names.get(source, source))
         total[key] = max(total.get(key, 0), copies)
     for (name, what, source), copies in total.items():
         each = "one element" if name == "scalar-loop" else "one row"

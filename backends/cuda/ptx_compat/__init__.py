@@ -9,5 +9,5 @@ were chosen for that chip); what does not is sm_80's own assembler and the chip.
     driver.py    the CUDA driver's loader and launch, through libcuda
     launch.py    a KernelCall's arguments for an entry's parameters
     execute.py   a plan's launches, compared with the oracle (child process)
-    check.py     Older: the parent's side, for the matrix and `portattn verify`
+    executor.py  PtxExecutor: the parent's side, for the matrix and `portattn verify`
 """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from portattn.backends.rocm.emulator.amdgpu.checks import Checks
+from portattn.backends.rocm.emulator.amdgpu.errors import Finding, UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 from portattn.backends.rocm.emulator.amdgpu.program import Program
 from portattn.backends.rocm.emulator.amdgpu.tensors import share, value_of
@@ -16,11 +17,14 @@ from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
 from portattn.testing.tolerance import judge, nan_filled_memory
 
+# A kernel of a probe is small; the code of a broken compiler may never end.
+PROBE_STEPS = 2_000_000
+
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Run compiled launches in the model: {"facts": …} as reference/check.judge says, and `steps`, what the model did.
 
-    The request is that of worker/interpret.py with `texts`: of each launch in order its assembly (`text`), bytes of LDS
+    The request is that of testing/run_plan.py with `texts`: of each launch in order its assembly (`text`), bytes of LDS
     (`lds`) and waves of a work-group (`waves`). Outputs, partial results and all padding start as NaN. Raises what the
     model's checks find (portattn.backends.rocm.emulator.amdgpu.errors).
     """
@@ -50,3 +54,22 @@ def run(launch: KernelCall, text: str, lds: int, waves: int) -> int:
         launch.grid, values, memory, lds_bytes=lds, waves=waves, checks=Checks(groups=True)
     )
     return report.steps
+
+
+def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run a probe's kernel in the model; see tools/quirks/probe/executing.py.
+
+    What the model does not know is missing, and no verdict. Raises EmulationError on a text that cannot be run.
+    """
+    checks = Checks(**dict.fromkeys(request["unchecked"], False))
+    memory = Memory()
+    values = [value_of(kind, arguments[name], memory) for name, kind in request["types"].items()]
+    sizes = {"lds_bytes": request["lds"], "waves": request["waves"]}
+    try:
+        program = Program.parse(request["amdgcn"])
+        program.launch(request["grid"], values, memory, checks=checks, step_limit=PROBE_STEPS, **sizes)
+    except Finding as finding:
+        return {"strays": [f"{type(finding).__name__}: {finding}"]}
+    except (UnknownInstruction, UnknownOperand) as error:
+        return {"missing": f"the model does not know: {error}"}
+    return {"strays": []}

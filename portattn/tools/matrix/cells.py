@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from portattn.backends.ascend.linalg.lints import Lint
-from portattn.planning.planner import Rejection
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level, describe_effect
+from portattn.testing.findings import Gate, KernelFacts, Lint, Numerics
 
 SCHEMA = 1  # of results.jsonl; raised when a reader of the version before would misread it
 
@@ -25,7 +25,6 @@ SCHEMA = 1  # of results.jsonl; raised when a reader of the version before would
 # NOT_RUN  what is needed to look is not here; the reason says what
 Status = Literal["PASS", "NOTE", "FAIL", "ERROR", "TIMEOUT", "CRASH", "NOT_RUN"]
 RED: frozenset[str] = frozenset({"FAIL", "ERROR", "TIMEOUT", "CRASH"})
-Facts = dict[str, int | str | float]
 
 
 class Footnote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,57 +58,13 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     schedule: dict[str, bool | int | str] = {}
 
 
-class KernelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One compiled kernel: registers, spills (bytes), local_memory (bytes), matrix instructions by name …"""
-
-    function: str
-    facts: Facts
-
-
-class Gate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One figure against its limit. A gate that does not hold is red unless a quirk explains it.
-
-    noted  it does not hold and is no fault: the tile was chosen with another compiler, and with this one costs time
-    """
-
-    name: str
-    function: str
-    value: int
-    limit: str
-    passed: bool
-    explained_by: str = ""
-    noted: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.function}: {self.value} {self.name}, {self.limit}"
-
-
-class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run on a small problem, compared with the float64 oracle.
-
-    outcome  pass; fail (over the budget, or NaN); error, crash and hang: the run raised, died or did not end in its
-             time; not_run: there is nothing here to run it with. The reason says more of any but pass
-    error, budget          largest absolute error of out, and what it may be
-    lse_error, lse_budget  the same for the log-sum-exp, where one was computed
-    """
-
-    outcome: Literal["pass", "fail", "error", "crash", "hang", "not_run"]
-    where: str
-    problem: Problem | None = None
-    error: float | None = None
-    budget: float | None = None
-    lse_error: float | None = None
-    lse_budget: float | None = None
-    reason: str = ""
-
-
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cell", tag_field="type"):
     """One problem on one target with one toolchain.
 
     id        digest of (problem, target, toolchain); `index` is its place in the run
     status    see the vocabulary above; `reason` explains any but PASS
     level     evidence level reached; the interpreter's numerics are no level, they stand beside it
-    lints     what was seen in code lowered for Ascend (linalg/lints.py)
+    lints     what an executor's `analyze` saw in the code (portattn/testing/executor.py)
     lowered   numerics of that code, executed on a CPU
     emulated  numerics of the machine code, in a model of the chip
     older     numerics of the code of an older chip, run on a newer one that is here

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.tools.matrix.cells import Footnote, PlanSummary, footnote
 
 

@@ -7,13 +7,13 @@ import importlib.metadata as metadata
 import platform
 from collections.abc import Sequence
 
-from portattn import __version__
 from portattn.planning.core_path import kernel_source_digest
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Run
 from portattn.tools.matrix.select import Spec
+from portattn.version import __version__
 
 
 def this_run(

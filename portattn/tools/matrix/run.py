@@ -8,39 +8,37 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from portattn.backends.ascend.linalg.check import Executed, looked_at
-from portattn.backends.ascend.linalg.lints import Lint
-from portattn.backends.cuda.ptx_compat.check import Older
-from portattn.backends.rocm.emulator.check import Emulated
 from portattn.compile.ensure import compile_in, first_line
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.backend import Variant
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed
 from portattn.testing import gates
-from portattn.testing.numerics import Interpreter, numerics, on_device, request_of
+from portattn.testing.executor import Executor, executors
+from portattn.testing.findings import KernelFacts, Lint, Numerics
+from portattn.testing.numerics import COMPARE, Interpreter, numerics, on_device, request_of
 from portattn.tools.lab import LabError
 from portattn.tools.lab import worker as lab_worker
 from portattn.tools.matrix import variants
-from portattn.tools.matrix.cells import RED, Cell, KernelFacts, Numerics, footnote
+from portattn.tools.matrix.cells import RED, Cell, footnote
 from portattn.tools.matrix.planned import footnotes, summary
-from portattn.tools.matrix.select import COMPILER_OF, Spec
+from portattn.tools.matrix.select import Spec
 from portattn.worker.client import Reply, Worker
 
 STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
 STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
 TAIL = 4000  # characters of a failed compile's output that a cell keeps
-LOWERED = "lowers to linalg; not run here"
-NUMERICS_WORDS = {"interpreter": "interpreted", "lowered": "lowered", "emulated": "emulated", "older": ""}
+LOWERED = "lowers to {}; not run here"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,16 +48,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     jobs           cells made at a time
     pythons        toolchain -> the interpreter that compiles with it; any other is the installed one, or the lab's
     here           targets that are devices of this machine
-    emulate        run the machine code of chips that have a model (portattn.backends.rocm.emulator)
-    run_older      run the code of older chips on a newer one of `here` (portattn.backends.cuda.ptx_compat)
+    left_out       names of executors (portattn/testing/executor.py) that are not asked
     """
 
     seconds: float = 120.0
     jobs: int = 2
     pythons: Mapping[str, str] = {}
     here: tuple[Target, ...] = ()
-    emulate: bool = True
-    run_older: bool = True
+    left_out: tuple[str, ...] = ()
 
 
 class Workers:
@@ -70,8 +66,9 @@ class Workers:
         self._open: dict[str, Worker] = {}
         self._closed = False
 
-    def get(self, kind: Literal["interpreter", "lowered", "emulated", "device"]) -> Worker:
-        """A child of this Python that runs kernels, on a device or on its CPU. Raises CancelledError once closed."""
+    def get(self, kind: str) -> Worker:
+        """A child of this Python that runs kernels: under the `interpreter`, on a `device`, or for the executor of that
+        name. Raises CancelledError once closed."""
         return self._opened(kind, lambda: Worker(runs="interpreter" if kind == "interpreter" else "kernels"))
 
     def compiler(self, toolchain: str) -> Worker:
@@ -98,13 +95,14 @@ class Workers:
             worker.close()
 
 
-class Means(NamedTuple):
-    """How the numbers of compiled kernels are looked at without the chip; shared by all threads of a run."""
+class Checkers(NamedTuple):
+    """How the numbers of compiled kernels are looked at without the chip; shared by all threads of a run.
+
+    executors  of each backend that the run has targets of, by name
+    """
 
     interpreter: Interpreter
-    executed: Executed
-    emulated: Emulated | None
-    older: Older | None = None
+    executors: Mapping[str, Mapping[str, Executor]]
 
 
 def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
@@ -114,9 +112,9 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
     What a compiler does ends in its cell. KeyboardInterrupt, and whatever `done` raises, ends the run: children are
     killed, and cells under way are dropped.
     """
-    emulated = Emulated(options.seconds) if options.emulate else None
-    older = Older(options.seconds, options.here) if options.run_older else None
-    means = Means(Interpreter(options.seconds), Executed(options.seconds), emulated, older)
+    backends = dict.fromkeys(spec.target.backend for spec in specs)
+    own = {backend: executors(backend, options.seconds, options.here) for backend in backends}
+    checkers = Checkers(Interpreter(options.seconds), own)
     local = threading.local()
     opened: list[Workers] = []
 
@@ -124,7 +122,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
         if not hasattr(local, "workers"):
             local.workers = Workers(options)
             opened.append(local.workers)
-        return make_cell(spec, options, local.workers, means)
+        return make_cell(spec, options, local.workers, checkers)
 
     pool = ThreadPoolExecutor(options.jobs, thread_name_prefix="matrix")
     try:
@@ -147,7 +145,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
             workers.close()
 
 
-def make_cell(spec: Spec, options: Options, workers: Workers, means: Means) -> Cell:
+def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers) -> Cell:
     """Make one cell. What goes wrong in planning or compiling is what the cell says."""
     begun = time.monotonic()
     registry = Registry.load()
@@ -159,7 +157,7 @@ def make_cell(spec: Spec, options: Options, workers: Workers, means: Means) -> C
     else:
         core = core_of(made, spec.target, registry)
         fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
-        fields |= _look(made, core, spec.target, options, workers, means, registry)
+        fields |= _look(made, core, spec.target, options, workers, checkers, registry)
         seen = (*fields.get("gates", ()), *fields.get("lints", ()))
         causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
         explained = (footnote(quirk, "explains", registry) for quirk in causes)
@@ -202,14 +200,14 @@ def _look(
     target: Target,
     options: Options,
     workers: Workers,
-    means: Means,
+    checkers: Checkers,
     registry: Registry,
 ) -> dict[str, Any]:
     """Status, level and what they rest on."""
     fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
     variant = variant_of(made)
     if core is not None:
-        fields |= _core(core, target, options, workers, means, registry)
+        fields |= _core(core, target, options, workers, checkers, registry)
     if variant is not None:
         fields = _beside(_variant(variant, made, target, options, workers), fields)
     elif core is not None and core is not made and fields["status"] != "NOT_RUN":
@@ -258,51 +256,54 @@ def _core(
     target: Target,
     options: Options,
     workers: Workers,
-    means: Means,
+    checkers: Checkers,
     registry: Registry,
 ) -> dict[str, Any]:
-    """What the core kernel does: compiled where there is a compiler for it, and interpreted.
-
-    For Ascend the compiler's lowering is executed on this CPU, where MLIR's programs are; for AMD's chips their machine
-    code, in a model; for NVIDIA's the code of one that is older than the device here, on that.
-    """
-    ascend = COMPILER_OF.get(target.backend) == "triton-ascend"
+    """What the core kernel does: compiled where there is a compiler for it, run by its backend's executors, and
+    interpreted."""
+    own = checkers.executors[target.backend].values()
     fields: dict[str, Any] = {"reason": "", "level": "declared"}
-    fields |= _compiled(core, target, options, workers, registry, ascend)
+    fields |= _compiled(core, target, options, workers, registry, next((one for one in own if one.lowers_to), None))
     if fields["status"] in RED:
         return fields
-    if ascend and fields["status"] != "NOT_RUN":
-        lowered = means.executed.check(core, target, workers.compiler(str(target.toolchain)), workers.get("lowered"))
-        fields["lowered"] = lowered
-        if lowered.outcome == "pass":
-            fields |= {"status": "PASS", "level": "lowering-checked", "reason": ""}
-        elif lowered.outcome == "not_run":
-            fields["reason"] = f"{LOWERED}: {lowered.reason}"
-    if means.emulated is not None and target.backend == "rocm" and fields["status"] in ("PASS", "NOTE"):
-        emulated = means.emulated.check(core, target, workers.compiler(str(target.toolchain)), workers.get("emulated"))
-        fields["emulated"] = emulated
-        if emulated.outcome == "pass" and fields["status"] == "PASS":
-            fields["level"] = "emulated"
-    older = means.older
-    if older is not None and fields["status"] in ("PASS", "NOTE") and not older.lacks(target):
-        problem, compiler = on_device(core.problem, target.backend), workers.compiler(str(target.toolchain))
-        seen_older = older.check(core, problem, target, compiler, workers.get("device"))
-        fields["older"] = seen_older
-        if seen_older.outcome == "pass" and fields["status"] == "PASS":
-            fields |= {"level": "runs", "label": seen_older.where}
-    fields["interpreter"] = means.interpreter.check(core, workers.get("interpreter"))
-    for name, words in NUMERICS_WORDS.items():
-        seen: Numerics | None = fields.get(name)
-        if seen is not None and seen.outcome in STATUS_OF_NUMERICS:
-            status = STATUS_OF_NUMERICS[seen.outcome]
-            reason = f"{seen.where if name == 'older' else words} numerics: {seen.reason}"
+    seen: dict[str, Numerics] = {}
+    if fields["status"] != "NOT_RUN":
+        for executor in own:
+            if executor.name in options.left_out or (executor.runs_on == "device" and executor.lacks(target)):
+                continue
+            numbers = _executed(executor, core, target, workers)
+            fields |= {executor.name: numbers, **_reached(executor, numbers, fields["status"])}
+            word = numbers.where if executor.runs_on == "device" else executor.name
+            seen[word] = numbers
+    fields["interpreter"] = checkers.interpreter.check(core, workers.get("interpreter"))
+    for word, numbers in {"interpreted": fields["interpreter"], **seen}.items():
+        if numbers.outcome in STATUS_OF_NUMERICS:
+            status = STATUS_OF_NUMERICS[numbers.outcome]
+            reason = f"{word} numerics: {numbers.reason}"
             fields |= {"status": status, "level": "declared", "reason": reason, "label": ""}
     return fields
 
 
+def _executed(executor: Executor, core: Plan, target: Target, workers: Workers) -> Numerics:
+    compiler = workers.compiler(str(target.toolchain))
+    runner = workers.get("device" if executor.runs_on == "device" else executor.name)
+    return executor.check(core, target, compiler, runner)
+
+
+def _reached(executor: Executor, numbers: Numerics, status: str) -> dict[str, Any]:
+    """What an executor's numbers make of a cell that compiled. Right ones do not take back what a gate said."""
+    if numbers.outcome == "pass" and (executor.lowers_to or status == "PASS"):
+        label = {"label": numbers.where} if executor.runs_on == "device" else {}
+        return {"status": "PASS", "level": executor.level, "reason": "", **label}
+    if numbers.outcome == "not_run" and executor.lowers_to:
+        return {"reason": f"{LOWERED.format(executor.lowers_to)}: {numbers.reason}"}
+    return {}
+
+
 def _compiled(
-    made: Plan, target: Target, options: Options, workers: Workers, registry: Registry, ascend: bool
+    made: Plan, target: Target, options: Options, workers: Workers, registry: Registry, reader: Executor | None
 ) -> dict[str, Any]:
+    """What was compiled, held to the gates; `reader` reads it where it is no machine code."""
     launches, _, _ = kernel_calls(made, meta_call(made.problem), target.arch.cores)
     try:
         worker = workers.compiler(str(target.toolchain))
@@ -313,17 +314,18 @@ def _compiled(
     found: list[KernelFacts] = []
     lints: list[Lint] = []
     for launch in launches:
-        reply = compile_in(worker, launch, made, target, options.seconds, "text" if ascend else "full")
+        reply = compile_in(worker, launch, made, target, options.seconds, reader.asks if reader else "full")
         if reply.outcome != "ok":
             return _failure(reply, launch.function) | {"kernels": tuple(found)}
-        facts, fired = looked_at(reply, launch, target) if ascend else (dict(reply.facts), [])
+        facts, fired = reader.analyze(reply, launch, target) if reader else (dict(reply.facts), [])
         found.append(KernelFacts(function=launch.function, facts=facts))
         lints += fired
     kernels = tuple(found)
-    if ascend:
+    if reader is not None:
         seen = gates.explained(lints, made, target, registry)
         red = "; ".join(str(lint) for lint in seen if lint.red)
-        status = {"status": "FAIL", "reason": red} if red else {"status": "NOTE", "reason": LOWERED}
+        note = {"status": "NOTE", "reason": LOWERED.format(reader.lowers_to)}
+        status = {"status": "FAIL", "reason": red} if red else note
         return status | {"kernels": kernels, "lints": seen}
     checked = gates.check(made, target, kernels, registry)
     unexplained = [gate for gate in checked if not gate.passed and not gate.explained_by]
@@ -350,7 +352,7 @@ def _native(made: Plan, target: Target, options: Options, workers: Workers) -> d
     problem = on_device(made.problem, target.backend)
     device = Registry.load().backends[target.backend].device_type
     request = request_of(made, problem, made.path, target.name, device)
-    reply = workers.get("device").request("interpret", options.seconds, **request)
+    reply = workers.get("device").request(COMPARE, options.seconds, **request)
     if reply.outcome != "ok":
         return _failure(reply, f"{made.path} path on {target.name}")
     seen: Numerics = numerics(reply, f"{target}", problem)

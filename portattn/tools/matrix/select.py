@@ -19,8 +19,6 @@ from portattn.tools.matrix.cells import cell_id
 from portattn.tools.matrix.problems import SETS, Named, SetName
 
 OP = "matrix run"
-# The compiler that targets a backend; every backend that is not named here is community Triton's.
-COMPILER_OF = {"ascend": "triton-ascend"}
 # What an Ascend cell is planned for when neither --toolchain nor --ascend-python says: the lab's.
 ASCEND_DEFAULT = "triton-ascend==3.2.0"
 ASK_SECONDS = 60.0
@@ -62,7 +60,7 @@ def targets(globs: Sequence[str], toolchains: Sequence[Toolchain], ascend: Toolc
     chosen = [name for name in names if not globs or any(_matches(name, glob) for glob in globs)]
     found = []
     for name in chosen:
-        compiler = COMPILER_OF.get(name.partition(":")[0], "triton")
+        compiler = registry.backends[name.partition(":")[0]].compiler
         fitting = [t for t in toolchains if t.distribution in (compiler, "flagtree")]
         if compiler == "triton-ascend":
             fitting = fitting or [ascend or Toolchain.parse(ASCEND_DEFAULT)]

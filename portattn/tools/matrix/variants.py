@@ -9,11 +9,11 @@ from portattn.compile.ensure import compile_in
 from portattn.launch import Signature, meta_call
 from portattn.launch.described import signatures
 from portattn.planning.backend import Variant
-from portattn.planning.planner import Plan
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Arch, Target
+from portattn.testing.findings import Facts, Gate, KernelFacts
 from portattn.testing.gates import gate_of, limits, matrix_count
-from portattn.tools.matrix.cells import Facts, Gate, KernelFacts
 from portattn.worker.client import Reply, Worker
 
 

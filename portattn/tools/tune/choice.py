@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from portattn.planning.kernel_specs import FULL
 from portattn.schema.lowering import LAUNCH_FIELDS, OptionValue
+from portattn.schema.tuning import FULL
 
 Setting = bool | int | str | None
 Only = Mapping[str, tuple[str, ...]]  # values that settings may have, as they are written

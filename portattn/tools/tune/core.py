@@ -13,12 +13,14 @@ from portattn.config import Settings
 from portattn.errors import PathUnavailable
 from portattn.launch import KernelCall, Signature, kernel_calls, launch_all, meta_call
 from portattn.planning.kernel_specs import CoreKernel
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tuning import Entry, Provenance, Tuning
+from portattn.testing.executor import analyst
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.tunable import Built, Compiled, Facts, NotBuilt, Started
@@ -80,16 +82,14 @@ def compiled(
     does the work.
     """
     found: Facts | None = None
-    ascend = target.backend == "ascend"
+    reader = analyst(target)
     for launch in launches:
-        reply = compile_in(worker, launch, made, target, seconds, "text" if ascend else "full")
+        reply = compile_in(worker, launch, made, target, seconds, reader.asks if reader else "full")
         if reply.outcome != "ok":
             return Compiled(f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found)
         facts: Facts = dict(reply.facts)
-        if ascend and isinstance(launch, KernelCall):
-            from portattn.backends.ascend.linalg.check import looked_at
-
-            facts, lints = looked_at(reply, launch, target)
+        if reader is not None and isinstance(launch, KernelCall):
+            facts, lints = reader.analyze(reply, launch, target)
             red = "; ".join(str(lint) for lint in lints if lint.red)
             if red:
                 return Compiled(red, facts)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.planning.kernel_specs import head_columns
 from portattn.schema import conditions
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, check_option
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import next_power_of_two
 from portattn.schema.target import Target
+from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.tune.choice import Choice, Setting, changed
 
 

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 
 from portattn.errors import PortattnError
-from portattn.planning.kernel_specs import CORES
-from portattn.planning.registry import Registry
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -78,19 +76,6 @@ class Tunable(Protocol):
     def build(self, problem: Problem, choice: Choice, target: Target) -> Built:
         """The candidate for the problem. Raises NotBuilt where it cannot be."""
         ...
-
-
-def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
-    """Everything that can be tuned for a target: the core kernels, then its variants that say how (Variant.tunable)."""
-    from portattn.tools.tune.core import CoreTunable
-
-    backend = (registry or Registry.load()).backends[target.backend]
-    found: list[Tunable] = [CoreTunable(kernel) for kernel in CORES.values()] if backend.core_path else []
-    for variant in backend.variants:
-        make = getattr(variant, "tunable", None)
-        if make is not None and target.arch.name in variant.arches:
-            found.append(make())
-    return found
 
 
 def started(launch: Callable[[Mapping[str, torch.Tensor | None]], object], call: Call) -> Started:

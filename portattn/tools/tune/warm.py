@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from portattn.schema.target import Target
+from portattn.planning.registry import parse_target
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import as_call, reason
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.pool import in_children
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.search import compilers_error, synchronize
-from portattn.tools.tune.tunable import tunables
+from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import workload
 
 
@@ -38,7 +38,7 @@ def warm(asked: Asked) -> str:
 
     What else a device raises is found again, and said, where the candidate is checked.
     """
-    target, device = Target.parse(asked.target), torch.device(asked.device)
+    target, device = parse_target(asked.target), torch.device(asked.device)
     tunable = next(one for one in tunables(target) if one.name == asked.kernel)
     call = as_call(asked.case, Tensors.random(asked.case, device))
     try:

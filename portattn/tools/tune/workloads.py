@@ -8,8 +8,8 @@ import msgspec
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.schema.problem import OPS, Problem
+from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.sets import SETS

@@ -51,7 +51,7 @@ def jobs(quirks: Iterable[Quirk], names: Sequence[str], target: str | None, regi
 
 def _fits(quirk: Quirk, name: str, target: str | None, registry: Registry) -> bool:
     where = running.place(quirk, name, target, registry)
-    compiler = running.COMPILER_OF.get(where.backend, "triton")
+    compiler = Registry.load().backends[where.backend].compiler
     return where.toolchain.distribution == compiler and (
         name not in running.STAND_INS or quirk.evidence.stand_in == name
     )

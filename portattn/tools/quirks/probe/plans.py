@@ -16,26 +16,25 @@ from typing import Any
 import click
 import msgspec
 
-from portattn.backends.ascend.linalg.check import Executed
-from portattn.backends.rocm.emulator.amdgpu import Finding
-from portattn.backends.rocm.emulator.check import Emulated
-from portattn.cli.arguments import CausalCommand, problem_from, problem_options
 from portattn.compile.ensure import compile_fields, over_limit
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import KernelCall, kernel_calls, meta_call
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values
+from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS, Problem
-from portattn.schema.quirk import Level, Quirk
+from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.tuning import Entry, Provenance, Tuning
 from portattn.testing import gates
+from portattn.testing.executor import Executor, executors
+from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import variants
-from portattn.tools.matrix.cells import KernelFacts
+from portattn.tools.problem_text import CausalCommand, problem_from, problem_options
 from portattn.tools.quirks import examples
 from portattn.tools.quirks.probe.results import MISSING, PASSED, SEEN, Arm, ArmName, Outcome, ended, matches
 from portattn.worker.client import Reply, Worker
@@ -43,12 +42,6 @@ from portattn.worker.client import Reply, Worker
 PREFIX = "plan:"
 # A kernel without products, which every compiler that works at all compiles: the one that merges a split.
 _CONTROL = Problem(op="decode_attention", batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, num_splits=4)
-# What runs a backend's code where there is no chip, and the evidence that it gives.
-_MEANS: dict[str, tuple[type[Executed], Level]] = {
-    "rocm": (Emulated, "emulated"),
-    "ascend": (Executed, "lowering-checked"),
-}
-_FINDINGS = tuple(kind.__name__ for kind in Finding.__subclasses__())
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
@@ -227,21 +220,26 @@ def _compile(worker: Worker, launch: KernelCall, made: Plan, target: Target, sec
 
 def executes(quirk: Quirk, target: Target) -> bool:
     """Whether the launches of a planned probe are also run: numbers alone say that a result is wrong."""
-    return quirk.symptom == "wrong-result" and target.backend in _MEANS
+    return quirk.symptom == "wrong-result" and _executor(target) is not None
 
 
-def _executed(quirk: Quirk, made: Plan, target: Target, worker: Worker, seconds: float) -> Arm:
-    """The plan on small random problems: AMD's machine code in the model of its chip, Ascend's linalg on this CPU."""
-    kind, level = _MEANS[target.backend]
+def _executor(target: Target, seconds: float = 0.0) -> Executor | None:
+    """What runs a target's code on any machine; None where nothing does."""
+    return next((one for one in executors(target.backend, seconds).values() if one.runs_on == "cpu"), None)
+
+
+def _executed(executor: Executor, quirk: Quirk, made: Plan, target: Target, worker: Worker) -> Arm:
+    """The plan on small random problems."""
+    level = executor.level
     with Worker(runs="kernels") as runner:
-        seen = kind(seconds).check(made, target, worker, runner)
+        seen = executor.check(made, target, worker, runner)
     if seen.outcome == "pass":
         return Arm(outcome="pass", level=level)
     if seen.outcome == "not_run":
         return Arm(outcome="fail", kind=MISSING, stage="execute", text=f"{MISSING}: {seen.reason}")
     outcome: Outcome = seen.outcome if seen.outcome in ("crash", "hang") else "fail"
     # What a model does not know, and what no small problem can be made of, says nothing of the numbers.
-    found = seen.outcome == "fail" or seen.reason.removeprefix("error: ").partition(":")[0] in _FINDINGS
+    found = seen.outcome == "fail" or seen.reason.removeprefix("error: ").partition(":")[0] in executor.findings
     name = SEEN if found else "Execution"
     text = f"{name}: {seen.reason}"
     return Arm(
@@ -270,6 +268,7 @@ def _compiled(
         checked = gates.check(made, target, tuple(found), registry)
         broken += [str(gate) for gate in checked if not gate.passed]
     if not broken:
-        return _executed(quirk, made, target, worker, seconds) if executes(quirk, target) else PASSED
+        executor = _executor(target, seconds) if executes(quirk, target) else None
+        return _executed(executor, quirk, made, target, worker) if executor is not None else PASSED
     text = "\n".join(broken)
     return Arm(outcome="fail", kind="Gates", stage="read", text=text, matched=matches(quirk, "fail", "Gates", text))

@@ -10,7 +10,8 @@ from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
 from portattn.files import write_whole
-from portattn.schema.quirk import Quirk, Verified, check_file
+from portattn.planning.quirk_files import check_file
+from portattn.schema.quirk import Quirk, Verified
 from portattn.tools.quirks.probe.results import Result, saw
 
 SAID_NOTHING = ("unverified", "broken", "inconclusive")  # verdicts of probes that saw nothing about their quirk

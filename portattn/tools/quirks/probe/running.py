@@ -36,7 +36,6 @@ FRESH = {"TRITON_ALWAYS_COMPILE": "1"}
 # Releases that no registry has, and what stands in for them: a lab toolchain, with the passes of that time. Only for
 # probes whose entry says so (evidence.stand_in).
 STAND_INS = {"triton-ascend==3.1.0": ("triton-ascend==3.2.0", "old")}
-COMPILER_OF = {"ascend": "triton-ascend"}  # every other backend is community Triton's
 
 
 class ProbeError(PortattnError):
@@ -139,7 +138,7 @@ def cannot(quirk: Quirk, where: Target, worker: Worker | None = None) -> str:
     toolchain = _name(where)
     if not has_probe(quirk):
         return f"no probe: {quirk.evidence.probe.partition(':')[2].strip()}"
-    compiler = COMPILER_OF.get(where.backend, "triton")
+    compiler = Registry.load().backends[where.backend].compiler
     if where.toolchain.distribution != compiler:
         return f"{toolchain} compiles nothing for {where.backend}"
     if quirk.evidence.needs:

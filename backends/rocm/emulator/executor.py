@@ -1,4 +1,4 @@
-"""Whether the machine code that Triton makes of a plan's kernels is right, in a functional model of the chip."""
+"""The machine code that Triton makes of a plan's kernels, in a functional model of the chip: the parent's side."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from typing import Any
 
 from packaging.version import Version
 
-from portattn.backends.ascend.linalg.check import Executed, small_problems
-from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES
-from portattn.planning.planner import Plan
+from portattn.backends.rocm.emulator.amdgpu import ARCHES, Finding
+from portattn.launch import KernelCall
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+from portattn.testing.executor import Executor, small_problems
 from portattn.worker.client import Reply
 
 OLDEST = Version("3.4")  # Triton whose code the model was tried with
 
 
-class Emulated(Executed):
-    """Emulated launches, each distinct one once. Compiles in the toolchain's own child, runs in one of this Python."""
+class EmulatorExecutor(Executor):
+    """Launches in the model. Compiles in the toolchain's own child, runs in one of this Python."""
 
-    task = "emulate"
+    name = "emulated"
+    level = "emulated"
+    task = "portattn.backends.rocm.emulator.execute:compare"
+    code_task = "portattn.backends.rocm.emulator.execute:run_code"
+    arches = tuple(ARCHES)
+    findings = tuple(kind.__name__ for kind in Finding.__subclasses__())
 
     def lacks(self, target: Target) -> str:
         """Why this target's code cannot be run in a model; empty when it can."""
@@ -36,7 +42,7 @@ class Emulated(Executed):
     def problems(self, plan: Plan) -> list[Problem]:
         return small_problems(plan)[:1]
 
-    def piece(self, reply: Reply) -> Any:
+    def piece(self, launch: KernelCall, reply: Reply) -> dict[str, Any]:
         facts = reply.facts
         return {
             "text": str(facts.get("amdgcn", "")),
