@@ -48,6 +48,11 @@ def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return like.new_full(shapes[0], NAN), like.new_full(shapes[1], NAN, dtype=torch.float32)
 
 
+def ran(op: str) -> str:
+    """How a handle's errors begin."""
+    return f"prepare({op!r}).run"
+
+
 def same(found: Any, expected: Any) -> None:
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -173,8 +178,9 @@ def test_another_value_is_named(place: str, name: str) -> None:
             handle.run(**(arguments | {value: VALUES[value]}))
         was = arguments.get(value, "phd" if value == "page_layout" else None)
         if value not in ("dropout_p", "layout"):
-            assert str(error.value) == (f"{op}: {value} is {VALUES[value]!r}, but the call was prepared with {was!r}")
-        assert str(error.value).startswith(f"{op}: {value} is {VALUES[value]!r}, but the call was prepared with ")
+            limit = f"the call was prepared with {was!r}"
+            assert str(error.value) == f"{ran(op)}: {value} is {VALUES[value]!r}, but {limit}"
+        assert str(error.value).startswith(f"{ran(op)}: {value} is {VALUES[value]!r}, but the call was prepared with ")
     handle.run(**arguments)
 
 
@@ -190,7 +196,7 @@ def test_values_that_do_not_even_compare_are_named(place: str) -> None:
     ):
         with pytest.raises(portattn.ArgumentError) as error:
             handle.run(q, k, v, **({"causal": True, "scale": 1.0} | changes))
-        assert str(error.value).startswith(f"attention: {what}")
+        assert str(error.value).startswith(f"{ran('attention')}: {what}")
 
 
 def test_values_of_other_types_inside_a_tuple_are_named(place: str) -> None:
@@ -198,7 +204,7 @@ def test_values_of_other_types_inside_a_tuple_are_named(place: str) -> None:
     q, k, v = (torch.randn(1, 2, 3, 16, device=place) for _ in range(3))
     handle = portattn.prepare("attention", q, k, v, window=(5, 1))
     for window in ((5, True), (5.0, 1)):
-        with pytest.raises(portattn.ArgumentError, match="attention: window"):
+        with pytest.raises(portattn.ArgumentError, match=r"attention'.*run: window"):
             handle.run(q, k, v, window=window)
     handle.run(q, k, v, window=(5, 1))
 
@@ -223,7 +229,7 @@ def test_another_tensor_is_named(place: str, name: str) -> None:
         with pytest.raises(portattn.ArgumentError) as error:
             handle.run(**(arguments | changes))
         message = str(error.value)
-        assert message.startswith(f"{op}: {what}"), message
+        assert message.startswith(f"{ran(op)}: {what}"), message
         assert "but the call was prepared with " in message
 
     for n, t in tensors.items():
@@ -264,9 +270,8 @@ def test_gradients_that_were_not_prepared_for_are_named(place: str) -> None:
     asking = q.clone().requires_grad_()
     with pytest.raises(portattn.ArgumentError) as error:
         handle.run(asking, k, v)
-    assert str(error.value) == (
-        "attention: whether gradients are asked for is True, but the call was prepared with False"
-    )
+    told = "whether gradients are asked for is True, but the call was prepared with False"
+    assert str(error.value) == f"{ran('attention')}: {told}"
     with torch.no_grad():
         handle.run(asking, k, v)
     with_gradients = portattn.prepare("attention", asking, k, v, backend="reference")
@@ -334,7 +339,7 @@ def test_a_bad_place_for_a_result_is_named(place: str, bad: tuple[str, Any, str,
     with pytest.raises(portattn.ArgumentError) as error:
         handle.run(**given(call), **{name: make(functools.partial(torch.zeros, device=place))})
     message, device = str(error.value), str(call.q.device)
-    assert message.startswith(f"decode_attention: {name} is {what.format(device=device)}"), message
+    assert message.startswith(f"{ran('decode_attention')}: {name} is {what.format(device=device)}"), message
     assert limit.format(device=device) in message.partition(", but ")[2], message
 
 
@@ -345,7 +350,8 @@ def test_no_lse_is_computed_where_none_is_asked_for(place: str) -> None:
     _, lse = results(call)
     with pytest.raises(portattn.ArgumentError) as error:
         handle.run(**arguments, lse=lse)
-    assert str(error.value) == "decode_attention: lse is (3, 4, 3), but return_lse is False: none is computed"
+    told = "lse is (3, 4, 3), but return_lse is False: none is computed"
+    assert str(error.value) == f"{ran('decode_attention')}: {told}"
     assert lse.isnan().all()
 
 
@@ -413,6 +419,14 @@ def test_shapes_can_be_prepared_without_data() -> None:
     handle = portattn.prepare("attention", q, k, k, return_lse=True)
     out, lse = handle.run(q, k, k, return_lse=True)
     assert (tuple(out.shape), tuple(lse.shape), out.device.type) == ((2, 4, 3, 16), (2, 4, 3), "meta")
+
+
+def test_a_handle_names_op_problem_and_path() -> None:
+    q = torch.zeros(1, 2, 3, 16)
+    shown = repr(portattn.prepare("attention", q, q, q, causal=True, backend="reference"))
+    handle = portattn.prepare("attention", q, q, q, causal=True, backend="reference")
+    assert shown == f"<portattn.Prepared {handle.plan.problem} on {handle.plan.target}: reference path>"
+    assert "Prepared attention q (1,2,3,16)" in shown
 
 
 def test_preparing_raises_what_the_call_raises() -> None:

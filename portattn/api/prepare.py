@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch
-from portattn.api.request import Collected, Keeping, Request, Result, _collected, admitted, finished
+from portattn.api.perform import admitted, finished
+from portattn.api.request import Collected, Keeping, Request, Result, waiting
 from portattn.compile import variants
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import Kept, results
-from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.launch.run import DescriptorMemory, device_guard
 from portattn.schema.plan import Plan
+from portattn.schema.tensors import POINTER_ALIGNMENT
 from portattn.validate import wants_gradients
 
 
@@ -43,7 +44,7 @@ class Prepared:
         self._kept: Kept | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
-        self._name = self.plan.problem.op
+        self._name = f"prepare({self.plan.problem.op!r}).run"  # in errors
         self._description = _description(request)
         self._out_shape, self._lse_shape = results(self.plan.problem)
         q = request.tensors["q"]
@@ -64,6 +65,10 @@ class Prepared:
             keeping.kind.add(self._kept)
             self._kind = keeping.kind
 
+    def __repr__(self) -> str:
+        """Op with problem, target and path."""
+        return f"<portattn.Prepared {self.plan.problem} on {self.plan.target}: {self.plan.path} path>"
+
     def run(
         self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
     ) -> Result:
@@ -75,11 +80,11 @@ class Prepared:
         Raises ArgumentError where an argument differs from the prepared call's in anything but its data.
         """
         running = _Running(self, out, lse)
-        token = _collected.set(running)
+        token = waiting.set(running)
         try:
             found = self._op(*args, **kwargs)
         finally:
-            _collected.reset(token)
+            waiting.reset(token)
         if not running:
             return found
         request = running[0]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from portattn import __version__
 from portattn.cli.errors import JSON_KEY, refused
 from portattn.errors import PortattnError
+from portattn.version import __version__
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+COMPLETING = "_PORTATTN_COMPLETE"  # the variable by which a shell asks for completion
 EXIT_STATUSES = """\b
 Exit status:
   0    fine
@@ -43,13 +48,27 @@ class CommandLine(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name in ELSEWHERE:
+        if name in ELSEWHERE and not ctx.resilient_parsing:
             ctx.fail(f"No such command {name!r}: it is `portattn {ELSEWHERE[name]}`.")
         if name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if COMPLETING in os.environ:
+            from portattn.cli import completion
+
+            completion.register()
+        return super().main(*args, **kwargs)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands without importing them, then options."""
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

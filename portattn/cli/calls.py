@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from portattn.cli.probes import Check
+from portattn.cli.checked import Check
 from portattn.compile.store import store
 from portattn.config import current
 from portattn.planning.detect import devices
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema.problem import Problem
-from portattn.schema.target import Target
-from portattn.testing.numerics import Interpreter, figure, numerics, request_of
+from portattn.testing.executor import arches, executors
+from portattn.testing.numerics import COMPARE, Interpreter, figure, numerics, request_of
 from portattn.tools import lab
 from portattn.worker.client import Worker
 
@@ -30,7 +30,7 @@ def device_checks(seconds: float) -> list[Check]:
         made = plan(PROBLEM, target, verdicts=store(current()), settings=current())
         kind = Registry.load().backends[target.backend].device_type
         with Worker(runs="kernels") as worker:
-            reply = worker.request("interpret", seconds, **request_of(made, PROBLEM, made.path, target.name, kind))
+            reply = worker.request(COMPARE, seconds, **request_of(made, PROBLEM, made.path, target.name, kind))
         seen = numerics(reply, str(target), PROBLEM)
         outcome = "PASS" if seen.outcome == "pass" else "FAIL"
         found.append(
@@ -51,7 +51,7 @@ def interpreter_check(seconds: float) -> list[Check]:
     interpreter = Interpreter(seconds)
     if interpreter.missing:
         return [Check(name=name, outcome="SKIP", detail=interpreter.missing)]
-    target = Target.parse("cpu:generic")
+    target = parse_target("cpu:generic")
     made = plan(PROBLEM, target, settings=msgspec.structs.replace(current(), backend="interpreter", quirks=""))
     with Worker(runs="interpreter") as worker:
         seen = interpreter.check(made, worker)
@@ -60,11 +60,9 @@ def interpreter_check(seconds: float) -> list[Check]:
 
 
 def emulated_check(arch: str, seconds: float) -> list[Check]:
-    """The machine code of the core kernel, made here, in the functional model of an AMD chip."""
-    from portattn.backends.rocm.emulator.check import Emulated
-
-    target = Target.parse(f"rocm:{arch}")
-    emulated = Emulated(seconds)
+    """The machine code of the core kernel, made here, in the functional model of a chip."""
+    target = parse_target(f"{arches('emulated')[arch]}:{arch}")
+    emulated = executors(target.backend, seconds)["emulated"]
     name = f"{target}, machine code in a model"
     if lacks := emulated.lacks(target):
         return [Check(name=name, outcome="SKIP", detail=lacks)]

@@ -18,7 +18,8 @@ def doctor(emulate: str | None, as_json: bool) -> None:
 
     What cannot be found out is reported as such: one broken part never hides the rest.
 
-    Exit status 1: a call gave wrong numbers or failed, or a part of the report could not be made.
+    Exit status 1: a call gave wrong numbers or failed, a part of the report could not be made, or an installed backend
+    package is broken.
     """
     from rich.console import Console
 
@@ -26,10 +27,11 @@ def doctor(emulate: str | None, as_json: bool) -> None:
     from portattn.errors import ArgumentError
 
     if emulate is not None:
-        from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES
+        from portattn.testing.executor import arches
 
-        if emulate not in ARCHES:
-            raise ArgumentError("doctor", "--emulate", emulate, f"must be one of {', '.join(ARCHES)}")
+        known = arches("emulated")
+        if emulate not in known:
+            raise ArgumentError("doctor", "--emulate", emulate, f"must be one of {', '.join(known)}")
     with Console(stderr=True).status("looking around") as status:
         report = probes.examine(lambda what: status.update(what), emulate or "")
     if as_json:
@@ -40,6 +42,8 @@ def doctor(emulate: str | None, as_json: bool) -> None:
             pairs((item.name, item.value) for item in section.items)
             for line in section.warnings:
                 click.secho(f"  ! {line}", fg="yellow")
+            for line in section.errors:
+                click.secho(f"  ! {line}", fg="red")
             if section.error:
                 click.secho(f"  could not be found out: {section.error}", fg="red")
         heading("calls")

@@ -12,6 +12,7 @@ import click
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
+from portattn.tools import shell_values
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -42,7 +43,7 @@ def list_(as_json: bool) -> None:
 
 
 @lab.command()
-@click.argument("toolchains", metavar="NAME==VERSION…", nargs=-1)
+@click.argument("toolchains", metavar="NAME==VERSION…", type=shell_values.TOOLCHAIN, nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Every toolchain that `portattn lab list` names.")
 @click.option("--jobs", type=click.IntRange(1, 16), default=1, show_default=True, help="Environments made at a time.")
 @click.option("--python", metavar="PATH", help="The Python to make them with; one that fits is found otherwise.")
@@ -78,7 +79,7 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
 
 
 @lab.command()
-@click.argument("toolchains", metavar="NAME==VERSION…", nargs=-1, required=True)
+@click.argument("toolchains", metavar="NAME==VERSION…", type=shell_values.TOOLCHAIN, nargs=-1, required=True)
 @json_option
 def remove(toolchains: tuple[str, ...], as_json: bool) -> None:
     """Remove environments, broken ones too, and say how much disk that gave back."""

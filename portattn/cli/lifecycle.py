@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from portattn.cli.errors import RED
+from portattn.cli.named import quirk_of
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, table
 from portattn.errors import ArgumentError
+from portattn.schema import quirk_names
+from portattn.tools import shell_values
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
@@ -35,8 +38,15 @@ def add_to(group: click.Group) -> None:
     "--from-incident", "incident_id", metavar="ID", help="A failure that portattn has kept (doctor lists them)."
 )
 @click.option("--backend", metavar="NAME", help="The backend, where the log does not say.")
-@click.option("--target", metavar="BACKEND:ARCH", help="The chip, where the log does not say.")
-@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler, where the log does not say.")
+@click.option(
+    "--target", type=shell_values.TARGET, metavar="BACKEND:ARCH", help="The chip, where the log does not say."
+)
+@click.option(
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler, where the log does not say.",
+)
 @click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; quirks/drafts of a checkout.")
 @click.option("--force", is_flag=True, help="Draft although an entry or a draft has this signature.")
@@ -103,8 +113,13 @@ def _show_draft(made: Any) -> None:
 
 
 @click.command()
-@click.argument("subject_id", metavar="ID")
-@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; by default the one that it failed on.")
+@click.argument("subject_id", metavar="ID", type=shell_values.QUIRK)
+@click.option(
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler; by default the one that it failed on.",
+)
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit of one compile.")
 @click.option("--most", default=400, show_default=True, help="Compiles after which the smallest so far is the result.")
 @click.option("--write", is_flag=True, help="Write the result: into the quirk's probe, or as an incident ID-reduced.")
@@ -146,9 +161,9 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
 def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tuple[Subject, Incident | None]:
     from portattn.tools.quirks.lifecycle import reduce as reducing
 
-    if subject_id in registry.quirks:
-        return reducing.of_quirk(registry.quirks[subject_id], registry, toolchain), None
-    incident, _ = _incident(subject_id)
+    if quirk_names.matching(subject_id, registry.quirks):
+        return reducing.of_quirk(quirk_of("quirks reduce", subject_id, registry), registry, toolchain), None
+    incident, _ = _incident(subject_id, registry.quirks)
     return reducing.subject_of_incident(incident, registry, toolchain), incident
 
 
@@ -165,9 +180,11 @@ def _write_reduced(made: Reduced, incident: Incident | None, registry: Registry)
 
 
 @click.command()
-@click.argument("quirk_id", metavar="ID")
+@click.argument("quirk_id", metavar="ID", type=shell_values.QUIRK)
 @click.option("--between", nargs=2, metavar="A B", help="Only toolchains from A to B, both NAME==VERSION.")
-@click.option("--target", metavar="BACKEND:ARCH", help="The chip; by default the probe's own.")
+@click.option(
+    "--target", type=shell_values.TARGET, metavar="BACKEND:ARCH", help="The chip; by default the probe's own."
+)
 @click.option("--all", "every", is_flag=True, help="Test every toolchain, whatever the first ones say.")
 @click.option("--create", is_flag=True, help="Make environments of the lab that are missing (a few minutes each).")
 @json_option
@@ -184,9 +201,8 @@ def bisect(
     from portattn.tools.quirks.lifecycle import bisect as bisecting
 
     registry = Registry.load()
-    quirk = registry.quirks.get(quirk_id)
-    if quirk is None:
-        raise ArgumentError("quirks bisect", "ID", quirk_id, "must be an entry's id; `portattn quirks list` names all")
+    quirk = quirk_of("quirks bisect", quirk_id, registry)
+    target = registry.target(target, "none").name if target is not None else None
     compiler = bisecting.compiler_of(quirk)
     toolchains = bisecting.candidates(compiler, lab.TOOLCHAINS, between)
     with _status("bisecting") as say:
@@ -238,10 +254,18 @@ def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
 
 
 @click.command()
-@click.argument("quirk_id", metavar="ID")
+@click.argument("quirk_id", metavar="ID", type=shell_values.QUIRK)
 @click.option("--reason", required=True, help="Why it is needed no more.")
-@click.option("--fixed-in", default="", metavar="NAME==VERSION", help="The first compiler without the bug.")
-@click.option("--replaced-by", default="", metavar="ID", help="The entry that takes its place.")
+@click.option(
+    "--fixed-in",
+    default="",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The first compiler without the bug.",
+)
+@click.option(
+    "--replaced-by", default="", type=shell_values.QUIRK, metavar="ID", help="The entry that takes its place."
+)
 @click.option("--force", is_flag=True, help="Also where the newest probe confirms the entry.")
 @json_option
 def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: bool, as_json: bool) -> None:
@@ -249,7 +273,11 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
     from portattn.planning.registry import Registry
     from portattn.tools.quirks.lifecycle.retire import retire as bury
 
-    made = bury(quirk_id, Registry.load(), reason, fixed_in=fixed_in, replaced_by=replaced_by, force=force)
+    registry = Registry.load()
+    quirk_id = quirk_of("quirks retire", quirk_id, registry).id
+    if replaced_by:
+        replaced_by = quirk_of("quirks retire", replaced_by, registry, "--replaced-by").id
+    made = bury(quirk_id, registry, reason, fixed_in=fixed_in, replaced_by=replaced_by, force=force)
     if as_json:
         emit_json(made)
         return
@@ -260,9 +288,30 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 
 
 @click.command()
-@click.option("--from", "before", required=True, metavar="NAME==VERSION", help="The compiler that is left.")
-@click.option("--to", "after", required=True, metavar="NAME==VERSION", help="The compiler that comes.")
-@click.option("--target", "targets", multiple=True, metavar="BACKEND:ARCH", help="A chip; may be given several times.")
+@click.option(
+    "--from",
+    "before",
+    required=True,
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler that is left.",
+)
+@click.option(
+    "--to",
+    "after",
+    required=True,
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler that comes.",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=shell_values.TARGET,
+    metavar="BACKEND:ARCH",
+    help="A chip; may be given several times.",
+)
 @click.option("--strict", is_flag=True, help="An entry that no probe has looked at on the new compiler is red too.")
 @json_option
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
@@ -273,8 +322,10 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
     from portattn.planning.registry import Registry
     from portattn.tools.quirks.lifecycle.upgrade import upgrade as compare
 
+    registry = Registry.load()
+    targets = tuple(registry.target(target, "none").name for target in targets)
     with _status("planning") as say:
-        made = compare(before, after, Registry.load(), targets, say)
+        made = compare(before, after, registry, targets, say)
     unverified = [entry for entry in made.entries if entry.unverified]
     if as_json:
         emit_json({"upgrade": made, "lost": made.lost, "unverified": [entry.id for entry in unverified]})
@@ -316,15 +367,15 @@ def _read(path: Path) -> str:
         raise ArgumentError("quirks new", "--from-log", str(path), f"cannot be read: {error.strerror}") from None
 
 
-def _incident(incident_id: str) -> tuple[Incident, Iterator[Incident]]:
-    """The incident, and all that this machine keeps. Raises ArgumentError on an unknown id."""
+def _incident(incident_id: str, quirks: Collection[str] = ()) -> tuple[Incident, Iterator[Incident]]:
+    """The incident, and all that this machine keeps. Raises ArgumentError on an unknown id, naming quirks near it."""
     from portattn.compile.store import store
     from portattn.config import current
 
     kept = store(current())
     known = [incident.id for incident in kept.incidents()]
     if incident_id not in known:
-        shown = ", ".join(known[-5:]) or "there are none"
+        shown = (", ".join(known[-5:]) or "there are none") + quirk_names.did_you_mean(incident_id, quirks)
         raise ArgumentError(
             "quirks", "ID", incident_id, f"must be a quirk's or an incident's id; the latest incidents: {shown}"
         )

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option, plural
+from portattn.tools import shell_values
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
     from portattn.tools.matrix.cells import Cell, Run
+    from portattn.tools.matrix.problems import SetName
 
 PAGE = "index.html"
 
@@ -30,11 +33,12 @@ def matrix() -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path(".matrix"), show_default=True, help="Folder of the results."
 )
-@click.option("--quick", "which", flag_value="quick", default=True, help="A handful of problems (the default).")
-@click.option("--full", "which", flag_value="full", help="Every dtype × head_dim × mask, and each feature: hours.")
+@click.option("--quick", is_flag=True, help="A handful of problems (the default).")
+@click.option("--full", is_flag=True, help="Every dtype × head_dim × mask, and each feature: hours.")
 @click.option(
     "--targets",
     multiple=True,
+    type=shell_values.TARGETS,
     metavar="GLOB",
     help="Targets, as `rocm`, `gfx9*` or `cuda:sm_90`; repeat it, or use commas.",
 )
@@ -42,6 +46,7 @@ def matrix() -> None:
 @click.option(
     "--toolchain",
     multiple=True,
+    type=shell_values.TOOLCHAIN,
     metavar="NAME==VERSION",
     help="Plan for this compiler, and compile with it where it is installed or in the lab; repeat it for several.",
 )
@@ -70,7 +75,8 @@ def matrix() -> None:
 @json_option
 def run(
     out: Path,
-    which: str,
+    quick: bool,
+    full: bool,
     targets: tuple[str, ...],
     ops: tuple[str, ...],
     toolchain: tuple[str, ...],
@@ -95,24 +101,29 @@ def run(
     Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
     """
     from portattn.cli.progress import CellProgress
+    from portattn.errors import ArgumentError
     from portattn.planning.detect import devices
     from portattn.tools.matrix import provenance, results, select
     from portattn.tools.matrix.run import Options, execute
 
+    if quick and full:
+        raise ArgumentError("matrix run", "--full", "on", "goes without --quick")
+    which: SetName = "full" if full else "quick"
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
-    where = select.targets(_commas(targets), select.toolchains(toolchain, all_toolchains), ascend)
+    tell_unknown(select.toolchains(toolchain))
+    where = select.targets(_targets(targets), select.toolchains(toolchain, all_toolchains), ascend)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
     if create:
         _create(select.missing(where, pythons))
-    specs = select.specs(select.problems(which, _commas(ops)), where)  # type: ignore[arg-type]
+    specs = select.specs(select.problems(which, _commas(ops)), where)
     here = tuple(devices())
     if run_older:
         _older(where, here)
-    command = shlex.join(["portattn", *sys.argv[1:]]) if Path(sys.argv[0]).name == "portattn" else "portattn matrix run"
+    ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")
+    command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn matrix run"
     made = provenance.this_run(specs, which, command, here, tuple(pythons))
-    options = Options(
-        seconds=seconds, jobs=jobs, pythons=pythons, here=here, emulate=emulate, run_older=run_older is not False
-    )
+    left_out = tuple(name for name, off in {"emulated": not emulate, "older": run_older is False}.items() if off)
+    options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here, left_out=left_out)
     with results.Results(out) as file:
         cells = file.resume(made) if resume else []
         kept = None if resume else file.start(made)
@@ -175,12 +186,12 @@ def _create(toolchains: list[str]) -> None:
 
 def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
     """Raise ArgumentError where --run-older was asked for, and no target's code can be run as an older chip's."""
-    from portattn.backends.cuda.ptx_compat.check import Older
     from portattn.errors import ArgumentError
+    from portattn.testing.executor import lacks
 
-    lacks = [Older(0.0, here).lacks(target) for target in where]
-    if all(lacks):
-        raise ArgumentError("matrix run", "--run-older", "on", lacks[0])
+    missing = [lacks("older", target, here) for target in where]
+    if all(missing):
+        raise ArgumentError("matrix run", "--run-older", "on", missing[0])
 
 
 def _page(made: Run, cells: list[Cell], path: Path) -> None:
@@ -241,6 +252,20 @@ def _counted(cell: Cell) -> str:
     if cell.status != "PASS":
         return cell.status
     return f"{cell.level} ({cell.label})" if cell.label else cell.level
+
+
+def _targets(texts: tuple[str, ...]) -> list[str]:
+    """The globs of targets, with names of chips as the targets that they mean."""
+    from portattn.errors import ArgumentError
+    from portattn.planning.registry import Registry
+
+    registry, found = Registry.load(), []
+    for text in _commas(texts):
+        try:
+            found.append(registry.target(text, "none").name)
+        except ArgumentError:  # a glob; one that matches nothing is refused with all that could be meant
+            found.append(text)
+    return found
 
 
 def _commas(texts: tuple[str, ...]) -> list[str]:

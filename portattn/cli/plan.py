@@ -6,22 +6,35 @@ from typing import Any
 
 import click
 
-from portattn.cli.arguments import CausalCommand, problem_from, problem_options, target_from
+from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option
 from portattn.schema.problem import OPS
+from portattn.tools import shell_values
+from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from
 
 
 @click.command(cls=CausalCommand)
-@click.argument("op", metavar="OP")
+@click.argument("op", metavar="OP", type=shell_values.OP)
 @click.option(
-    "--target", metavar="BACKEND:ARCH", help="Where it would run, such as rocm:gfx942; this machine by default."
+    "--target",
+    type=shell_values.TARGET,
+    metavar="BACKEND:ARCH",
+    help="Where it would run, such as rocm:gfx942, gfx942 or mi300x; this machine by default.",
 )
 @click.option(
-    "--toolchain", metavar="NAME==VERSION", help="The compiler, such as triton==3.6.0; the installed one by default."
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler, such as triton==3.6.0; the installed one by default.",
 )
 @problem_options
-@click.option("--backend", metavar="PATH", help="A path that must be taken; `auto` takes the best one.")
-@click.option("--quirks", metavar="+ID,-ID", help="Apply (+) or switch off (-) quirks.")
+@click.option(
+    "--backend",
+    type=shell_values.PATH,
+    metavar="PATH",
+    help="A path that must be taken; `auto` takes the best one.",
+)
+@click.option("--quirks", type=shell_values.OVERRIDES, metavar="+ID,-ID", help="Apply (+) or switch off (-) quirks.")
 @json_option
 def plan(
     op: str,
@@ -58,6 +71,7 @@ def plan(
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
     problem = problem_from(op, **options)
     where = target_from(target, toolchain)
+    tell_unknown([where.toolchain] if toolchain else [])
     changes = {name: value for name, value in (("backend", backend), ("quirks", quirks)) if value is not None}
     settings = msgspec.structs.replace(current(), **changes)
     named = target is not None or toolchain is not None

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.named import quirk_of
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
+from portattn.tools import shell_values
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
@@ -21,15 +23,16 @@ OP = "quirks probe"
 
 
 @click.command()
-@click.argument("ids", metavar="[ID]...", nargs=-1)
+@click.argument("ids", metavar="[ID]...", nargs=-1, type=shell_values.QUIRK)
 @click.option(
     "--toolchain",
     multiple=True,
+    type=shell_values.TOOLCHAIN,
     metavar="NAME==VERSION",
     help="The compiler, of the lab or installed; repeat it. The installed one by default.",
 )
 @click.option("--all-toolchains", is_flag=True, help="Every toolchain that the lab has, and the installed one.")
-@click.option("--target", metavar="BACKEND:ARCH", help="Another chip than the probe's own.")
+@click.option("--target", type=shell_values.TARGET, metavar="BACKEND:ARCH", help="Another chip than the probe's own.")
 @click.option("--record", is_flag=True, help="Write what was seen into the quirks' files, as [[verified]] tables.")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Probes run at a time.")
 @click.option(
@@ -73,6 +76,7 @@ def probe(
     registry = Registry.read(find_backends(), folder) if folder else Registry.load()
     names, missing = _toolchains(toolchain, all_toolchains, registry)
     quirks = _chosen(ids, registry)
+    target = registry.target(target, "none").name if target is not None else None
     if target is not None and not ids:
         quirks = [quirk for quirk in quirks if _concerns(quirk, target, registry)]
     wanted = many.jobs(quirks, names, target, registry)
@@ -134,26 +138,13 @@ def _chosen(ids: tuple[str, ...], registry: Registry) -> list[Quirk]:
     """The quirks of these ids, or of their beginnings; all for none. Raises ArgumentError on one that nothing has."""
     if not ids:
         return list(registry.quirks.values())
-    found: dict[str, Quirk] = {}
-    for wanted in ids:
-        matching = [q for q in registry.quirks.values() if q.id == wanted or q.id.startswith(f"{wanted}-")]
-        if len(matching) != 1:
-            tombstone = next((q for q in registry.retired.values() if q.id.startswith(wanted)), None)
-            if tombstone is not None and tombstone.retired is not None:
-                limit = f"it was retired on {tombstone.retired.date}: {tombstone.retired.reason}"
-            elif matching:
-                limit = f"several begin so: {', '.join(q.id for q in matching)}"
-            else:
-                limit = "no quirk has this id; `portattn quirks list` names all"
-            raise ArgumentError(OP, "ID", wanted, limit)
-        found[matching[0].id] = matching[0]
+    found = {quirk.id: quirk for quirk in (quirk_of(OP, text, registry) for text in ids)}
     return list(found.values())
 
 
 def _concerns(quirk: Quirk, target: str, registry: Registry) -> bool:
     from portattn.tools.quirks.examples import arches_of
 
-    registry.target(target)  # raises on one that nobody knows
     return target in [f"{backend}:{arch}" for backend, arch in arches_of(quirk, registry)]
 
 

@@ -7,11 +7,11 @@ import importlib.metadata as metadata
 import os
 import platform
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
-from portattn import __version__
+from portattn.cli.checked import Check
+from portattn.version import __version__
 
 CALL_SECONDS = 180.0  # limit of one real call: a first compile may be part of it
 
@@ -22,22 +22,18 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the report. error: why it could not be made; warnings: what in it wants attention."""
+    """One part of the report.
+
+    error     why it could not be made
+    errors    what is wrong with something in it, beside what else it shows
+    warnings  what in it wants attention
+    """
 
     title: str
     items: tuple[Item, ...] = ()
     warnings: tuple[str, ...] = ()
     error: str = ""
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One real call, compared with the float64 oracle."""
-
-    name: str
-    outcome: Literal["PASS", "FAIL", "SKIP"]
-    detail: str
-    error: float | None = None
-    budget: float | None = None
+    errors: tuple[str, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +42,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def healthy(self) -> bool:
-        return not any(s.error for s in self.sections) and not any(c.outcome == "FAIL" for c in self.checks)
+        return not any(s.error or s.errors for s in self.sections) and not any(c.outcome == "FAIL" for c in self.checks)
 
 
 def examine(say: Callable[[str], None], emulate: str = "") -> Report:
@@ -137,7 +133,8 @@ def backends() -> Section:
     from portattn.planning.registry import Registry
 
     items, warnings = [], []
-    for name, backend in Registry.load().backends.items():
+    registry = Registry.load()
+    for name, backend in registry.backends.items():
         try:
             arch = backend.detect()
             components = backend.machine_components() if arch else {}
@@ -148,7 +145,8 @@ def backends() -> Section:
         paths = f"paths: {', '.join(p for p in (backend.core_path, vendors, 'reference') if p)}"
         versions = "".join(f", {component} {version}" for component, version in components.items())
         items.append(Item(name, f"{arch}{versions}; {paths}" if arch else "no device here"))
-    return Section(title="backends", items=tuple(items), warnings=tuple(warnings))
+    errors = tuple(one.told() for one in registry.broken)
+    return Section(title="backends", items=tuple(items), warnings=tuple(warnings), errors=errors)
 
 
 def settings() -> Section:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from portattn.cli import lifecycle
-from portattn.cli.arguments import target_from
 from portattn.cli.errors import RED
+from portattn.cli.named import quirk_of, tell_unknown
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, setting, table
 from portattn.cli.probe import probe
 from portattn.errors import ArgumentError
+from portattn.tools import shell_values
+from portattn.tools.problem_text import target_from
 
 if TYPE_CHECKING:
     from portattn.schema.quirk import Quirk
@@ -25,12 +27,27 @@ def quirks() -> None:
 
 
 @quirks.command("list")
-@click.option("--backend", metavar="NAME", help="Only this backend's, and those of every backend.")
-@click.option("--kind", metavar="workaround|limit", help="Only work-arounds, or only limits of hardware and language.")
-@click.option("--symptom", metavar="WORD", help="Only this symptom, such as wrong-result.")
-@click.option("--active-on", metavar="BACKEND:ARCH", help="Only those that can apply on this target.")
 @click.option(
-    "--toolchain", metavar="NAME==VERSION", help="The compiler for --active-on; the installed one by default."
+    "--backend",
+    type=shell_values.BACKEND,
+    metavar="NAME",
+    help="Only this backend's, and those of every backend.",
+)
+@click.option(
+    "--kind",
+    type=shell_values.KIND,
+    metavar="workaround|limit",
+    help="Only work-arounds, or only limits of hardware and language.",
+)
+@click.option("--symptom", type=shell_values.SYMPTOM, metavar="WORD", help="Only this symptom, such as wrong-result.")
+@click.option(
+    "--active-on", type=shell_values.TARGET, metavar="BACKEND:ARCH", help="Only those that can apply on this target."
+)
+@click.option(
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler for --active-on; the installed one by default.",
 )
 @json_option
 def list_(
@@ -68,23 +85,16 @@ def list_(
 
 
 @quirks.command()
-@click.argument("quirk_id", metavar="ID")
+@click.argument("quirk_id", metavar="ID", type=shell_values.QUIRK)
 @json_option
 def show(quirk_id: str, as_json: bool) -> None:
-    """Show everything that is known about one quirk."""
+    """Show everything that is known about one quirk. ID may end with its number, as in cuda-0012."""
     import msgspec
 
     from portattn.planning.registry import Registry
     from portattn.schema.quirk import describe_effect
 
-    known = Registry.load().quirks
-    if quirk_id not in known:
-        import difflib
-
-        close = difflib.get_close_matches(quirk_id, known, n=3, cutoff=0.5)
-        hint = f"; did you mean {', '.join(close)}?" if close else "; `portattn quirks list` names all"
-        raise ArgumentError("quirks show", "ID", quirk_id, f"no quirk has this id{hint}")
-    quirk = known[quirk_id]
+    quirk = quirk_of("quirks show", quirk_id, Registry.load())
     if as_json:
         emit_json(quirk)
         return
@@ -113,18 +123,25 @@ def show(quirk_id: str, as_json: bool) -> None:
 
 
 @quirks.command()
-@click.argument("target", metavar="TARGET")
-@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; the installed one by default.")
+@click.argument("target", metavar="TARGET", type=shell_values.TARGET)
+@click.option(
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler; the installed one by default.",
+)
 @json_option
 def why(target: str, toolchain: str | None, as_json: bool) -> None:
-    """Say which quirks apply on TARGET (BACKEND:ARCH): to which kernels, for which problems, and what they change.
+    """Say which quirks apply on TARGET: to which kernels, for which problems, and what they change.
 
-    The problems are those of `portattn matrix run --quick`. Quirks that concern the target and apply to none of them
-    are listed with the reason.
+    TARGET is BACKEND:ARCH or a chip's name. The problems are those of `portattn matrix run --quick`. Quirks that
+    concern the target and apply to none of them are listed with the reason.
     """
     from portattn.cli.why import because
 
-    found = because(target_from(target, toolchain))
+    where = target_from(target, toolchain)
+    tell_unknown([where.toolchain] if toolchain else [])
+    found = because(where)
     if as_json:
         emit_json(found)
         return

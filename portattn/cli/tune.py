@@ -11,6 +11,7 @@ import click
 
 from portattn.cli.output import json_option
 from portattn.errors import ArgumentError
+from portattn.tools import shell_values
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
@@ -24,8 +25,18 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--target", metavar="BACKEND:ARCH", help="What to tune for. [default: this machine's device]")
-@click.option("--toolchain", metavar="NAME==VERSION", help="Compile with this one of the lab. [default: the installed]")
+@click.option(
+    "--target",
+    type=shell_values.TARGET,
+    metavar="BACKEND:ARCH",
+    help="What to tune for. [default: this machine's device]",
+)
+@click.option(
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="Compile with this one of the lab. [default: the installed]",
+)
 @click.option("--set", "sets", multiple=True, metavar="NAME", help="Set of `portattn bench`, or all; can be repeated.")
 @click.option("--only", metavar="TEXT", help="Only cases of the sets whose name holds this text.")
 @click.option(
@@ -35,7 +46,14 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
     metavar="TEXT",
     help="A problem, as 'attention q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16 causal'; can be repeated.",
 )
-@click.option("--op", "ops", multiple=True, metavar="NAME", help="Only problems of this op; can be repeated.")
+@click.option(
+    "--op",
+    "ops",
+    multiple=True,
+    type=shell_values.OP,
+    metavar="NAME",
+    help="Only problems of this op; can be repeated.",
+)
 @click.option(
     "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel or variant; can be repeated."
 )
@@ -104,8 +122,8 @@ def tune(
     Exit status 1: a candidate was wrong or broke (none such is ever chosen), or a class of problems has no choice at
     all. Ctrl-C keeps what is finished; --resume goes on.
     """
-    from portattn.cli.arguments import target_from
     from portattn.cli.tune_output import SearchProgress, dry_run_rows, tell
+    from portattn.tools.problem_text import target_from
 
     where = target_from(target, toolchain)
     fixed = _settings(settings)
@@ -205,7 +223,7 @@ def _settings(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], dict[str, Tunable]]:
-    from portattn.tools.tune.tunable import tunables
+    from portattn.tools.tune.tunables import tunables
 
     known = {one.name: one for one in tunables(where)}
     if where.arch.refused or not known or where.backend == "cpu":

@@ -6,19 +6,30 @@ from collections import Counter
 
 import click
 
-from portattn.cli.arguments import target_from
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
 from portattn.schema.problem import OPS
+from portattn.tools import shell_values
+from portattn.tools.problem_text import target_from
 
 COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
 
 
 @click.command()
-@click.argument("ops", metavar="[OP]...", nargs=-1)
-@click.option("--target", metavar="BACKEND:ARCH", help="The chip whose plans are verified; this machine's by default.")
-@click.option("--toolchain", metavar="NAME==VERSION", help="The compiler; the installed one by default.")
+@click.argument("ops", metavar="[OP]...", nargs=-1, type=shell_values.OP)
+@click.option(
+    "--target",
+    type=shell_values.TARGET,
+    metavar="BACKEND:ARCH",
+    help="The chip whose plans are verified; this machine's by default.",
+)
+@click.option(
+    "--toolchain",
+    type=shell_values.TOOLCHAIN,
+    metavar="NAME==VERSION",
+    help="The compiler; the installed one by default.",
+)
 @click.option("--emulate", is_flag=True, help="Also run the machine code in a model of the (AMD) chip.")
 @click.option(
     "--run-older/--no-run-older",
@@ -91,7 +102,7 @@ def verify(
 
 def _shown(seen: object) -> str:
     """An outcome and how much of its budget the error took."""
-    from portattn.tools.matrix.cells import Numerics
+    from portattn.testing.findings import Numerics
 
     if not isinstance(seen, Numerics):
         return "-"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import portattn as library
-from portattn.planning.planner import Plan
 from portattn.schema.options import TAKES
+from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
@@ -247,3 +247,62 @@ def test_a_quirk_can_be_switched_off(portattn):
     line = ("plan", "attention", "--target", "ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0", *SHAPES)
     assert "ascend-0002-slow-prefill" in portattn(*line).out
     assert "ascend-0002-slow-prefill" not in portattn(*line, "--quirks", "-ascend-0002-slow-prefill").out
+
+
+SMALL = ("--q", "1,2,16,64", "--kv", "1,2,16,64", "--dtype", "fp16")
+
+
+@pytest.mark.parametrize("target", ["h200", "sm_90", "cuda:sm_90"])
+def test_a_target_may_be_a_chip(portattn, target):
+    line = ("plan", "attention", "--target", target, "--toolchain", "triton==3.6.0", *SMALL, "--json")
+    assert portattn(*line).json["target"] == "cuda:sm_90"
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "told"),
+    [
+        ("triton==9.9.9", "triton==9.9.9 is no known release of triton; the nearest: 3.9.0;"),
+        ("triton==3.6.99", "triton==3.6.99 is no known release of triton; the nearest: 3.6.0 and 3.7.0;"),
+        ("triton==3.6", ""),
+        ("triton==3.6.0+own", ""),
+        ("flagtree==9.9", ""),
+        ("none", ""),
+    ],
+)
+def test_a_release_that_nobody_knows_is_said_and_planned_for(portattn, toolchain, told):
+    called = portattn("plan", "attention", *WHERE[:2], "--toolchain", toolchain, *SMALL, "--json")
+    assert called.status == 0
+    assert called.json["toolchain"] == toolchain
+    assert called.err == (f"portattn: {told} plans go by its number alone\n" if told else "")
+
+
+def test_the_other_commands_say_it_too(portattn, tmp_path):
+    assert "3.6.99 is no known release" in portattn("quirks", "why", "h100", "--toolchain", "triton==3.6.99").err
+    line = ("matrix", "run", "--out", str(tmp_path), "--targets", "910b", "--ops", "dense*fp16*")
+    called = portattn(*line, "--toolchain", "triton-ascend==9.9.9", "--json")
+    assert called.status == 0
+    assert "portattn: triton-ascend==9.9.9 is no known release" in called.err
+
+
+def test_a_quirk_is_switched_off_by_its_number(portattn):
+    where = ("--target", "ascend:ascend910b2", "--toolchain", "triton-ascend==3.1.0")
+    whole = portattn("plan", "attention", *where, *SHAPES, "--quirks=-ascend-0001-k-block-order").out
+    assert portattn("plan", "attention", *where, *SHAPES, "--quirks=-ascend-0001").out == whole
+    assert "ascend-0001" not in whole
+
+
+def test_the_cpu_says_why_each_other_path_is_not_taken(portattn):
+    line = ("plan", "attention", "--target", "cpu", "--toolchain", "triton==3.6.0", *SMALL)
+    assert "not interpreter: " in portattn(*line).out
+    assert not msgspec.convert(portattn(*line, "--json").json, Plan).fell_back
+    assert "not interpreter" not in portattn(*line, "--backend", "reference").out
+    q = torch.zeros(1, 2, 16, 64, dtype=torch.float16)
+    assert "not interpreter: " in library.explain("attention", q, q, q)
+
+
+def test_a_plan_that_takes_the_vendors_path_says_why_each_variant_is_passed_over(portattn):
+    line = ("plan", "attention", *WHERE[:2], "--toolchain", "none", *SMALL, "--mask")
+    made = msgspec.convert(portattn(*line, "--json").json, Plan)
+    assert made.path not in ("triton", "gluon_forward")
+    assert any(note.startswith("not gluon_forward: ") for note in made.notes)
+    assert "triton" in [no.path for no in made.rejected]

@@ -105,3 +105,10 @@ def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
     assert report.status == 1
     assert report.json["errors"] >= 1
     assert report.json["findings"][0]["line"] == line
+
+
+@pytest.mark.parametrize("quirk_id", ["cuda-0012", "rocm-0321"])
+def test_an_id_may_end_with_its_number(portattn, quirk_id):
+    whole = portattn("quirks", "show", quirk_id, "--json").json["id"]
+    assert whole.startswith(f"{quirk_id}-")
+    assert portattn("quirks", "show", quirk_id).out == portattn("quirks", "show", whole).out
