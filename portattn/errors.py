@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from portattn.planning.planner import Rejection
+
+class Rejected(Protocol):
+    """What the text of PathUnavailable says of a path that was not taken: `portattn.schema.plan.Rejection`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def hint(self) -> str: ...
 
 
 class PortattnError(Exception):
@@ -60,7 +68,7 @@ class TracingError(PortattnError, RuntimeError):
 class PathUnavailable(PortattnError):
     """No path is left for this call: one was named that cannot run it, or falling back is forbidden."""
 
-    def __init__(self, message: str, rejected: Sequence[Rejection] = ()) -> None:
+    def __init__(self, message: str, rejected: Sequence[Rejected] = ()) -> None:
         self.rejected = tuple(rejected)
         lines = [f"  {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else "") for r in self.rejected]
         super().__init__("\n".join([message, *lines]))
@@ -72,3 +80,7 @@ class CompileWarning(UserWarning):
 
 class FallbackWarning(UserWarning):
     """A call asked for the best path and got another one. Given once per (op, requested, taken, reason)."""
+
+
+class PluginWarning(UserWarning):
+    """An installed backend package is broken, and portattn plans without it. Given once for each package."""

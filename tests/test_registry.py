@@ -10,9 +10,11 @@ import pytest
 from quirk_files import plant
 
 from portattn.backends.cpu import CpuBackend
-from portattn.errors import ArgumentError, DataError, PortattnError
-from portattn.planning import registry
-from portattn.planning.registry import Registry, find_backends, load_arches, load_quirks
+from portattn.errors import ArgumentError, DataError
+from portattn.planning import plugins
+from portattn.planning.data_files import load_arches
+from portattn.planning.quirk_files import load_quirks
+from portattn.planning.registry import Registry, find_backends, look_around
 
 KNOWN = Registry.load()
 
@@ -23,7 +25,7 @@ KNOWN = Registry.load()
         ("tpu:v5", None, f"target: backend is 'tpu', but must be one of {', '.join(KNOWN.backends)}"),
         ("cuda:sm_9", None, f"target: arch is 'sm_9', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
         ("cuda:sm_90:x", None, f"target: arch is 'sm_90:x', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
-        ("cuda", None, f"target: arch is '', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
+        ("cuda:", None, f"target: arch is '', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
     ],
 )
 def test_a_target_that_nobody_knows(text: str, toolchain: str | None, complaint: str) -> None:
@@ -89,13 +91,10 @@ class Other(CpuBackend):
     name = "other"
 
 
-def provides(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    """A package is installed that names a backend, in the group that portattn looks in."""
-
-    def entry_points(group: str) -> list[Any]:
-        return [SimpleNamespace(value="package:Backend", load=load)] if group == "portattn.backends" else []
-
-    monkeypatch.setattr(registry.metadata, "entry_points", entry_points)
+def provides(monkeypatch: pytest.MonkeyPatch, *loads: Any) -> None:
+    """Packages are installed that name a backend each, in the group that portattn looks in."""
+    points = [SimpleNamespace(name="other", value=f"package{i}:Backend", load=load) for i, load in enumerate(loads)]
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: points if group == "portattn.backends" else [])
 
 
 @pytest.mark.parametrize("given", [Other, Other()], ids=["class", "instance"])
@@ -106,17 +105,32 @@ def test_a_backend_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, give
     assert set(found) == {*KNOWN.backends, "other"}
 
 
-def test_backend_packages_that_are_broken_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_packages_that_are_broken_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_plugins.py has every kind."""
+
     def broken() -> Any:
         raise ImportError("no such module")
 
-    provides(monkeypatch, broken)
-    with pytest.raises(PortattnError) as caught:
+    provides(monkeypatch, broken, lambda: CpuBackend, lambda: Other)
+    found, left_out = look_around()
+    assert set(found) == {*KNOWN.backends, "other"}
+    assert [(one.package, str(one.faults[0])) for one in left_out] == [
+        ("other = package0:Backend", "ImportError: no such module"),
+        ("other = package1:Backend", "it registers 'cpu', which exists already"),
+    ]
+
+
+def test_an_interrupt_is_no_fault_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    provides(monkeypatch, interrupted)
+    with pytest.raises(KeyboardInterrupt):
         find_backends()
-    told = "backend package 'package:Backend' (portattn.backends) fails to load: no such module"
-    assert str(caught.value) == told
-    assert isinstance(caught.value.__cause__, ImportError)
-    provides(monkeypatch, lambda: CpuBackend)
-    with pytest.raises(PortattnError) as caught:
-        find_backends()
-    assert str(caught.value) == "backend package 'package:Backend' registers 'cpu', which exists already"
+
+
+def test_portattns_own_files_stay_strict(tmp_path: Path) -> None:
+    """A broken one is a broken installation: no plan is made without it."""
+    plant(tmp_path, "cuda-0900-planted", 'note = "x')
+    with pytest.raises(DataError, match="not TOML"):
+        Registry.read(find_backends(), tmp_path)

@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
-from portattn.api.dispatch import detect_target
+import functools
+
+from portattn.planning.backend import Backend
 from portattn.planning.registry import Registry
-from portattn.schema.target import Target
+from portattn.schema.target import Arch, Target
+from portattn.schema.toolchain import Toolchain, installed
+
+
+@functools.lru_cache(maxsize=64)
+def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
+    """The target that a torch device is, and why it is only the CPU's reference when no backend knows the device.
+
+    A device of a known backend whose arch is not known is a target that refuses kernels: the vendor's library runs it.
+    """
+    registry = Registry.load()
+    candidates = [b for b in registry.backends.values() if b.device_type == device_type]
+    if device_type == "meta" and not candidates:
+        return registry.target("cpu:generic"), ""  # shapes without data: the reference computes them
+    for backend in candidates:
+        arch = backend.detect(index)
+        if arch is None:
+            continue
+        toolchain = installed().with_components(backend.machine_components())
+        if arch in registry.arches[backend.name]:
+            return registry.target(f"{backend.name}:{arch}", toolchain), ""
+        return _unknown_arch(backend, arch, f"arch {arch}, which its arches.toml does not have", toolchain), ""
+    # Several backends can share a device type: the one that can say something about the device has it.
+    owner = next((b for b in candidates if b.describe(index)), None)
+    if owner is None and index is not None and len(candidates) == 1:
+        owner = candidates[0]  # a tensor's device: it is there
+    if owner is not None:
+        seen = owner.describe(index) or f"device {device_type}:{index or 0}"
+        toolchain = installed().with_components(owner.machine_components())
+        return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
+    target = registry.target("cpu:generic")
+    known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))
+    seen = f"no backend knows device {device_type}:{index or 0}; device types of backends: {known}"
+    # One that failed before it said its device type may be the one that is missing here.
+    perhaps = [b.told() for b in registry.broken if b.device_type in ("", device_type)]
+    return target, ". ".join([seen, *perhaps])
+
+
+def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:
+    """A target for a device that the backend has, and of whose arch it knows nothing: no kernel is planned for it."""
+    arch = Arch(
+        name=name, title=name, cores=1, local_memory=0, local_memory_kind="none", max_programs=1, sources=(),
+        refused=f"backend {backend.name} finds {seen}; add it: docs/backends.md",
+    )  # fmt: skip
+    return Target(backend=backend.name, arch=arch, toolchain=toolchain)
 
 
 def devices() -> list[Target]:

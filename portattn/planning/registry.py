@@ -3,54 +3,79 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata as metadata
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from portattn.errors import ArgumentError, DataError, PortattnError
-from portattn.planning.backend import ENTRY_POINT_GROUP, Backend
-from portattn.schema import toml_reader
-from portattn.schema.quirk import Quirk, load_quirk
+from portattn.errors import ArgumentError
+from portattn.planning import plugins, target_names
+from portattn.planning.backend import Backend
+from portattn.planning.data_files import load_arches as load_arches
+from portattn.planning.data_files import load_tunings
+from portattn.planning.plugins import Broken
+from portattn.planning.quirk_files import load_quirks
+from portattn.schema.quirk import Quirk
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed
-from portattn.schema.tuning import Tuning, load_tuning
+from portattn.schema.tuning import Tuning
+
+BUILTIN = "portattn.backends"  # by name, as those of other packages: a plan needs their data, and no chip's code
 
 
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
-    """Backends with their arches and tuning, and the quirks by id: those that live, and the tombstones of others."""
+    """Backends with their arches and tuning, and the quirks by id: those that live, and the tombstones of others.
+
+    broken  installed backend packages that are left out: plans are made as if they were not installed
+    """
 
     backends: dict[str, Backend]
     arches: dict[str, dict[str, Arch]]
     tunings: dict[str, dict[str, Tuning]]
     quirks: dict[str, Quirk]
     retired: dict[str, Quirk] = {}
+    broken: tuple[Broken, ...] = ()
 
     @staticmethod
     @functools.lru_cache(maxsize=1)
     def load() -> Registry:
         """The registry that comes with portattn and with installed backend packages.
 
-        Raises DataError on a broken data file and PortattnError on a backend package that cannot be loaded.
+        A backend package that is broken is left out, with a PluginWarning once in a process. Raises DataError on a
+        broken data file of portattn's own.
         """
-        return Registry.read(find_backends())
+        backends, broken = look_around()
+        registry = Registry.read(backends, broken=broken)
+        plugins.warn(broken)
+        return registry
 
     @staticmethod
-    def read(backends: Mapping[str, Backend], quirk_folder: Path | None = None) -> Registry:
-        """Read arches and tuning of the given backends, and quirks from their folders or from the one given."""
+    def read(
+        backends: Mapping[str, Backend], quirk_folder: Path | None = None, broken: tuple[Broken, ...] = ()
+    ) -> Registry:
+        """Read arches and tuning of the given backends, and quirks from their folders or from the one given.
+
+        Strict: raises DataError on any broken file. Quirks may name the backends that are left out as broken.
+        """
         folder = quirk_folder or shipped_quirks()
         folders = [folder / name for name in backends] + [folder / "any"]
         if quirk_folder is None:
             folders += [own for b in backends.values() if (own := b.quirk_folder())]
-        known = load_quirks(folders, tuple(backends))
+        known = load_quirks(folders, (*backends, *(b.name for b in broken)))
         return Registry(
             backends=dict(backends),
             arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
-            tunings={name: _load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
+            tunings={name: load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
             quirks={name: quirk for name, quirk in known.items() if quirk.retired is None},
             retired={name: quirk for name, quirk in known.items() if quirk.retired is not None},
+            broken=broken,
         )
+
+    def unknown(self, backend: str) -> str:
+        """Why there is no backend of this name: a limit, as of an ArgumentError."""
+        left_out = [b.told() for b in self.broken if b.name == backend]
+        return left_out[0] if left_out else f"must be one of {', '.join(self.backends)}"
 
     def arch(self, name: str) -> Arch:
         """The arch of a target's name, as Plan.target has it."""
@@ -58,13 +83,12 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         return self.arches[backend][arch]
 
     def target(self, text: str, toolchain: str | Toolchain | None = None) -> Target:
-        """The target that `backend:arch` names; see Target.parse."""
-        backend, _, arch = text.partition(":")
-        if backend not in self.backends:
-            raise ArgumentError("target", "backend", backend, f"must be one of {', '.join(self.backends)}")
+        """The target that `backend:arch`, an arch alone or a chip's name means; see parse_target."""
+        named = text.partition(":")[0]
+        if named not in self.backends and any(b.name == named for b in self.broken):
+            raise ArgumentError("target", "backend", named, self.unknown(named))
+        backend, arch = target_names.resolve(text, self.arches)
         arches = self.arches[backend]
-        if arch not in arches:
-            raise ArgumentError("target", "arch", arch, f"{backend} knows {', '.join(arches)}")
         if isinstance(toolchain, str):
             try:
                 toolchain = Toolchain.parse(toolchain)
@@ -87,59 +111,36 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         return self.tunings[target.backend].get(target.arch.tuning or target.arch.name)
 
 
+def parse_target(text: str, toolchain: str | Toolchain | None = None) -> Target:
+    """Read `rocm:gfx942`, with a toolchain such as `triton==3.6.0`; this machine's toolchain when None.
+
+    An arch that only one backend has may stand alone (`gfx942`), and so may a chip (`mi300x`).
+    Raises ArgumentError naming an unknown backend or arch, or a malformed toolchain.
+
+    >>> portattn.target("rocm:gfx942", "triton==3.6.0").arch.cores
+    304
+    """
+    return Registry.load().target(text, toolchain)
+
+
 def shipped_quirks() -> Path:
     import portattn.quirks
 
     return Path(portattn.quirks.__path__[0])
 
 
+def own_backends() -> dict[str, Backend]:
+    """The backends that come with portattn, by name."""
+    return {backend.name: backend for backend in importlib.import_module(BUILTIN).BUILTIN}
+
+
 def find_backends() -> dict[str, Backend]:
-    """portattn's own backends, then those of installed packages, by name."""
-    from portattn.backends import BUILTIN
-
-    found: dict[str, Backend] = {b.name: b for b in BUILTIN}
-    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            backend = point.load()
-        except Exception as error:
-            # A broken plug-in must not be silently missing from every plan: say which one and stop.
-            raise PortattnError(
-                f"backend package {point.value!r} ({ENTRY_POINT_GROUP}) fails to load: {error}"
-            ) from error
-        backend = backend() if isinstance(backend, type) else backend
-        if backend.name in found:
-            raise PortattnError(f"backend package {point.value!r} registers {backend.name!r}, which exists already")
-        found[backend.name] = backend
-    return found
+    """portattn's own backends, then those of installed packages that are not broken, by name."""
+    return look_around()[0]
 
 
-def load_arches(path: Path) -> dict[str, Arch]:
-    """Read an arches.toml: one table per arch. Raises DataError (file, line, key)."""
-    data, text = toml_reader.read(path)
-    arches = {}
-    for name, table in data.items():
-        if not isinstance(table, dict):
-            raise DataError(path, toml_reader.line_of(text, name), f"key {name!r}: every arch is a table")
-        arches[name] = msgspec.structs.replace(toml_reader.convert(table, Arch, path, text, name), name=name)
-    return arches
-
-
-def _load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:
-    return {path.stem: load_tuning(path, backend) for path in sorted(folder.glob("*.toml"))}
-
-
-def load_quirks(folders: list[Path], backends: tuple[str, ...]) -> dict[str, Quirk]:
-    """Read every quirk file of the folders, tombstones too.
-
-    Raises DataError on a broken file, an unknown backend, an id used twice.
-    """
-    quirks: dict[str, Quirk] = {}
-    for folder in folders:
-        for nested in folder.glob("*/*.toml"):
-            raise DataError(nested, None, f"quirk files lie in {folder} itself: this one would never be read")
-        for path in sorted(folder.glob("*.toml")):
-            quirk = load_quirk(path, backends)
-            if quirk.id in quirks:
-                raise DataError(path, None, f"id {quirk.id!r} is already taken by {quirks[quirk.id].file}")
-            quirks[quirk.id] = quirk
-    return quirks
+def look_around() -> tuple[dict[str, Backend], tuple[Broken, ...]]:
+    """Backends as of find_backends, and the installed packages that are left out."""
+    own = own_backends()
+    usable, broken = plugins.find(own, {path.stem for path in shipped_quirks().glob("*/*.toml")})
+    return own | usable, broken

@@ -1,0 +1,238 @@
+"""A backend package that is broken: it is left out, once with a warning, and nobody else's plans and calls notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quirk_files import plant
+
+ARCHES = """
+[{name}1]
+title = "{name} One"
+cores = 16
+local_memory = 262144
+local_memory_kind = "shared memory"
+max_programs = 65535
+sources = ["a test"]
+"""
+MODULE = """
+from pathlib import Path
+
+from portattn.backends import Backend, VendorPath
+
+
+class Attention(VendorPath):
+    name = "{name}_attention"
+    ops = ("attention",)
+
+    def rejects(self, problem, target):
+        return None
+
+
+class Plugin(Backend):
+    name = "{name}"
+    device_type = "{name}"
+    folder = Path(__file__).parent
+    core_path = ""
+    vendor = (Attention(),)
+
+    def detect(self, index=None):
+        return None
+
+    def quirk_folder(self):
+        return self.folder / "quirks"
+"""
+
+
+def install(folder: Path, name: str) -> Path:
+    """A distribution portattn-NAME 0.1 with a whole backend, and its package's folder."""
+    package = folder / f"portattn_{name}"
+    (package / "tuning").mkdir(parents=True)
+    (package / "__init__.py").write_text(MODULE.format(name=name))
+    (package / "arches.toml").write_text(ARCHES.format(name=name))
+    plant(package, f"{name}-0001-planted", 'note = "x"').parent.rename(package / "quirks")
+    info = folder / f"portattn_{name}-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: portattn-{name}\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[portattn.backends]\n{name} = portattn_{name}:Plugin\n")
+    return package
+
+
+# What is done to the package called so: (file, text to add at its end, or None to remove it), and what is said of it.
+KINDS: dict[str, tuple[str, str | bytes | None, str]] = {
+    "fails_on_import": ("__init__.py", "raise OSError('no libacme.so')", "OSError: no libacme.so"),
+    "lacks_attribute": ("__init__.py", "del Plugin", "AttributeError: "),
+    "no_backend": ("__init__.py", "Plugin = dict(a=1)", "registers {'a': 1}, which is no portattn.planning.backend."),
+    "constructor": ("__init__.py", "Plugin.__init__ = lambda self: 1 / 0", "ZeroDivisionError: division by zero"),
+    "taken_name": ("__init__.py", "Plugin.name = 'cpu'", "it registers 'cpu', which exists already"),
+    "impossible_name": ("__init__.py", "Plugin.name = 'a:b'", "'a:b' cannot be a backend's name"),
+    "no_device_type": ("__init__.py", "del Plugin.device_type", "Plugin.device_type must be a str"),
+    "nameless_path": (
+        "__init__.py",
+        "del Attention.name",
+        "AttributeError: 'Attention' object has no attribute 'name'",
+    ),
+    "arches_missing": ("arches.toml", None, "arches.toml: FileNotFoundError: No such file or directory"),
+    "arches_unreadable": ("arches.toml", "[", "arches.toml:9: not TOML"),
+    "arches_schema": ("arches.toml", "colour = 'red'", "arches.toml:9: key 'arches_schema1.colour': "),
+    "tuning_schema": ("tuning/acme1.toml", "colour = 'red'", "acme1.toml"),
+    "no_quirk_folder": ("__init__.py", "Plugin.quirk_folder = lambda self: Path('gone')", "gone: the folder of its"),
+    "quirk_folder_raises": ("__init__.py", "Plugin.quirk_folder = lambda self: 1 / 0", "ZeroDivisionError"),
+    "quirk_unreadable": ("quirks/quirk_unreadable-0001-planted.toml", "'", "quirk_unreadable-0001-planted.toml:"),
+    "quirk_schema": ("quirks/quirk_schema-0001-planted.toml", "\n[colour]\nred = 1", "unknown key `colour`"),
+    "quirk_not_text": ("quirks/quirk_not_text-0001-planted.toml", b"\xff", "not UTF-8"),
+    "quirk_misplaced": ("quirks/more/a-0002-x.toml", "", "this one would never be read"),
+    "quirk_id_taken": ("quirks/any-0001-taken.toml", "id = 1", "id 'any-0001-taken' is already taken"),
+}
+
+SCRIPT = """
+import json, warnings
+import click.testing, torch
+import portattn
+from portattn.cli import calls, main, probes
+from portattn.planning.detect import detect_target
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    q, k, v = torch.randn(3, 1, 2, 5, 16).unbind()
+    for _ in range(2):
+        out = portattn.attention(q, k, v)
+        torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    Registry.load.cache_clear()
+    problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)
+    planned = plan(problem, portattn.target("umbra:umbra1", "none")).path
+named, device = {}, {}
+for name in NAMES:
+    device[name] = detect_target(name, 0)[1]
+    try:
+        portattn.target(f"{name}:{name}1", "none")
+    except portattn.ArgumentError as error:
+        named[name] = str(error)
+# Not of this test: real calls and compiles, and comparing all quirks with each other.
+calls.device_checks = calls.interpreter_check = lambda seconds: []
+probes.launches = lambda: probes.Section(title="launches")
+if not FULL:
+    from portattn.tools.quirks import audit
+    audit.audit = lambda registry, today: []
+found = {
+    "warnings": [str(w.message) for w in caught if issubclass(w.category, portattn.PluginWarning)],
+    "planned": planned, "named": named, "device": device, "backends": list(Registry.load().backends),
+    "quirks": sorted(name for name in Registry.load().quirks if name.endswith(("-planted", "-taken"))),
+}
+for key, command in (("doctor", ["doctor"]), ("audit", ["quirks", "audit"])):
+    for suffix in ([], ["--json"]):
+        done = click.testing.CliRunner().invoke(main, [*command, *suffix], prog_name="portattn")
+        found[key + "".join(suffix)] = [done.exit_code, done.stdout]
+print(json.dumps(found))
+"""
+
+
+def seen(folder: Path, *names: str, full: bool = False) -> dict[str, Any]:
+    """What a process finds where these packages are installed; `full`: with the whole audit."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PORTATTN_CACHE_DIR": str(folder / "cache")}
+    script = SCRIPT.replace("FULL", str(full)).replace("NAMES", str(names))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def install_broken(folder: Path, kind: str) -> None:
+    name, text, _ = KINDS[kind]
+    changed = install(folder, kind) / name
+    if text is None:
+        changed.unlink()
+        return
+    changed.parent.mkdir(exist_ok=True)
+    added = text.encode() if isinstance(text, str) else text
+    changed.write_bytes((changed.read_bytes() if changed.exists() else b"") + added)
+
+
+def install_umbra(folder: Path) -> None:
+    """The package that is whole. It has the quirk whose id another one takes: it is found first, and has the id."""
+    quirks = install(folder, "umbra") / "quirks"
+    plant(quirks.parent, "any-0001-taken", 'note = "x"').rename(quirks / "any-0001-taken.toml")
+
+
+@pytest.fixture(scope="module")
+def broken_in_every_way(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All of them installed in one place, beside one package that is whole."""
+    umbra, folder = tmp_path_factory.mktemp("umbra"), tmp_path_factory.mktemp("broken")
+    install_umbra(umbra)
+    for kind in KINDS:
+        install_broken(folder, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        return seen(umbra, *KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_package_is_named_wherever_somebody_looks(broken_in_every_way: dict[str, Any], kind: str) -> None:
+    found, said = broken_in_every_way, KINDS[kind][2]
+    package = f"portattn-{kind} 0.1 ({kind} = portattn_{kind}:Plugin)"
+    (warning,) = [text for text in found["warnings"] if package in text]
+    assert said in warning
+    assert "portattn plans as if it were not installed" in warning
+    assert found["named"][kind].startswith(f"target: backend is {kind!r}, but backend package {package} is broken: ")
+    assert said in found["named"][kind]
+    assert f"no backend knows device {kind}:0" in found["device"][kind]
+    assert said in found["device"][kind]
+    (backends,) = [s for s in json.loads(found["doctor--json"][1])["sections"] if s["title"] == "backends"]
+    assert [said in error for error in backends["errors"] if package in error] == [True]
+    findings = [f for f in json.loads(found["audit--json"][1])["findings"] if package in f["message"]]
+    assert {f["severity"] for f in findings} == {"error"}
+    shown = "\n".join(f"{f['file']}:{f['line']}: {f['message']}" for f in findings)
+    assert all(part in shown for part in said.split(": "))
+    for report in ("doctor", "audit"):
+        assert package in found[report][1]
+
+
+def test_broken_packages_stop_nobody_else(broken_in_every_way: dict[str, Any]) -> None:
+    """Calls gave SDPA's results, or there would be nothing to see here."""
+    found = broken_in_every_way
+    assert found["planned"] == "umbra_attention"
+    assert found["backends"][-1] == "umbra"
+    assert not set(found["backends"]) & set(KINDS)
+    assert found["quirks"] == ["any-0001-taken", "umbra-0001-planted"]
+    assert len(found["warnings"]) == len(KINDS)
+    assert {found[key][0] for key in ("doctor", "doctor--json", "audit", "audit--json")} == {1}
+    assert not [s["error"] for s in json.loads(found["doctor--json"][1])["sections"] if s["error"]]
+
+
+def test_the_audit_says_everything_that_is_wrong_with_a_package(tmp_path: Path) -> None:
+    """And where; its files keep nothing else from being audited."""
+    package = install(tmp_path, "acme")
+    install(tmp_path, "umbra")
+    (package / "arches.toml").write_text("[acme1]\n")
+    (package / "quirks" / "acme-0001-planted.toml").write_text("id = 3\n")
+    found = seen(tmp_path, "acme", full=True)
+    audited = json.loads(found["audit--json"][1])["findings"]
+    errors = {Path(f["file"]).name: f["line"] for f in audited if "portattn-acme 0.1" in f["message"]}
+    assert errors == {"arches.toml": 1, "acme-0001-planted.toml": 1}
+    others = {f["quirk"] for f in audited if "portattn-acme 0.1" not in f["message"]}
+    assert others == {"umbra-0001-planted"}, "no core kernel runs on umbra: its quirk can never apply"
+    (warning,) = found["warnings"]
+    assert "arches.toml:1: " in warning
+    assert "acme-0001-planted.toml:1: " in warning
+
+
+def test_packages_that_are_whole_are_not_warned_about(tmp_path: Path) -> None:
+    """A quirk may be about another package's backend."""
+    install(tmp_path, "acme")
+    quirks = install(tmp_path, "umbra") / "quirks"
+    plant(quirks.parent, "acme-0002-planted", 'note = "x"').rename(quirks / "acme-0002-planted.toml")
+    found = seen(tmp_path, "acme")
+    assert found["warnings"] == []
+    assert found["named"] == {}
+    assert set(found["backends"][-2:]) == {"acme", "umbra"}
+    assert found["quirks"] == ["acme-0001-planted", "acme-0002-planted", "umbra-0001-planted"]
+    assert [found[key][0] for key in ("doctor", "audit")] == [0, 0]
