@@ -53,13 +53,17 @@ TENTHS ?= 10
 mutants: $(READY)
 	$(PY) scripts/mutants.py $(if $(filter hand,$(GROUP)),hand,tool $(GROUP) --tenths $(TENTHS)) $(ARGS)
 
+HERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
+
 lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
 	rm -rf .lint && mkdir -p .lint/portattn
 	ln -s $(CURDIR)/portattn/* $(CURDIR)/backends $(CURDIR)/quirks .lint/portattn/
-	cd .lint && $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY)) -m mypy --config-file ../pyproject.toml -p portattn
+	cd .lint && $(HERE) -m mypy --config-file ../pyproject.toml -p portattn
+	@# Who may import whom: the contracts of pyproject.toml.
+	cd .lint && PYTHONPATH=. $(HERE) -c 'from importlinter.cli import lint_imports_command as run; run()' --config ../pyproject.toml --no-cache
 
 # SETS="dense18 decode": which sets; BENCH="--core-only --budget 600 --peer sdpa": any further options.
 SETS ?= seed

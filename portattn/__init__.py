@@ -6,7 +6,10 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from portattn import moved
+from portattn.version import __version__ as __version__
+
+moved.install()
 
 # An installed portattn holds backends/ and quirks/; in a source tree they lie beside it. A Python started in the
 # tree's root imports this very folder, whatever is installed: let it find them.
@@ -34,8 +37,9 @@ _PUBLIC = {
     "settings": "portattn.config",
     "Problem": "portattn.schema.problem",
     "Target": "portattn.schema.target",
+    "target": "portattn.planning.registry",
     "Toolchain": "portattn.schema.toolchain",
-    "Plan": "portattn.planning.planner",
+    "Plan": "portattn.schema.plan",
     "Quirk": "portattn.schema.quirk",
     "Lowering": "portattn.schema.lowering",
     "Launch": "portattn.schema.lowering",
@@ -51,7 +55,10 @@ _PUBLIC = {
     "TracingError": "portattn.errors",
     "FallbackWarning": "portattn.errors",
     "CompileWarning": "portattn.errors",
+    "PluginWarning": "portattn.errors",
 }
+
+_OTHER_NAMES = {"target": "parse_target"}  # where the module has another one
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
@@ -77,27 +84,31 @@ if TYPE_CHECKING:
     from portattn.errors import DataError as DataError
     from portattn.errors import FallbackWarning as FallbackWarning
     from portattn.errors import PathUnavailable as PathUnavailable
+    from portattn.errors import PluginWarning as PluginWarning
     from portattn.errors import PortattnError as PortattnError
     from portattn.errors import QuirkConflict as QuirkConflict
     from portattn.errors import SettingError as SettingError
     from portattn.errors import TracingError as TracingError
-    from portattn.planning.planner import Plan as Plan
     from portattn.planning.registry import Registry as Registry
+    from portattn.planning.registry import parse_target
     from portattn.schema.lowering import Launch as Launch
     from portattn.schema.lowering import Lowering as Lowering
     from portattn.schema.outcome import Incident as Incident
     from portattn.schema.outcome import Verdict as Verdict
+    from portattn.schema.plan import Plan as Plan
     from portattn.schema.problem import Problem as Problem
     from portattn.schema.quirk import Quirk as Quirk
     from portattn.schema.target import Target as Target
     from portattn.schema.toolchain import Toolchain as Toolchain
+
+    target = parse_target
 
 
 def __getattr__(name: str) -> object:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'portattn' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(module), _OTHER_NAMES.get(name, name))
     globals()[name] = value
     return value
 

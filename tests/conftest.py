@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share helpers by `import
 import support  # noqa: E402
 
 from portattn import Target, config  # noqa: E402
-from portattn.planning.registry import Registry  # noqa: E402
+from portattn.planning.registry import Registry, parse_target  # noqa: E402
 from portattn.tools.lab import folders  # noqa: E402
 
 REAL_LAB = folders.root()  # before any test has a cache folder of its own
@@ -118,7 +118,7 @@ def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
     """CPU tensors are planned as if they lay on an H100 with Triton 3.6.0."""
     from portattn.api import dispatch
 
-    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
     return target
 

@@ -13,10 +13,10 @@ import opcalls
 import torch
 
 import portattn.launch.cached_launch
-from portattn import Target
 from portattn.api import dispatch
 from portattn.backends.cuda import counters
 from portattn.launch import devices, triton_compat
+from portattn.planning.registry import parse_target
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +42,7 @@ def pretend(
     """
     import triton
 
-    target = Target.parse("cuda:sm_90", f"triton=={triton.__version__}")
+    target = parse_target("cuda:sm_90", f"triton=={triton.__version__}")
     dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
     fakedriver.keep_everywhere()
     runtime = devices.Runtime(current=current, stream=stream, empty=empty)

@@ -14,12 +14,12 @@ from support import Device
 
 import portattn
 from portattn.api import dispatch
-from portattn.launch.kernelcall import spans
 from portattn.planning import core_path
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import UNLIMITED, Problem
+from portattn.schema.tensors import spans
 from portattn.testing import tolerance
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
@@ -205,14 +205,13 @@ class _Interpreted:
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors count as an H100's: plans are for one, calls are kept, and the core's kernels run under the
     interpreter (which has nothing to run a variant's with)."""
-    from portattn import Target
     from portattn.api.request import Request
     from portattn.compile import ensure
     from portattn.launch import cached_launch
     from portattn.launch.run import has_rows, load_kernels
     from portattn.validate import values
 
-    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
 
     @functools.cache  # one object a kernel, as Triton has it
     def kernels(module: str, interpreted: bool) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 
 from portattn.config import Settings
 from portattn.planning.backend import Backend
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, find_backends
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 
 PROBLEM = Problem(batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128)

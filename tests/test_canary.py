@@ -17,12 +17,13 @@ from portattn.api import dispatch
 from portattn.compile.store import VerdictStore
 from portattn.config import Settings
 from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import parse_target
 from portattn.schema.problem import OPS
 from portattn.testing import canary
 from portattn.worker.client import Reply
 
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
-MI300 = Target.parse("rocm:gfx942", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
+MI300 = parse_target("rocm:gfx942", "triton==3.6.0")
 GOOD = Reply(outcome="ok", facts={"error": 1e-4, "budget": 1e-3, "wrong": 0, "lse_error": 0.0, "lse_budget": 1e-5})
 WRONG = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"error": 0.5})
 NAN = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"wrong": 3})
@@ -57,7 +58,7 @@ class Fake:
         pass
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
-        assert (task, seconds) == ("interpret", 3.0)
+        assert (task, seconds) == ("portattn.testing.run_plan:compare", 3.0)
         Fake.requests.append(fields)
         return Fake.answer
 
@@ -86,12 +87,12 @@ def test_they_run_where_nobody_has_run_the_tests() -> None:
     seen = canary.seen_to_run(SM_90)
     assert seen is not None
     assert seen.level == "measured"
-    newer = Target.parse("cuda:sm_90", "triton==3.9.0")
+    newer = parse_target("cuda:sm_90", "triton==3.9.0")
     for target, auto in (
         (SM_90, False),
         (MI300, True),
         (newer, True),
-        (Target.parse("cuda:sm_80", "triton==3.6.0"), True),
+        (parse_target("cuda:sm_80", "triton==3.6.0"), True),
     ):
         assert canary.wanted(target, Settings()) is auto
         assert canary.wanted(target, Settings(canary="always"))
@@ -166,7 +167,7 @@ def test_a_key_is_of_one_family_chip_and_toolchain() -> None:
     keys = {
         canary.key_of(kernel, target)
         for kernel in ("dense_forward", "decode_split")
-        for target in (SM_90, MI300, Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33"))
+        for target in (SM_90, MI300, parse_target("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33"))
     }
     assert len(keys) == 6
 

@@ -16,13 +16,13 @@ import torch
 from support import BEHAVIOURS, problem, random_call
 
 import portattn
-from portattn import Target
 from portattn.compile import ensure
 from portattn.compile.ensure import code_key
 from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.worker.client import Reply, Worker
 from portattn.worker.ends import died
 
@@ -46,7 +46,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def planned(**fields):
     p = problem(dtype="fp16", seq_q=64, seq_k=64, head_dim=64, **fields)
-    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
     made = plan(p, target, settings=Settings(backend="triton"))
     launches, out, _ = kernel_calls(made, random_call(p), 132)
     return made, launches, out, target
@@ -88,7 +88,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     requests = compiler("ok")
     fields, functions = LAUNCHES[op]
     p = problem(op=op, **fields)
-    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
     made = plan(p, target, settings=Settings(backend="triton"))
     assert (made.launch.splits > 1) is (len(functions) > 1)
     launches, q, _ = kernel_calls(made, random_call(p), 132)
@@ -423,7 +423,7 @@ def test_the_signature_is_part_of_what_a_verdict_is_about() -> None:
 
 def test_nothing_is_compiled_for_nothing(compiler, settings, in_process) -> None:
     requests = compiler("error")
-    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
     p = problem(dtype="fp16", seq_q=0, head_dim=64)
     made = plan(p, target, settings=Settings(backend="triton"))
     launches, q, _ = kernel_calls(made, random_call(p), 132)

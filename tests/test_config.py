@@ -134,7 +134,7 @@ def test_quirk_overrides_must_exist() -> None:
 
     q = torch.zeros(1, 1, 2, 4)
     p = portattn.Problem(batch=1, heads_q=1, heads_k=1, seq_q=2, seq_k=2, head_dim=16)
-    target = portattn.Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = portattn.target("cuda:sm_90", "triton==3.6.0")
     with portattn.settings(quirks="-cuda-9999-no-such"), pytest.raises(portattn.SettingError, match="cuda-9999"):
         portattn.plan(p, target)
     assert portattn.attention(q, q, q).shape == q.shape

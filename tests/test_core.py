@@ -10,11 +10,11 @@ import pytest
 import triton.language as tl
 from support import problem
 
-from portattn import Target
 from portattn.launch import kernel_calls, meta_call
 from portattn.launch.run import load_kernels
 from portattn.planning.kernel_specs import CORES, heads_together, packed_tiles
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch, Lowering
 
 PAGES = {"page_size": 48, "seq_k": 96, "seqlens_k": True}
@@ -35,7 +35,7 @@ def of(op: str, **fields: Any):
 @pytest.mark.parametrize("op", CORES)
 def test_constants_are_named_as_the_kernels_parameters(op: str) -> None:
     """Every constant parameter is given, under its own name: of the launch, and so of what a verdict is about."""
-    made = plan(of(op), Target.parse("cuda:sm_80", "triton==3.6.0"))
+    made = plan(of(op), parse_target("cuda:sm_80", "triton==3.6.0"))
     assert made.path == "triton"
     launch = kernel_calls(made, meta_call(made.problem), 132)[0][0]
     kernel = getattr(load_kernels(launch.module, interpreted=True), launch.function)
@@ -137,7 +137,7 @@ def test_tiles_of_packed_rows(total: int, per_row: int, block_m: int, batch: int
 
 def test_heads_together_where_sequences_are_packed_or_not() -> None:
     """As many as there are: of all sequences, but packed sequences have them in common."""
-    arch = msgspec.structs.replace(Target.parse("cuda:sm_90", "triton==3.6.0").arch, cache_share=1 << 30)
+    arch = msgspec.structs.replace(parse_target("cuda:sm_90", "triton==3.6.0").arch, cache_share=1 << 30)
     assert heads_together(problem(batch=5, heads_q=3, heads_k=3), arch) == 15
     assert heads_together(of("varlen_attention", batch=5, heads_q=3, heads_k=3), arch) == 3
 

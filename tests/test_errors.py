@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from portattn.errors import ArgumentError, DataError, PathUnavailable, PortattnError, QuirkConflict
-from portattn.planning.planner import Rejection
+from portattn.schema.plan import Rejection
 
 ERRORS = (
     ArgumentError("attention", "q.dtype", ("float64", 1), "must be one of float16, float32"),

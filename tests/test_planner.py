@@ -18,10 +18,12 @@ import portattn
 from portattn import PathUnavailable, Registry, Target, Verdict
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
-from portattn.planning.kernel_specs import CORES, FULL
+from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
+from portattn.schema.tuning import FULL
 
 TOOLCHAINS = ("triton==3.2.0", "triton==3.4.0", "triton==3.6.0", "triton==3.9.0", "triton-ascend==3.2.1", "none")
 TARGETS = [f"{backend}:{arch}" for backend, arches in Registry.load().arches.items() for arch in arches]
@@ -50,7 +52,7 @@ PROBLEMS = [
 
 
 def sm_80(toolchain: str = "triton==3.6.0") -> Target:
-    return Target.parse("cuda:sm_80", toolchain)
+    return parse_target("cuda:sm_80", toolchain)
 
 
 def verdict(key: str, passed: bool) -> Verdict:
@@ -63,7 +65,7 @@ def verdict(key: str, passed: bool) -> Verdict:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("toolchain", TOOLCHAINS)
 def test_there_is_an_answer_everywhere(target: str, toolchain: str) -> None:
-    where = Target.parse(target, toolchain)
+    where = parse_target(target, toolchain)
     for p in PROBLEMS:
         made = plan(p, where)
         assert made == plan(p, where)
@@ -81,7 +83,7 @@ def test_there_is_an_answer_everywhere(target: str, toolchain: str) -> None:
 
 
 def test_planning_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = [Target.parse(t, c) for t, c in itertools.product(TARGETS, TOOLCHAINS[:3])]
+    where = [parse_target(t, c) for t, c in itertools.product(TARGETS, TOOLCHAINS[:3])]
     before = [plan(p, t) for t in where for p in PROBLEMS]  # reads the registry's files and the kernels' digest, once
 
     def forbidden(*arguments: Any, **rest: Any) -> Any:
@@ -121,12 +123,12 @@ def test_a_vendor_path_comes_before_the_reference() -> None:
 
 
 def test_on_a_cpu_the_reference_is_no_fall_back() -> None:
-    made = plan(problem(), Target.parse("cpu:generic"))
+    made = plan(problem(), parse_target("cpu:generic"))
     assert (made.path, made.rejected, made.fell_back) == ("reference", (), False)
 
 
 def test_a_refused_arch_is_planned_with_its_reason() -> None:
-    made = plan(problem(), Target.parse("ascend:ascend310p", "triton-ascend==3.2.1"))
+    made = plan(problem(), parse_target("ascend:ascend310p", "triton-ascend==3.2.1"))
     assert made.path != "triton"
     assert "ascend310p" in made.rejected[0].reason
     assert made.rejected[0].hint == "", "nothing helps"
@@ -149,7 +151,7 @@ def test_a_negative_verdict_leads_to_the_next_path() -> None:
 
 def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
     """Ascend launches up to 65,535 programs."""
-    target = Target.parse("ascend:ascend910b2", "triton-ascend==3.2.1")
+    target = parse_target("ascend:ascend910b2", "triton-ascend==3.2.1")
     kernel = CORES["attention"]
     for batch in (1, 4096):
         p = problem(**BIG | {"batch": batch, "head_dim": 64})
@@ -234,7 +236,7 @@ def test_the_key_tells_specialisations_apart() -> None:
                     {"return_lse": False}, {"aligned": False}, {"large": True}, {"negative_scale": True}):  # fmt: skip
         keys.add(plan(problem(**BIG | changes), sm_80()).key)
     keys.add(plan(base, sm_80("triton==3.4.0")).key)
-    keys.add(plan(base, Target.parse("cuda:sm_86", "triton==3.6.0")).key)
+    keys.add(plan(base, parse_target("cuda:sm_86", "triton==3.6.0")).key)
     assert len(keys) == 11
     assert plan(problem(**BIG | {"batch": 5}), sm_80()).key in keys  # sizes are run-time arguments
 
@@ -269,7 +271,7 @@ def test_splits_fill_the_chip_only_where_it_is_empty() -> None:
 
 def test_forcing_a_quirk_off_and_on() -> None:
     registry = Registry.load()
-    target = Target.parse("ascend:ascend910b2", "triton-ascend==3.2.1")
+    target = parse_target("ascend:ascend910b2", "triton-ascend==3.2.1")
     for quirk in [q for q in registry.quirks.values() if q.when.backend == "ascend" and q.effect.lowering]:
         off = plan(problem(**BIG), target, settings=Settings(quirks=f"-{quirk.id}"))
         shown = {q.id for r in off.rejected if r.choice for q in r.choice.quirks} | {q.id for q in off.quirks}
@@ -278,7 +280,7 @@ def test_forcing_a_quirk_off_and_on() -> None:
 
 def test_cautions_are_about_what_comes_out() -> None:
     """Masked reads make one quirk hold, and a caution too; what the quirk sets ends both."""
-    target = Target.parse("ascend:ascend910b2", "triton-ascend==3.2.0")
+    target = parse_target("ascend:ascend910b2", "triton-ascend==3.2.0")
     call = problem(op="decode_attention", seq_q=3, seq_k=512, dtype="bf16", bias=True, mask=True)
     made = plan(call, target)
     assert made.lowering is not None

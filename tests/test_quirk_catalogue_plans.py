@@ -12,8 +12,9 @@ from quirk_files import DECODE, PROBLEM, active, without_variants
 
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.quirk import Quirk
 from portattn.tools.quirks import examples
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from portattn.errors import DataError
+from portattn.planning.quirk_files import check_file, load_quirk
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema import toml_reader
-from portattn.schema.quirk import check_file, load_quirk
 
 GOOD = """\
 id      = "rocm-0042-planted"

@@ -11,8 +11,9 @@ from quirk_files import DECODE, PROBLEM, active, planned, plant, registry
 
 from portattn.errors import PathUnavailable, QuirkConflict, SettingError
 from portattn.planning.core_path import hint
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Provenance, Tuning
 

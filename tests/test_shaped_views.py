@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from portattn.launch.kernelcall import spans
 from portattn.launch.shaped import Shaped, TensorKind
 from portattn.schema.sizes import Trace, Untraceable
+from portattn.schema.tensors import spans
 
 SIZES = (0, 1, 1, 2, 3, 16)
 

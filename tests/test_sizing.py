@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import portattn
-from portattn.api import dispatch
-from portattn.launch import cache, sizing
+from portattn.api import dispatch, sizing
+from portattn.launch import cache
 from portattn.launch.cached_launch import Kept
-from portattn.launch.driver_launch import Step
 from portattn.launch.shaped import Shaped, TensorKind
 from portattn.schema.sizes import Trace, Untraceable
+from portattn.schema.steps import Step
 
 BEYOND = 2**31  # the first number that does not fit 32 bits
 

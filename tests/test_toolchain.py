@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import support
 
-from portattn import Target, Toolchain
+from portattn import Toolchain
+from portattn.planning.registry import parse_target
 from portattn.schema import toolchain
 from portattn.schema.toolchain import has_upper_bound, installed, owners, parse_range
 
@@ -177,7 +178,7 @@ def test_this_machine() -> None:
 
 
 def test_a_named_target_knows_what_its_backend_knows() -> None:
-    target = Target.parse("cuda:sm_90", "triton==3.6.0")
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
     assert target.toolchain.version == "3.6.0"
-    assert Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==1.0").toolchain.component("ptxas") == "1.0"
+    assert parse_target("cuda:sm_90", "triton==3.6.0,ptxas==1.0").toolchain.component("ptxas") == "1.0"
     assert str(target) == "cuda:sm_90 with triton==3.6.0"

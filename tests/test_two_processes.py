@@ -43,7 +43,7 @@ from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
 folder, compiler = sys.argv[1:]
 problem = Problem(batch=2, heads_q=2, heads_k=2, seq_q=64, seq_k=64, head_dim=64, dtype="fp16")
-target = Target.parse("cuda:sm_90", "triton==3.6.0")
+target = parse_target("cuda:sm_90", "triton==3.6.0")
 made = plan(problem, target, settings=Settings(backend="triton"))
 launches, _, _ = kernel_calls(made, meta_call(problem), 132)
 compiling.new_worker = lambda: compiling.Worker(python=compiler)

@@ -26,11 +26,11 @@ from portattn.config import Settings, current
 from portattn.launch import Signature
 from portattn.planning import variant_path
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, parse_target
 from portattn.testing import canary
 from portattn.worker.client import Reply
 
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 P = Problem(batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128)
 VARIANTS = {variant.name: variant for variant in CudaBackend.variants}
 NAME = "gluon_forward"
@@ -129,7 +129,7 @@ def test_a_caution_is_listed_and_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("toolchain", ["triton==3.5.1", "triton==3.9.0"])
 def test_compilers_that_lack_what_the_variants_call_are_quirks(toolchain: str) -> None:
-    made = plan(P, Target.parse("cuda:sm_90", toolchain))
+    made = plan(P, parse_target("cuda:sm_90", toolchain))
     assert made.path == "triton"
     assert any(quirk.id.startswith(("cuda-0016", "cuda-0017")) for quirk in made.quirks)
 
@@ -141,7 +141,7 @@ def test_a_key_is_of_one_schedule_type_and_toolchain() -> None:
         plan(msgspec.structs.replace(P, dtype="bf16"), SM_90),
         plan(msgspec.structs.replace(P, head_dim=64, head_dim_v=64), SM_90),
         plan(msgspec.structs.replace(P, sinks=True), SM_90),
-        plan(P, Target.parse("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33")),
+        plan(P, parse_target("cuda:sm_90", "triton==3.6.0,ptxas==13.3.33")),
         plan(P, SM_90, settings=Settings(backend="triton")),
     ]
     assert len({made.key for made in others} | {plan(P, SM_90).key}) == 6
@@ -387,7 +387,7 @@ def test_a_variant_of_another_package_needs_no_more_than_its_steps() -> None:
     backend = CudaBackend()
     backend.variants = (other,)
     known = msgspec.structs.replace(Registry.load(), backends={**Registry.load().backends, "cuda": backend})
-    made = plan(P, Target.parse("cuda:sm_80", "triton==3.4.0"), known)
+    made = plan(P, parse_target("cuda:sm_80", "triton==3.4.0"), known)
     assert (made.path, made.schedule, made.needs) == ("other", {}, "")
     assert made.key
     assert not other.timed(P)

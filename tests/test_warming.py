@@ -16,9 +16,10 @@ from support import Device
 import portattn
 from portattn.api import monitor, specs, warmup
 from portattn.api.monitor import nearest
-from portattn.api.request import collecting, perform
+from portattn.api.perform import perform
+from portattn.api.request import collecting
 from portattn.cli import main
-from portattn.launch.kernelcall import POINTER_ALIGNMENT
+from portattn.schema.tensors import POINTER_ALIGNMENT
 
 SMALL = {"op": "attention", **dict.fromkeys("qkv", "fp32[1,2,8,16]")}
 

@@ -13,21 +13,24 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from portattn.api import sizing
 from portattn.compile import ensure, variants
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
-from portattn.launch import KernelCall, cache, kernel_calls, launch_all, sizing
+from portattn.launch import KernelCall, cache, kernel_calls, launch_all
 from portattn.launch.cached_launch import Kept
 from portattn.launch.run import Launches, device_guard
-from portattn.planning.backend import Backend, Variant
-from portattn.planning.planner import Plan, Rejection, plan
+from portattn.launch.variant import launch_tensors, run_variant
+from portattn.planning.backend import Variant
+from portattn.planning.detect import detect_target
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.reference import blockwise
-from portattn.schema.call import TENSORS, Call
+from portattn.schema.call import Call
 from portattn.schema.outcome import Verdict
+from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
-from portattn.schema.target import Arch, Target
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.target import Target
 
 _last = cache.last_plan
 _warned: set[tuple[str, str, str, str]] = set()
@@ -53,46 +56,6 @@ def last_plan() -> Plan | None:
 def note(made: Any) -> None:
     """Remember as the last one a plan that ran by other means than `run`, or what makes it (Kept.note)."""
     _last.set(made)
-
-
-@functools.lru_cache(maxsize=64)
-def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
-    """The target that a torch device is, and why it is only the CPU's reference when no backend knows the device.
-
-    A device of a known backend whose arch is not known is a target that refuses kernels: the vendor's library runs it.
-    """
-    registry = Registry.load()
-    candidates = [b for b in registry.backends.values() if b.device_type == device_type]
-    if device_type == "meta" and not candidates:
-        return registry.target("cpu:generic"), ""  # shapes without data: the reference computes them
-    for backend in candidates:
-        arch = backend.detect(index)
-        if arch is None:
-            continue
-        toolchain = installed().with_components(backend.machine_components())
-        if arch in registry.arches[backend.name]:
-            return registry.target(f"{backend.name}:{arch}", toolchain), ""
-        return _unknown_arch(backend, arch, f"arch {arch}, which its arches.toml does not have", toolchain), ""
-    # Several backends can share a device type: the one that can say something about the device has it.
-    owner = next((b for b in candidates if b.describe(index)), None)
-    if owner is None and index is not None and len(candidates) == 1:
-        owner = candidates[0]  # a tensor's device: it is there
-    if owner is not None:
-        seen = owner.describe(index) or f"device {device_type}:{index or 0}"
-        toolchain = installed().with_components(owner.machine_components())
-        return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
-    target = registry.target("cpu:generic")
-    known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))
-    return target, f"no backend knows device {device_type}:{index or 0}; device types of backends: {known}"
-
-
-def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:
-    """A target for a device that the backend has, and of whose arch it knows nothing: no kernel is planned for it."""
-    arch = Arch(
-        name=name, title=name, cores=1, local_memory=0, local_memory_kind="none", max_programs=1, sources=(),
-        refused=f"backend {backend.name} finds {seen}; add it: docs/backends.md",
-    )  # fmt: skip
-    return Target(backend=backend.name, arch=arch, toolchain=toolchain)
 
 
 @functools.lru_cache(maxsize=PLAN_CACHE)
@@ -153,7 +116,9 @@ def prepared(call: Call, settings: Settings, keeping: Keeper) -> tuple[Plan, Kep
         if launches is not None:
             return made, _keep_core(made, launches, call, keeping, failed)
         if variant is not None:
-            return made, _keep_variant(made, variant, variant.launcher(call), _tensors(call), call, keeping, failed)
+            return made, _keep_variant(
+                made, variant, variant.launcher(call), launch_tensors(call), call, keeping, failed
+            )
     return made, None
 
 
@@ -274,7 +239,10 @@ def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Setti
 def _variant_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
     """Why a variant must not run this call here, tried if nobody has; None when it may."""
     if call.dry:
-        return variants.known_failure(variant, made, call, target, settings)
+        from portattn.testing import canary
+
+        failure = variants.known_failure(variant, made, call, settings)
+        return failure or canary.known_failure(made, target, settings)
     failure = variants.failure(variant, made, call, target, settings)
     return _untrusted(made, target, settings, call.q.device) if failure is None else failure
 
@@ -303,7 +271,7 @@ def _run_elsewhere(
         if keeping is None or call.copied:
             _, out, lse = run_variant(variant, call)
             return out, lse
-        launch, inputs = variant.launcher(call), _tensors(call)
+        launch, inputs = variant.launcher(call), launch_tensors(call)
         out, lse = inputs["out"], inputs["lse"]
         with device_guard(call.q):
             first = _keep_variant(made, variant, launch, inputs, call, keeping, failed)
@@ -315,22 +283,6 @@ def _run_elsewhere(
         return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)
-
-
-def run_variant(
-    variant: Variant, call: Call
-) -> tuple[Callable[[Mapping[str, torch.Tensor | None]], None], torch.Tensor, torch.Tensor | None]:
-    """Run a call by a variant: (what runs others like it, out, LSE)."""
-    launch, tensors = variant.launcher(call), _tensors(call)
-    with device_guard(call.q):
-        launch(tensors)
-    return launch, tensors["out"], tensors["lse"]
-
-
-def _tensors(call: Call) -> dict[str, Any]:
-    """What a variant is launched with: a Call's tensors by name, and memory for out and LSE."""
-    lse = call.new_lse() if call.problem.return_lse else None
-    return {name: getattr(call, name) for name in TENSORS} | {"out": call.new_out(), "lse": lse}
 
 
 def _refuse(made: Plan, settings: Settings) -> None:

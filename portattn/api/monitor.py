@@ -15,7 +15,7 @@ import torch
 from portattn.config import Settings
 from portattn.errors import CompileWarning
 from portattn.launch import cache, triton_compat
-from portattn.launch.kernelcall import POINTER_ALIGNMENT
+from portattn.schema.tensors import POINTER_ALIGNMENT
 
 if TYPE_CHECKING:
     from portattn.api.request import Request

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from portattn.api.page_table import PageTable
+from portattn.api.perform import again, perform, plan_request
 from portattn.api.prepare import Prepared
-from portattn.api.request import Request, Result, again, collecting, perform, plan_request, settings_for
+from portattn.api.request import Request, Result, collecting, settings_for
 from portattn.config import current
 from portattn.errors import ArgumentError
-from portattn.planning.planner import Plan
 from portattn.planning.planner import plan as plan_problem
+from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS, Problem
 from portattn.schema.target import Target
 from portattn.validate.values import reads

@@ -13,17 +13,14 @@ import msgspec
 import torch
 from torch.autograd import forward_ad
 
-from portattn.api import dispatch, monitor
-from portattn.api.tracing import refuse_what_no_kernel_sees, shapes_alone
+from portattn.api.sizing import Recipe
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
 from portattn.launch.cached_launch import Kept
 from portattn.launch.guards import in_mode
-from portattn.launch.sizing import Recipe
 from portattn.schema.call import Call
 from portattn.schema.outcome import Verdict
-from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.validate.builders import BUILDERS
 
@@ -140,80 +137,18 @@ class Collected(list[Request]):
         return None
 
 
-_collected: ContextVar[Collected | None] = ContextVar("portattn_collected", default=None)
+waiting: ContextVar[Collected | None] = ContextVar("portattn_collected", default=None)
 
 
 @contextmanager
 def collecting(collected: Collected | None = None) -> Iterator[Collected]:
     """Inside the block, public operations are not performed; yields the list that their requests are added to."""
     requests = Collected() if collected is None else collected
-    token = _collected.set(requests)
+    token = waiting.set(requests)
     try:
         yield requests
     finally:
-        _collected.reset(token)
-
-
-def again(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...] = ()) -> Result | None:
-    """Perform a call of a kind that is known, with sizes of a class that is known; None where it is none.
-
-    tensors, values, lengths  as the Request has them, in its order; `backend` and `validate` come last among values.
-                              Nothing is known of them
-    """
-    collected = _collected.get()
-    if collected is not None:
-        return collected.again(op, tensors, values, lengths)
-    known = cache.kinds(op, values)
-    if not known:
-        return None
-    settings = current()
-    for kind in known:
-        hit = kind.hit
-        if hit is not None:
-            found = hit(tensors, values, lengths, settings, None, None, None)
-            if found is not NotImplemented:
-                if found is not None:
-                    return found
-                continue
-        matched = kind.match(tensors, values, lengths, settings)
-        if matched is None:
-            continue
-        given, addresses, inputs = matched
-        its_class = kind.find(inputs)
-        if its_class is not None:
-            kept, sizes = its_class
-            dispatch.note(kept.note(inputs))
-            out, lse = kept(given, addresses, sizes)
-            return out if lse is None else (out, lse)
-    return None
-
-
-def perform(request: Request) -> Result:
-    """Carry a request out: out in the caller's layout, with the LSE where it is asked for."""
-    collected = _collected.get()
-    if collected is not None:
-        collected.append(request)
-        return None  # type: ignore[return-value]  # the collector never looks at it
-    shapes = admitted(request)
-    if shapes is not None:
-        return shapes
-    call = request.build()
-    keeping = Keeping(request) if request.keepable() else None
-    with monitor.watching(request):
-        out, lse = dispatch.run(call, request.settings, keeping)
-    return finished(call, out, lse)
-
-
-def admitted(request: Request) -> Result | None:
-    """What a call gives that computes shapes alone; None where it is to be carried out.
-
-    Raises where no kernel could see its tensors (tracing.py).
-    """
-    refuse_what_no_kernel_sees(request.op, request.named_tensors)
-    if not shapes_alone(request.tensors.values()):
-        return None
-    call = request.build()
-    return finished(call, call.new_out(), call.new_lse() if call.problem.return_lse else None)
+        waiting.reset(token)
 
 
 def inputs_of(request: Request) -> list[int]:
@@ -233,28 +168,16 @@ class Keeping:
             self.kind = request.new_kind(self.inputs)
 
     def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> Recipe:
+        """What makes calls of its kind of their sizes."""
         request = self._request
-        return self.kind.recipe(request.settings, request.values, tuple(request.lengths), target, failed)
+        return Recipe(
+            op=request.op, settings=request.settings, kinds=self.kind.kinds, tensors=self.kind.places,
+            values=request.values, lengths=tuple(request.lengths), target=target, failed=failed,
+        )  # fmt: skip
 
     def keep(self, kept: Kept, seconds: float) -> None:
         self.kind.add(kept)
         cache.remember(self.kind, seconds)
-
-
-def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Results as (B, Hq, Sq, Dv) and (B, Hq, Sq) in the layout that the caller uses."""
-    problem = call.problem
-    if problem.packed:
-        out = out[0].transpose(0, 1)
-        lse = None if lse is None else lse[0]
-    elif problem.layout == "bshd":
-        out = out.transpose(1, 2)
-    return (out, lse) if lse is not None and problem.return_lse else out
-
-
-def plan_request(request: Request) -> Plan:
-    """How a request would run, without running it."""
-    return dispatch.plan_call(request.build(), request.settings)
 
 
 def settings_for(op: str, backend: Any, validate: Any) -> Settings:

@@ -21,8 +21,7 @@ from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
 from portattn.launch.cached_launch import Kept, Sized, Templates, core_steps, fixed
 from portattn.launch.described import constexprs, unspecialised
-from portattn.launch.driver_launch import Step
-from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, KernelCall, spans
+from portattn.launch.kernelcall import KernelCall
 from portattn.launch.shaped import Shaped, TensorKind
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
@@ -30,8 +29,9 @@ from portattn.schema.call import TENSORS, Call
 from portattn.schema.outcome import Verdict
 from portattn.schema.plan import Plan
 from portattn.schema.sizes import Size, Trace, Untraceable, pinned, unpinned
-from portattn.schema.steps import Buffers, StepLauncher
+from portattn.schema.steps import Buffers, Step, StepLauncher
 from portattn.schema.target import Target
+from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
 from portattn.validate.builders import BUILDERS
 
 # What code that was not written for Sizes raises where it meets one: isinstance(x, int) fails, an assertion does.

@@ -13,8 +13,8 @@ import torch
 
 from portattn.api.page_table import PageTable
 from portattn.errors import ArgumentError
-from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.schema.problem import OPS
+from portattn.schema.tensors import TORCH_DTYPE
 
 MOST_SIZES = 1 << 17  # combinations of a spec's sizes: each takes 30 to 60 µs to look at
 _SIZE = r"(?:\d+|[A-Za-z_]\w*)"

@@ -16,7 +16,8 @@ import torch
 
 from portattn.api import dispatch, monitor
 from portattn.api.ops import make_request
-from portattn.api.request import Request, inputs_of, perform
+from portattn.api.perform import perform
+from portattn.api.request import Request, inputs_of
 from portattn.api.specs import Spec
 from portattn.compile import ensure, variants
 from portattn.config import Settings

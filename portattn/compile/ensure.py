@@ -25,18 +25,18 @@ import msgspec
 import torch
 
 from portattn.compile import failures
-from portattn.compile.environment import compile_environment
 from portattn.compile.store import VerdictStore, store
 from portattn.config import Settings
 from portattn.launch import KernelCall, Signature, has_rows, load_kernels, loading, signature
 from portattn.launch.run import device_guard
-from portattn.planning.planner import Plan
 from portattn.planning.registry import Registry
 from portattn.schema.outcome import Incident, Verdict
+from portattn.schema.plan import Plan
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
 from portattn.worker.client import PROTOCOL, SERVE, Reply, Worker
 from portattn.worker.ends import death, died
+from portattn.worker.environment import compile_environment
 
 _ready: set[tuple[str, str]] = set()  # keys of code, and devices that it is loaded on
 _worker: Worker | None = None

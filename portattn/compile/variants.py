@@ -30,12 +30,9 @@ def variant_of(made: Plan) -> Variant | None:
     return next((v for v in backend.variants if v.name == made.path), None) if backend else None
 
 
-def known_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
-    """What was seen here that speaks against the variant; None where nothing was. Nothing is compiled, nothing run."""
-    from portattn.testing import canary
-
-    failure = ensure.known_failure(made, seen(variant, made, call), settings)
-    return failure or canary.known_failure(made, target, settings)
+def known_failure(variant: Variant, made: Plan, call: Call, settings: Settings) -> Verdict | None:
+    """What a compiler said against the variant here; None where none did. Nothing is compiled, nothing run."""
+    return ensure.known_failure(made, seen(variant, made, call), settings)
 
 
 def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:

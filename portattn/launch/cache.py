@@ -28,11 +28,8 @@ from portattn.config import Settings
 from portattn.launch import cudadriver
 from portattn.launch.cached_launch import Kept
 from portattn.launch.guards import guard, in_mode, mode_depth
-from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.launch.shaped import TensorKind
-from portattn.launch.sizing import Recipe
-from portattn.schema.outcome import Verdict
-from portattn.schema.target import Target
+from portattn.schema.tensors import POINTER_ALIGNMENT
 
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten
 MAX_CLASSES = 64  # of sizes in a kind; past that the one that was used least lately is forgotten
@@ -95,16 +92,6 @@ class Kind:
         self.classes: tuple[Kept, ...] = ()
         self._natives: list[Any] = []
         self.hit: Any = None
-
-    def recipe(
-        self, settings: Settings, values: Mapping[str, Any], lengths: Sequence[str], target: Target,
-        failed: Mapping[str, Verdict],
-    ) -> Recipe:  # fmt: skip
-        """What makes its calls of sizes. settings: with what the call itself asked for."""
-        return Recipe(
-            op=self.op, settings=settings, kinds=self.kinds, tensors=self.places, values=values, lengths=tuple(lengths),
-            target=target, failed=failed,
-        )  # fmt: skip
 
     def match(
         self, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...], settings: Settings

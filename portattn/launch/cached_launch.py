@@ -14,15 +14,15 @@ import torch
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels, native
 from portattn.launch.devices import contiguous, runtime
-from portattn.launch.driver_launch import SCRATCH, Direct, Step
-from portattn.launch.kernelcall import TORCH_DTYPE
+from portattn.launch.driver_launch import SCRATCH, Direct
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
 from portattn.launch.triton_compat import Unsupported
 from portattn.schema.call import TENSORS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import Outputs, Program, Size, Trace, pinned, unpinned
-from portattn.schema.steps import Buffers
+from portattn.schema.steps import Buffers, Step
+from portattn.schema.tensors import TORCH_DTYPE
 
 _MEMORY_ALIGNMENT = 256  # bytes: of each buffer in the memory that a call allocates for all of them
 # Whether calls are launched directly where they can be, and by native.c; what is kept already stays as it is.

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from portattn.launch.driver_launch import Step
-from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, Signature, spans
+from portattn.launch.kernelcall import Signature
 from portattn.schema.call import TENSORS
+from portattn.schema.steps import Step
+from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, spans
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call

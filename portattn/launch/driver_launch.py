@@ -39,46 +39,18 @@ import copy
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from portattn.launch import cudadriver, triton_compat
 from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Unsupported
 from portattn.schema.sizes import Outputs, Size, most, unpinned
+from portattn.schema.steps import Step
 
 MAPS = 64  # tensor maps kept for a descriptor: 128 bytes each, made in 1 µs
 WARP = 32
 SCRATCH = "scratch"
 _OBJECT_BYTES = 2 * TENSOR_MAP_BYTES  # of Triton's PyCUtensorMap: Python's head, filled up to 128 bytes, then the map
-
-
-@dataclass(slots=True)
-class Step:
-    """One kernel launch.
-
-    kernel     a `@triton.jit` or `@gluon.jit` function
-    grid       up to three numbers of programs
-    arguments  every argument of the kernel by name: tensors, descriptors, numbers, None, tl.constexpr
-    options    compiler options: num_warps, num_stages, maxnreg, launch_pdl, …
-    roles      argument -> the name of the tensor that it is of, in those that change from call to call
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    options: Mapping[str, Any]
-    roles: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def values(self) -> list[Any]:
-        """The arguments in the kernel's order."""
-        return [self.arguments[name] for name in self.kernel.arg_names]
-
-
-def launch_steps(steps: Sequence[Step]) -> None:
-    """Launch by Triton's own way, which compiles what is not compiled yet."""
-    for step in steps:
-        step.kernel[step.grid](*step.values, **step.options)
 
 
 class Direct:

@@ -9,15 +9,7 @@ import msgspec
 import torch
 
 from portattn.schema.lowering import Launch
-
-TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {
-    torch.int32: "i32",
-    torch.bool: "i1",
-}
-POINTER_ALIGNMENT = 16  # bytes: what Triton's specialisation asks of pointers and divisible integers
-INT32_MAX = 2**31 - 1
-TWO_GIB = 2**31
+from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TRITON_DTYPE, TWO_GIB, spans
 
 
 @dataclass(slots=True)
@@ -90,11 +82,3 @@ def signature(call: KernelCall) -> Signature:
         small=tuple(small),
         options=call.options(),
     )
-
-
-def spans(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

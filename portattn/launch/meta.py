@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
+from portattn.schema.tensors import TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from portattn.compile.environment import compile_environment
 from portattn.errors import PortattnError
 from portattn.launch import decode, dense, sparse
 from portattn.launch.interpreter import mend_bf16
 from portattn.launch.kernelcall import KernelCall
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
+from portattn.worker.environment import compile_environment
 
 # Functions of portattn/kernels/ that are launched.
 KERNELS = ("dense_forward", "decode_split", "sparse_split", "combine")

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from portattn.launch.devices import contiguous
-from portattn.launch.kernelcall import POINTER_ALIGNMENT
 from portattn.schema.sizes import Untraceable
+from portattn.schema.tensors import POINTER_ALIGNMENT
 
 
 @dataclass(slots=True, frozen=True)

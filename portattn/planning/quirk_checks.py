@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from portattn.schema import conditions
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values, check_option
+from portattn.schema.quirk import EFFECTS, NUMBER, Effect, Quirk, When
 from portattn.schema.toolchain import COMPILERS, COMPONENTS, has_upper_bound, parse_range
-
-if TYPE_CHECKING:
-    from portattn.schema.quirk import Effect, Quirk, When
 
 # Environment variables that Triton's compilers read at compile time and that a quirk may set.
 COMPILE_ENV = frozenset(
@@ -25,15 +22,9 @@ COMPILE_ENV = frozenset(
         "DISABLE_PTXAS_OPT",
     }
 )
-# Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
-PATH_EFFECTS = ("core", "vendor", "reference")
-
-# The kinds of effect; every quirk has exactly one.
-EFFECTS = ("lowering", "launch", "env", "path", "note")
 ANY = "any"  # stands for the backend in the id of a quirk that concerns every backend
 
 _ID = re.compile(r"^([a-z][a-z0-9_]*)-\d{4}(-[a-z0-9]+)+$")
-NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")
 PROGRAM = re.compile(r"^probes/\w+\.py$")
 
 _Problems = list[tuple[tuple[str, ...], str]]  # (key path, problem) pairs

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from portattn.planning.kernel_specs import CORES
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 
@@ -23,12 +22,14 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 class CoreChoice(msgspec.Struct, frozen=True, kw_only=True):
     """How the core kernel runs, or would have run had it not been rejected.
 
-    key  identifies the specialisation, target and toolchain for verdicts
+    choices  names of the lowering's fields that the kernel reads
+    key      identifies the specialisation, target and toolchain for verdicts
     """
 
     kernel: str
     lowering: Lowering
     launch: Launch
+    choices: tuple[str, ...] = ()
     env: dict[str, str] = {}
     quirks: tuple[Applied, ...] = ()
     notes: tuple[str, ...] = ()
@@ -57,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     path       `triton` or `interpreter` (core kernels), a variant's or a vendor path's name, or `reference`
     requested  what the caller asked for (`auto`, or a path)
     schedule, needs   of a variant: how it is scheduled, and what it needs, as it describes itself
-    kernel, lowering, launch, env   of a core path; None and empty elsewhere
+    kernel, lowering, launch, choices, env   of a core path; None and empty elsewhere
     quirks     those that changed the plan, in the order in which they were applied
     rejected   every path that comes before `path`, with its reason
     key        identifies the specialisation, target and toolchain; empty without a kernel of portattn's
@@ -71,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str = ""
     lowering: Lowering | None = None
     launch: Launch | None = None
+    choices: tuple[str, ...] = ()
     env: dict[str, str] = {}
     quirks: tuple[Applied, ...] = ()
     rejected: tuple[Rejection, ...] = ()
@@ -95,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The plan as text: path, kernel, quirks with their sentences, and every path not taken."""
         lines = [f"{self.problem}", f"on {self.target} with {self.toolchain}: {self.path} path"]
         if self.lowering and self.launch:
-            lines += _describe(self.problem.op, self.kernel, self.lowering, self.launch, self.env, "  ")
+            lines += _describe(self.kernel, self.lowering, self.launch, self.choices, self.env, "  ")
         if self.schedule:
             lines.append(f"  schedule {' '.join(f'{name}={value}' for name, value in self.schedule.items())}")
         if self.needs:
@@ -105,20 +107,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  not {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else ""))
             if r.choice:
                 c = r.choice
-                lines += _describe(self.problem.op, c.kernel, c.lowering, c.launch, c.env, "    would be ")
+                lines += _describe(c.kernel, c.lowering, c.launch, c.choices, c.env, "    would be ")
                 lines += [f"  {_quirk_line(q)}" for q in c.quirks]
         lines += [f"  note     {n}" for n in self.notes]
         return "\n".join(lines)
 
 
-def _describe(op: str, kernel: str, lowering: Lowering, launch: Launch, env: dict[str, str], indent: str) -> list[str]:
+def _describe(
+    kernel: str, lowering: Lowering, launch: Launch, choices: tuple[str, ...], env: dict[str, str], indent: str
+) -> list[str]:
     values = [f"{k}={v}" for k, v in msgspec.structs.asdict(launch).items() if k != "options"]
     values += [f"{k}={v}" for k, v in launch.options]
-    choices = [f"{c}={getattr(lowering, c)}" for c in CORES[op].choices]
     return [
         f"{indent}kernel   {kernel}",
         f"{indent}launch   {' '.join(values)}",
-        f"{indent}lowering {' '.join(choices)}",
+        f"{indent}lowering {' '.join(f'{c}={getattr(lowering, c)}' for c in choices)}",
         *(f"{indent}env      {k}={v}" for k, v in env.items()),
     ]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import functools
-from collections.abc import Collection, Mapping
-from pathlib import Path
+import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from portattn.errors import DataError, SettingError
-from portattn.planning import quirk_checks
-from portattn.planning.quirk_checks import EFFECTS, NUMBER, PATH_EFFECTS
-from portattn.schema import conditions, toml_reader
+from portattn.errors import SettingError
+from portattn.schema import conditions, quirk_names
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import pinned
@@ -34,12 +32,17 @@ __all__ = [
     "Symptom",
     "Verified",
     "When",
-    "check_file",
     "describe_effect",
     "launch_holds",
-    "load_quirk",
     "parse_overrides",
 ]
+
+# Where a quirk's `path` effect leads, least restrictive first; every path that comes before it is not taken.
+PATH_EFFECTS = ("core", "vendor", "reference")
+
+# The kinds of effect; every quirk has exactly one.
+EFFECTS = ("lowering", "launch", "env", "path", "note")
+NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")  # a launch value that is compared: ">=4"
 
 Symptom = Literal["compile-error", "compiler-crash", "hang", "wrong-result", "slow", "resource-limit"]
 Level = Literal["declared", "compiles", "lowering-checked", "emulated", "runs", "measured"]
@@ -256,44 +259,11 @@ def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
     return conditions.COMPARE[compare](seen, number)
 
 
-def load_quirk(path: Path, backends: Collection[str] = ()) -> Quirk:
-    """Read one quirk file. `backends` are the names that `when.backend` may have; any name when none are given.
-
-    Raises DataError (file, line, key) on the first thing that is outside the schema or its vocabularies.
-    """
-    quirk, problems = check_file(path, backends)
-    if problems:
-        raise problems[0]
-    assert quirk is not None  # check_file gives one or the other
-    return quirk
-
-
-def check_file(path: Path, backends: Collection[str] = ()) -> tuple[Quirk | None, list[DataError]]:
-    """Read one quirk file and collect what is wrong with it: (quirk, every DataError that load_quirk could raise).
-
-    The quirk is None when the file is not TOML or has not the schema's shape; later checks need that shape, so such a
-    file gives one error, the first.
-    """
-    try:
-        data, text = toml_reader.read(path)
-        if "file" in data:  # a field of Quirk that is filled in here, and no key of the format
-            raise DataError(path, toml_reader.line_of(text, "file"), "key 'file': the table has the unknown key `file`")
-        quirk = toml_reader.convert(data, Quirk, path, text)
-    except DataError as error:
-        return None, [error]
-    errors = [
-        DataError(path, toml_reader.line_of(text, *keys), f"key {'.'.join(keys)!r}: {problem}")
-        for keys, problem in quirk_checks.problems(quirk, backends, path)
-    ]
-    if quirk.id != path.stem:
-        errors.append(
-            DataError(path, toml_reader.line_of(text, "id"), f"key 'id': {quirk.id!r} is not the file's name")
-        )
-    return msgspec.structs.replace(quirk, file=str(path)), errors
-
-
 def parse_overrides(text: str, known: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """Split "+id,-id" into the ids forced on and off. Raises SettingError on an id that does not exist."""
+    """Split "+id,-id" into the ids forced on and off; an id may end with its number (`-cuda-0007`).
+
+    Raises SettingError on an id that does not exist or begins several.
+    """
     forced: dict[str, set[str]] = {"+": set(), "-": set()}
     for part in (p.strip() for p in text.split(",")):
         if not part:
@@ -301,11 +271,12 @@ def parse_overrides(text: str, known: Mapping[str, Any]) -> tuple[frozenset[str]
         sign, name = part[0], part[1:].strip()
         if sign not in forced:
             raise SettingError(f"quirk override {part!r} must start with + (apply) or - (switch off)")
-        if name not in known:
-            close = [k for k in sorted(known) if name and (name in k or k.startswith(name[:11]))]
-            hint = f"; did you mean {', '.join(close[:3])}?" if close else ""
-            raise SettingError(f"quirk override {part!r} names no quirk{hint}")
-        forced[sign].add(name)
+        found = quirk_names.matching(name, known)
+        if not found:
+            raise SettingError(f"quirk override {part!r} names no quirk{quirk_names.did_you_mean(name, known)}")
+        if len(found) > 1:
+            raise SettingError(f"quirk override {part!r} begins several quirks: {quirk_names.several(found)}")
+        forced[sign].add(found[0])
     both = forced["+"] & forced["-"]
     if both:
         raise SettingError(f"quirk override {text!r} both applies and switches off {', '.join(sorted(both))}")

@@ -1,16 +1,44 @@
-"""A variant's launcher as a description: which kernels, with which arguments. What launches it can then be kept."""
+"""Step: one kernel launch of a variant as data. StepLauncher: a variant's launches as Steps, which can then be kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-from portattn.launch.driver_launch import Step, launch_steps
 
 if TYPE_CHECKING:
     import torch
 
 Buffers: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
+
+
+@dataclass(slots=True)
+class Step:
+    """One kernel launch.
+
+    kernel     a `@triton.jit` or `@gluon.jit` function
+    grid       up to three numbers of programs
+    arguments  every argument of the kernel by name: tensors, descriptors, numbers, None, tl.constexpr
+    options    compiler options: num_warps, num_stages, maxnreg, launch_pdl, …
+    roles      argument -> the name of the tensor that it is of, in those that change from call to call
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> list[Any]:
+        """The arguments in the kernel's order."""
+        return [self.arguments[name] for name in self.kernel.arg_names]
+
+
+def launch_steps(steps: Sequence[Step]) -> None:
+    """Launch by Triton's own way, which compiles what is not compiled yet."""
+    for step in steps:
+        step.kernel[step.grid](*step.values, **step.options)
 
 
 class StepLauncher:

@@ -53,16 +53,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     arch: Arch
     toolchain: Toolchain
 
-    @classmethod
-    def parse(cls, text: str, toolchain: str | Toolchain | None = None) -> Target:
-        """Read `rocm:gfx942`, with a toolchain such as `triton==3.6.0`; this machine's toolchain when None.
-
-        Raises ArgumentError naming an unknown backend or arch, or a malformed toolchain.
-        """
-        from portattn.planning.registry import Registry  # the registry knows the arches, and needs Target's own types
-
-        return Registry.load().target(text, toolchain)
-
     @property
     def name(self) -> str:
         return f"{self.backend}:{self.arch.name}"

@@ -31,6 +31,14 @@ _COMMUNITY_BACKENDS = ("nvidia", "amd")
 COMPILERS = ("triton", "triton-ascend", "flagtree")
 # Versions that the kernels were compiled with (community Triton) or lowered with (triton-ascend).
 TRIED = {"triton": ">=3.2,<3.10", "triton-ascend": "==3.2.*"}
+# Releases that are published (an index of packages lists them); of other compilers nobody knows which there are.
+RELEASED = {
+    "triton": (
+        "2.0.0", "2.1.0", "2.2.0", "2.3.0", "2.3.1", "3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0",
+        "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0",
+    ),
+    "triton-ascend": ("3.1.0", "3.2.0"),
+}  # fmt: skip
 COMPONENTS = ("ptxas", "cuda", "rocm", "cann", "driver", "torch", "torch-npu", "numpy", "python")
 
 
@@ -84,6 +92,18 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def component(self, name: str) -> str | None:
         """Version of the compiler itself or of a component; None where it is not known."""
         return self.version if name == self.distribution else dict(self.components).get(name)
+
+    def unknown_release(self) -> str:
+        """Why this is no release that is known of: a sentence with the nearest ones; empty for one that is."""
+        if self.distribution not in RELEASED:
+            return ""
+        releases = [Version(text) for text in RELEASED[self.distribution]]
+        version = Version(self.version)
+        if Version(version.public) in releases:
+            return ""
+        below = [str(one) for one in releases if one < version][-1:]
+        above = [str(one) for one in releases if one > version][:1]
+        return f"{self} is no known release of {self.distribution}; the nearest: {' and '.join([*below, *above])}"
 
     def with_components(self, components: dict[str, str]) -> Toolchain:
         """A copy that knows more. What was named explicitly is kept."""

@@ -11,11 +11,12 @@ from portattn.errors import ArgumentError
 from portattn.schema.options import HAS_LENGTHS, TAKES
 from portattn.schema.problem import DTYPES, MAX_SPLITS, UNLIMITED, Problem
 from portattn.schema.target import Target
+from portattn.tools import shell_values
+from portattn.tools.shell_values import ALIGNMENTS as CAUSAL
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 AXES = ("B", "H", "S", "D")
-CAUSAL = ("bottom_right", "top_left", "none")
 
 # Options that an op cannot do without.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -34,7 +35,7 @@ class CausalCommand(click.Command):
             f"--causal={CAUSAL[0]}"
             if arg == "--causal" and (following is None or _causal(following) not in CAUSAL)
             else arg
-            for arg, following in zip(args, [*args[1:], None], strict=True)
+            for arg, following in zip(args, [*args, None][1:], strict=True)
         ]
         return super().parse_args(ctx, full)
 
@@ -67,9 +68,12 @@ def problem_options(function: F) -> F:
                 metavar="N",
                 help="Width of the values, for mla_attention the latent rank; D by default.",
             ),
-            click.option("--dtype", required=True, metavar="|".join(DTYPES), help="Type of q, k and v."),
+            click.option(
+                "--dtype", type=shell_values.DTYPE, required=True, metavar="|".join(DTYPES), help="Type of q, k and v."
+            ),
             click.option(
                 "--causal",
+                type=shell_values.CAUSAL,
                 metavar="[=bottom_right|top_left]",
                 help="Causal mask; the last query sees the last key, or with top_left query i sees keys 0..i.",
             ),
@@ -261,7 +265,4 @@ def target_from(target: str | None, toolchain: str | None) -> Target:
     if target is None:
         here = this_target()
         return registry.target(here.name, toolchain) if toolchain else here
-    if ":" not in target:
-        known = ", ".join(f"{name}:{next(iter(arches))}" for name, arches in registry.arches.items())
-        raise ArgumentError("target", "target", target, f"must be BACKEND:ARCH, such as {known}")
     return registry.target(target, toolchain)

@@ -9,9 +9,9 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError
-from portattn.launch.kernelcall import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 from portattn.schema.problem import MAX_HEAD_DIM, MAX_SPLITS
 from portattn.schema.sizes import is_size, most, next_power_of_two
+from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX = torch.finfo(torch.float32).max

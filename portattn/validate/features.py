@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.launch.kernelcall import INT32_MAX
 from portattn.schema.problem import UNLIMITED
+from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap

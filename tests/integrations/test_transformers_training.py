@@ -58,7 +58,7 @@ def test_training_on_a_gpu_says_that_it_falls_back(models: dict[str, Any]) -> No
     with using(models["Llama"].train(), "portattn") as model:
         model(tokens(), attention_mask=padding("left"))
     models["Llama"].eval()
-    h100 = portattn.Target.parse("cuda:sm_90", toolchain="triton==3.6.0")
+    h100 = portattn.target("cuda:sm_90", toolchain="triton==3.6.0")
     plan = portattn.plan(portattn.last_plan().problem, h100)
     assert plan.fell_back
     assert plan.rejected[0].path == "triton"

@@ -14,17 +14,18 @@ from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn import Problem, Target
-from portattn.api.dispatch import run_variant
+from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import REGISTERS, ForwardVariant, Schedule, choice, launcher, width
 from portattn.config import Settings
+from portattn.launch.variant import run_variant
 from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.outcome import Verdict
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
 
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
 BASE = Problem(
     batch=2, heads_q=4, heads_k=2, seq_q=333, seq_k=333, head_dim=128, dtype="bf16", return_lse=True,
@@ -485,5 +486,5 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
     assert plan(PACKED, SM_90).path == "gluon_forward"
     assert plan(BASE, SM_90, settings=Settings(backend="triton")).path == "triton"
     for target in ("cuda:sm_80", "cuda:sm_100", "rocm:gfx942"):
-        made = plan(BASE, Target.parse(target, "triton==3.6.0"))
+        made = plan(BASE, parse_target(target, "triton==3.6.0"))
         assert (made.path, [n for n in made.notes if "gluon" in n]) == ("triton", [])

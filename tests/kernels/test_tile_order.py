@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from support import Device
 
-from portattn import Problem, Target
+from portattn import Problem
 from portattn.kernels.tiles import heads_in_turn
 from portattn.planning.kernel_specs import heads_together
+from portattn.planning.registry import parse_target
 
-SM_90 = Target.parse("cuda:sm_90", "triton==3.6.0")
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 PROBLEM = Problem(batch=16, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=128, dtype="bf16", causal="top_left")
 
 

@@ -9,8 +9,7 @@ import pytest
 from portattn.compile.ensure import compile_in
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry
-from portattn.schema.target import Target
+from portattn.planning.registry import Registry, parse_target
 from portattn.tools import lab
 from portattn.tools.lab import Environment
 from portattn.tools.matrix.problems import dense
@@ -31,9 +30,9 @@ def made(toolchain: str) -> Environment:
 def test_it_has_the_ptxas_that_plans_expect(toolchain: str) -> None:
     versions = made(toolchain).versions
     for arch in ("sm_90", "sm_100"):
-        expected = Target.parse(f"cuda:{arch}", toolchain).toolchain.component("ptxas")
+        expected = parse_target(f"cuda:{arch}", toolchain).toolchain.component("ptxas")
         assert expected in (versions["ptxas"], versions.get("ptxas-blackwell")), arch
-    older = Target.parse("cuda:sm_80", toolchain).toolchain.component("ptxas")
+    older = parse_target("cuda:sm_80", toolchain).toolchain.component("ptxas")
     assert older == versions["ptxas"]
 
 
@@ -43,7 +42,7 @@ def test_it_compiles_machine_code_for_nvidia_and_amd(toolchain: str, tmp_path: P
     problem = dense(dtype="fp16", head_dim=64).problem
     with lab.worker(toolchain, environment={"TRITON_CACHE_DIR": str(tmp_path)}) as worker:
         for name, matrix in (("cuda:sm_80", "mma"), ("rocm:gfx942", "mfma")):
-            target = Target.parse(name, toolchain)
+            target = parse_target(name, toolchain)
             planned = plan(problem, target, Registry.load())
             assert planned.lowering is not None, planned.rejected
             launch = kernel_calls(planned, meta_call(problem), target.arch.cores)[0][0]
@@ -59,7 +58,7 @@ def test_triton_ascend_lowers_to_linalg(tmp_path: Path) -> None:
     toolchain = "triton-ascend==3.2.0"
     environment = made(toolchain)
     assert environment.python_version < "3.12"
-    target, problem = Target.parse("ascend:ascend910b2", toolchain), dense(dtype="fp16", head_dim=64).problem
+    target, problem = parse_target("ascend:ascend910b2", toolchain), dense(dtype="fp16", head_dim=64).problem
     planned = plan(problem, target, Registry.load())
     assert planned.lowering is not None, planned.rejected
     launch = kernel_calls(planned, meta_call(problem), target.arch.cores)[0][0]

@@ -14,10 +14,10 @@ from portattn.config import Settings, current
 from portattn.errors import DataError
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
+from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.outcome import Incident
 from portattn.schema.problem import Problem
-from portattn.schema.quirk import load_quirk
 from portattn.tools.quirks import probe
 from portattn.tools.quirks.lifecycle import facts, new, writing
 from portattn.tools.quirks.lifecycle.entry import MARK

@@ -14,9 +14,9 @@ import quirk_files
 from lifecycle_logs import FOLDER, NAMES, facts_of, read
 
 from portattn.errors import ArgumentError, DataError
+from portattn.planning.quirk_files import check_file, load_quirk
 from portattn.planning.registry import Registry, find_backends, shipped_quirks
 from portattn.schema.outcome import Incident
-from portattn.schema.quirk import check_file, load_quirk
 from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks.lifecycle import facts, known, new, programs, writing
 from portattn.tools.quirks.lifecycle.entry import MARK, open_lines

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from portattn.launch.kernelcall import TORCH_DTYPE
 from portattn.schema.problem import Causal, Dtype, Op
+from portattn.schema.tensors import TORCH_DTYPE
 
 Window = tuple[int | None, int | None]
 Timing = Literal["hot", "cold", "do_bench"]

@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from portattn.launch.kernelcall import TORCH_DTYPE
+from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
 
 

@@ -18,17 +18,19 @@ import msgspec
 
 from portattn.errors import DataError, PortattnError, QuirkConflict
 from portattn.planning.backend import Backend
+from portattn.planning.data_files import load_arches, load_tunings
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.planner import plan
-from portattn.planning.registry import Registry, find_backends, load_arches, shipped_quirks
+from portattn.planning.plugins import Broken
+from portattn.planning.quirk_files import check_file
+from portattn.planning.registry import Registry, look_around, shipped_quirks
 from portattn.schema import toml_reader
 from portattn.schema.conditions import parse
 from portattn.schema.lowering import CHOICES
 from portattn.schema.problem import Dtype, Problem
-from portattn.schema.quirk import Quirk, check_file, launch_holds
+from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, parse_range
-from portattn.schema.tuning import load_tuning
 from portattn.tools.quirks import examples
 
 REVIEW_SOON = datetime.timedelta(days=30)
@@ -51,7 +53,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def run(folder: Path | None = None, today: datetime.date | None = None) -> list[Finding]:
     """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
 
-    Raises DataError only on a broken arches.toml or tuning file: what is wrong with quirks comes back as findings.
+    Raises DataError only on a broken arches.toml or tuning file of portattn's own: what is wrong with quirks, and with
+    installed packages, comes back as findings.
     """
     registry, findings = load_for_audit(folder)
     return findings + audit(registry, today or datetime.date.today())
@@ -63,20 +66,24 @@ def load_for_audit(
     """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
 
     Unlike Registry.read it goes on after a broken file. Raises DataError on a broken arches.toml or tuning file.
+    Installed packages that are broken are findings where their quirks are audited: when no folder is given.
     """
-    backends = dict(find_backends() if backends is None else backends)
+    broken: tuple[Broken, ...] = ()
+    if backends is None:
+        backends, broken = look_around()
+    names = (*backends, *(one.name for one in broken))
     folders = sorted(path for path in (folder or shipped_quirks()).iterdir() if path.is_dir())
     if folder is None:
         folders += [own for backend in backends.values() if (own := backend.quirk_folder())]
     quirks: dict[str, Quirk] = {}
-    findings: list[Finding] = []
+    findings = [finding for one in broken for finding in _left_out(one)] if folder is None else []
     paths = [path for place in folders for path in sorted(place.glob("*.toml"))]
     if not paths:
         where = folder or shipped_quirks()
         text = "holds no quirk files: they are looked for as <backend>/<id>.toml"
         findings.append(Finding(severity="error", quirk="", file=str(where), line=None, message=text))
     for path in paths:
-        quirk, errors = check_file(path, backends)
+        quirk, errors = check_file(path, names)
         findings += [_from_error(error, quirk) for error in errors]
         if quirk is None or errors:
             continue
@@ -86,14 +93,12 @@ def load_for_audit(
         else:
             quirks[quirk.id] = quirk
     registry = Registry(
-        backends=backends,
+        backends=dict(backends),
         arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
-        tunings={
-            name: {path.stem: load_tuning(path, name) for path in sorted((b.folder / "tuning").glob("*.toml"))}
-            for name, b in backends.items()
-        },
+        tunings={name: load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
         quirks={name: quirk for name, quirk in quirks.items() if quirk.retired is None},
         retired={name: quirk for name, quirk in quirks.items() if quirk.retired is not None},
+        broken=broken,
     )
     return registry, findings
 
@@ -115,6 +120,17 @@ def audit(registry: Registry, today: datetime.date) -> list[Finding]:
 def _number(quirk_id: str) -> str:
     """What must not be used twice: `cuda-0012` of `cuda-0012-serialised-wgmma`."""
     return "-".join(quirk_id.split("-")[:2])
+
+
+def _left_out(one: Broken) -> Iterator[Finding]:
+    """Everything that is wrong with an installed package, at its files where they are known."""
+    for fault in one.faults:
+        yield Finding(
+            severity="error",
+            message=f"backend package {one.package} is left out of every plan: {fault.text}",
+            file=fault.file,
+            line=fault.line,
+        )
 
 
 def _from_error(error: DataError, quirk: Quirk | None) -> Finding:
@@ -179,9 +195,7 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
     """Why the entry cannot change any plan, or a pattern of it cannot match."""
     when = quirk.when
     if when.backend is not None and when.backend not in registry.backends:
-        yield _at(
-            quirk, ("when", "backend"), f"unknown backend {when.backend!r}; known: {', '.join(registry.backends)}"
-        )
+        yield _at(quirk, ("when", "backend"), f"unknown backend {when.backend!r}: {registry.unknown(when.backend)}")
         return
     known = [n for b, names in registry.arches.items() if when.backend in (None, b) for n in names]
     kernel_names = [*KERNEL_NAMES, *(variant.name for b in registry.backends.values() for variant in b.variants)]

@@ -14,6 +14,7 @@ import msgspec
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
 from portattn.schema.quirk import Quirk, describe_effect
+from portattn.tools.quirks.markdown import table
 
 # Reports that are no entries are notes of the repository, not data that a plan reads: they do not ship in the wheel.
 LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
@@ -93,16 +94,6 @@ def _row(quirk: Quirk) -> tuple[str, ...]:
         f"{evidence.source}{link}",
         (f"by {evidence.review_by}" if evidence.review_by else "none due") + seen,
     )
-
-
-def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [columns, tuple("---" for _ in columns), *rows]
-    return "".join("| " + " | ".join(_cell(text) for text in line) + " |\n" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """A pipe would end the cell; inside backticks only a backslash before it keeps it."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk, Verified
-from portattn.tools.quirks.pages import table
+from portattn.tools.quirks.markdown import table
 from portattn.tools.quirks.probe.results import RED, recorded
 from portattn.tools.quirks.probe.running import has_probe
 

@@ -10,7 +10,7 @@ import tomlkit
 
 from portattn.errors import DataError
 from portattn.files import write_whole
-from portattn.schema.quirk import check_file
+from portattn.planning.quirk_files import check_file
 
 
 def edit(path: Path, quirk_id: str, change: Callable[[Any], object]) -> None:

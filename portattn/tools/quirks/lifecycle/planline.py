@@ -11,8 +11,9 @@ import msgspec
 from portattn.config import Settings
 from portattn.errors import PortattnError
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.tools.quirks.lifecycle.specialised import Specialised

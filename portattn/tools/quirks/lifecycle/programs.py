@@ -218,7 +218,7 @@ def _options(facts: Facts) -> dict[str, Any]:
 
 
 def _numbers_request(facts: Facts, target: str) -> dict[str, Any]:
-    """As worker/interpret.py takes it."""
+    """As testing/run_plan.py takes it."""
     what = facts.specialised
     assert what is not None
     return {

@@ -10,10 +10,10 @@ import msgspec
 from portattn.compile.ensure import compile_in, over_limit
 from portattn.launch import KernelCall, kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.planner import Plan
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import Incident
+from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.worker.client import Reply, Worker

@@ -14,8 +14,9 @@ import msgspec
 from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.kernel_specs import KERNEL_NAMES
-from portattn.planning.planner import Plan, plan
+from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.plan import Plan
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain

@@ -1,0 +1,22 @@
+"""What kernels see of tensors: their types by name, alignment, and the limits of 32-bit addressing."""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {
+    torch.int32: "i32",
+    torch.bool: "i1",
+}
+POINTER_ALIGNMENT = 16  # bytes: what Triton's specialisation asks of pointers and divisible integers
+INT32_MAX = 2**31 - 1
+TWO_GIB = 2**31
+
+
+def spans(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
