@@ -29,7 +29,7 @@ from .running import Failure, Found
 HUGE = 3e38  # near float32's largest number
 FAR = 1e3  # |LSE| of rows whose scores are extreme: they have a budget of their own
 # A float32 score is rounded by up to this share of itself, in base 2 twice where torch rounds once, and its weight by
-# as much as that is: 0.4 % at fp16's smallest number. From 2^24 on nothing is left of a score's fraction, and so of that.
+# as much: 0.4 % at fp16's smallest number. From 2^24 on nothing is left of a score's fraction, and so of that.
 ROUNDED, WHOLE = 2.0**-24, 2.0**24
 SHARE = 0.2  # of entries that are made extreme
 REDUCED, REDUCE_S = 3, 20.0  # failures of a process that are made smaller, and how long each may take
