@@ -31,7 +31,7 @@ FAR = 1e3  # |LSE| of rows whose scores are extreme: they have a budget of their
 # A float32 score is rounded by up to this share of itself, in base 2 twice where torch rounds once, and its weight by
 # as much: 0.4 % at fp16's smallest number. From 2^24 on nothing is left of a score's fraction, and so of that.
 ROUNDED, WHOLE = 2.0**-24, 2.0**24
-# The budget is twice torch's own error, the largest of a few hundred rounding errors: in 30,000 calls some pass it by up
+# The budget is twice torch's own error, the largest of a few hundred rounding errors: in 30,000 calls some pass it, by up
 # to a half. What fuzzing looks for is wrong by more.
 SCATTER = 2.0
 SHARE = 0.2  # of entries that are made extreme
@@ -131,13 +131,14 @@ def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: st
     far = expected_lse.abs() > FAR
     for name, rows in (("plain", ~far), ("extreme", far)):
         error = check.largest((out.double() - expected)[rows])
-        most = check.budget(out.dtype, expected[rows], same[rows]) + rounding(expected_lse[rows], call.problem)
-        if error > SCATTER * most:
+        most = SCATTER * check.budget(out.dtype, expected[rows], same[rows])
+        most += rounding(expected_lse[rows], call.problem)
+        if error > most:
             return f"inexact: an error of {error:.3g} in {name} rows, where {most:.3g} is the most"
         if lse is not None:
             error = check.largest((lse.double() - expected_lse)[rows])
-            most = check.budget(torch.float32, expected_lse[rows], same_lse[rows], check.LSE_LEAST)
-            if error > SCATTER * most:
+            most = SCATTER * check.budget(torch.float32, expected_lse[rows], same_lse[rows], check.LSE_LEAST)
+            if error > most:
                 return f"inexact: an error of {error:.3g} in the LSE of {name} rows, where {most:.3g} is the most"
     return ""
 
