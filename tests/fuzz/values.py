@@ -31,8 +31,8 @@ FAR = 1e3  # |LSE| of rows whose scores are extreme: they have a budget of their
 # A float32 score is rounded by up to this share of itself, in base 2 twice where torch rounds once, and its weight by
 # as much: 0.4 % at fp16's smallest number. From 2^24 on nothing is left of a score's fraction, and so of that.
 ROUNDED, WHOLE = 2.0**-24, 2.0**24
-# The budget is twice torch's own error, the largest of a few hundred rounding errors: in 30,000 calls some pass it, by up
-# to a half. What fuzzing looks for is wrong by more.
+# The budget is twice torch's own error, the largest of a few hundred rounding errors: in 30,000 calls some pass it,
+# by up to a half. What fuzzing looks for is wrong by more.
 SCATTER = 2.0
 SHARE = 0.2  # of entries that are made extreme
 REDUCED, REDUCE_S = 3, 20.0  # failures of a process that are made smaller, and how long each may take
