@@ -89,7 +89,7 @@ wheel: $(READY)
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel torch triton
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[test,lint,transformers]'
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[tools,test,lint,transformers]'
 	touch $@
 
 # An existing Python with torch, Triton and portattn's other dependencies: only portattn itself is linked in, nothing is fetched.

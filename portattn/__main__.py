@@ -1,8 +1,25 @@
-"""`python -m portattn`: the same as the `portattn` command."""
+"""`python -m portattn`, and the `portattn` command: names the extra that the command line needs, where it is missing."""
 
 from __future__ import annotations
 
-from portattn.cli import main
+import sys
+
+PACKAGES = ("click", "rich", "jinja2", "tomlkit")  # of the extra `tools`
+BAD_INPUT = 2  # as cli/errors.py, which needs click
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from portattn.cli import main as command
+
+        command(prog_name="portattn")
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        print(f"portattn: the command line needs {error.name}: pip install 'portattn[tools]'", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
 
 if __name__ == "__main__":
-    main(prog_name="portattn")
+    main()

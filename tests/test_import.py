@@ -246,3 +246,17 @@ def test_the_first_interpreted_call_of_a_process_runs() -> None:
     if said.startswith("unavailable"):
         pytest.skip(said)
     assert said.splitlines()[-1] == "True"
+
+
+@pytest.mark.parametrize("package", ["click", "rich", "tomlkit"])
+def test_the_command_line_names_the_extra_that_it_needs(package: str) -> None:
+    """A call needs none of these packages; the command says which extra brings them."""
+    arguments = {"click": ["plan", "attention"], "rich": ["quirks", "list"], "tomlkit": ["quirks", "list"]}[package]
+    hide = HIDE.format(names={package})
+    program = f"{hide}\nimport sys\nsys.argv = ['portattn', *{arguments!r}]\nfrom portattn.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    if package == "tomlkit":  # only what edits entries needs it
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"portattn: the command line needs {package}: pip install 'portattn[tools]'\n"
