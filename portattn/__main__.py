@@ -1,4 +1,4 @@
-"""`python -m portattn`, and the `portattn` command: names the extra that the command line needs, where it is missing."""
+"""`python -m portattn` and the `portattn` command; names the extra that the command line needs where it is missing."""
 
 from __future__ import annotations
 

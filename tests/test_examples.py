@@ -1,0 +1,56 @@
+"""examples/ run as they stand, each in a process of its own; what they print is right."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import portattn
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXPECTED = {
+    "compare_with_sdpa.py": ["causal, GQA: True", "top-left: True", "mask: True", "LSE: (2, 8, 64)"],
+    "generate.py": ["prompt: (2, 8, 17, 64) True", "token 0: [18, 10] True", "token 3: [21, 13] True"],
+    "serve_pages.py": ["warmed up: ['", "prepared: True", "path: "],
+    "which_path.py": ["attention q (1,8,128,64)", "cuda:sm_90: gluon_forward", "rocm:gfx942: triton; quirks: rocm-"],
+}
+
+
+def test_every_example_is_run_and_on_the_page() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"[{name}]({name})" in page for name in EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_runs(name: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in EXPECTED[name]:
+        assert line in done.stdout
+
+
+def test_the_arguments_of_other_libraries_are_ours() -> None:
+    """Every argument of ours that docs/coming-from.md names is one."""
+    page = (EXAMPLES.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("|") and "---" not in line]
+    given = {name for row in rows for name in re.findall(r"`(\w+)(?:=|`)", row)}
+    operations = ("attention", "varlen_attention", "decode_attention", "paged_attention")
+    known = {name for op in operations for name in inspect.signature(getattr(portattn, op)).parameters}
+    words = {"None", "prepare", "run", *operations}  # a value, and functions
+    assert given - words <= known, sorted(given - words - known)
+    assert {"causal", "mask", "bias", "scale", "window", "seqlens_k", "page_table"} <= given
