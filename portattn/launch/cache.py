@@ -2,7 +2,7 @@
 
 A *kind* of call is everything about it but its sizes: the operation, its other arguments, which tensors it has, their
 types, devices and alignment, and the settings. Calls of a kind differ in lengths, batches and strides. For those a kind
-has *classes of sizes* (kept.Kept), each with the conditions under which its launches are right. A call whose kind is
+has *classes of sizes* (`Kept`), each with the conditions under which its launches are right. A call whose kind is
 known, and whose sizes are of a class that is known, is validated and planned by nobody: its kind compares it, its class
 computes what its launches take of its sizes, and launches.
 

@@ -1,9 +1,9 @@
-/* The hot path of a kept call, for CUDA: what fastpath.Kind, kept.Kept and cudadriver.Block do, without Python.
+/* The hot path of a kept call, for CUDA: what cache.Kind, cached_launch.Kept and cudadriver.Block do, without Python.
 
    Launches   a Block's kernels: writes a call's addresses and sizes, and calls cuLaunchKernelEx for each kernel
-   Sized      a class of sizes (kept.Kept): a program (portattn/schema/sizes.py) says whether sizes belong to it, and what its
+   Sized      a class of sizes (cached_launch.Kept): a program (portattn/schema/sizes.py) says whether sizes belong to it, and what its
               launches take of them
-   Kind       a kind of call (fastpath.Kind): is this call of it? Then the class of its sizes allocates, and launches
+   Kind       a kind of call (cache.Kind): is this call of it? Then the class of its sizes allocates, and launches
 
    Nothing is decided here that the Python functions do not decide; what is not handled is handed back
    (NotImplemented). Built by native.py at run time. Nothing of CUDA or torch is included: functions come as addresses

@@ -33,14 +33,13 @@ def undeclared(path: str, problem: Problem, ops: Collection[str], takes: Collect
     from portattn.schema.plan import Rejection
 
     if problem.op not in ops:
-        return Rejection(path=path, reason=f"op is {problem.op}, and {path} declares {', '.join(ops) or 'none'}")
+        return Rejection(path=path, reason=f"is declared for {', '.join(ops) or 'no op'}, and this is {problem.op}")
     lacking = [name for name in problem.demands() if name not in takes]
     if not lacking:
         return None
-    reason = (
-        f"{', '.join(lacking)} asked for, and {path} does not declare that it takes {'them' if lacking[1:] else 'it'}"
+    return Rejection(
+        path=path, reason=f"does not declare that it takes {', '.join(lacking)}", hint="backend='reference'"
     )
-    return Rejection(path=path, reason=reason, hint="backend='reference'")
 
 
 def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str = "backend='reference'") -> Check:

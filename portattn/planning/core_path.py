@@ -52,9 +52,9 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
     cannot = kernel.cannot(problem)
     if cannot:
         raise refuse(*cannot)
-    denied = undeclared("the core kernel", problem, (kernel.op,), kernel.takes)
+    denied = undeclared(path, problem, (kernel.op,), kernel.takes)
     if denied:
-        raise refuse(denied.reason, denied.hint)
+        raise refuse(f"the core kernel {denied.reason}", denied.hint)
 
     base = _base(problem, target, registry, kernel)
     quirked = _Quirked(kernel, problem, target, base)
@@ -256,7 +256,7 @@ def kernel_source_digest() -> str:
 def specialisation_key(
     kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch, env: dict[str, str]
 ) -> str:
-    """Digest of what decides the machine code, as far as a Problem says it; compiling.code_key adds the launches'."""
+    """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'."""
     parts = {
         "portattn": __version__,
         "source": kernel_source_digest(),

@@ -20,6 +20,7 @@ from portattn.planning.backend import ENTRY_POINT_GROUP, Backend, Variant, Vendo
 from portattn.planning.data_files import load_arches
 from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
+from portattn.schema.problem import DEMANDS, OPS
 from portattn.schema.tuning import load_tuning
 
 _NAME = re.compile(r"[\w-]+")
@@ -71,7 +72,7 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     own         portattn's own backends, whose names are taken
     own_quirks  ids of portattn's own quirks, which are taken too
 
-    Only what is an Exception is taken for a package's fault: an interrupt goes through.
+    An Exception, or SystemExit, is taken for a package's fault: an interrupt goes through.
     """
     broken: list[Broken] = []
     loaded: dict[str, _Loaded] = {}
@@ -81,7 +82,7 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
             value = point.load()
             backend = value() if isinstance(value, type) else value
             _check_backend(backend, (*own, *loaded))
-        except Exception as error:  # noqa: BLE001 - whatever another package does, it must not stop a plan
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever another package does, it stops no plan
             broken.append(Broken(name=point.name, package=package, faults=(_fault(error),)))
         else:
             loaded[backend.name] = _Loaded(package=package, backend=backend)
@@ -130,10 +131,25 @@ def _check_backend(backend: Any, taken: Collection[str]) -> None:
         raise PortattnError(f"{backend.name!r} cannot be a backend's name")
     if backend.name in taken:
         raise PortattnError(f"it registers {backend.name!r}, which exists already")
-    paths: tuple[VendorPath | Variant, ...] = (*backend.vendor, *backend.variants)
-    for path in paths:
-        if not isinstance(path.name, str):
-            raise PortattnError(f"{type(path).__name__}.name must be a str")
+    given: tuple[tuple[type[VendorPath] | type[Variant], tuple[Any, ...]], ...]
+    given = ((VendorPath, backend.vendor), (Variant, backend.variants))
+    for wanted, paths in given:
+        for path in paths:
+            if not isinstance(path, wanted):
+                raise PortattnError(f"it has {path!r} among its paths, which is no {wanted.__name__}")
+            _check_path(path)
+
+
+def _check_path(path: VendorPath | Variant) -> None:
+    """Raise on declarations that would deny everything, or nothing, by mistake."""
+    name = type(path).__name__
+    if not isinstance(getattr(path, "name", None), str):
+        raise PortattnError(f"{name}.name must be a str")
+    if not isinstance(path.ops, tuple) or not path.ops or not set(path.ops) <= set(OPS):
+        raise PortattnError(f"{name}.ops is {path.ops!r}, but must be a tuple of ops, one at least: {', '.join(OPS)}")
+    if not isinstance(path.takes, (frozenset, set)) or not path.takes <= DEMANDS:
+        unknown = sorted(path.takes - DEMANDS) if isinstance(path.takes, (frozenset, set)) else path.takes
+        raise PortattnError(f"{name}.takes has {unknown!r}, but must be a set of {', '.join(sorted(DEMANDS))}")
 
 
 def _data_faults(backend: Backend, names: tuple[str, ...], taken: Collection[str], found: set[str]) -> Iterator[Fault]:
@@ -178,7 +194,7 @@ def _caught(read: Callable[[], object]) -> Iterator[Fault]:
         yield _fault(error)
 
 
-def _fault(error: Exception) -> Fault:
+def _fault(error: BaseException) -> Fault:
     if isinstance(error, DataError):
         return Fault(text=error.problem, file=error.path, line=error.line)
     if isinstance(error, OSError) and error.filename:
@@ -186,5 +202,5 @@ def _fault(error: Exception) -> Fault:
     return Fault(text=_text(error))
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, PortattnError) else f"{type(error).__name__}: {error}"

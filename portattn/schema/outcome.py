@@ -17,7 +17,7 @@ Standing = Literal["lasting", "timeout", "passing"]
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was seen for (kernel specialisation, target, toolchain).
 
-    key       digest of the specialisation, target and toolchain (see compiling.code_key)
+    key       digest of the specialisation, target and toolchain (see ensure.code_key)
     level     highest evidence level reached
     passed    False: the specialisation must not be used on this toolchain
     error     largest error against the reference, where numbers were compared

@@ -312,6 +312,8 @@ def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
     return tuple((field.name, field.default) for field in msgspec.structs.fields(kind))
 
 
+# Every name that Problem.demands can give today.
+DEMANDS = frozenset({_DEMANDS.get(name, name) for name, _ in _defaults(Problem)} - _PLAIN | {"causal_top_left", "gqa"})
 _last_features: tuple[Problem | None, dict[str, Any]] = (None, {})
 # Ops whose kernels pack the query heads of one key/value head into the rows of a tile.
 GROUPED = ("decode_attention", "paged_attention", "mla_attention")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from portattn.compile.ensure import compile_in, first_line
+from portattn.errors import PluginWarning
 from portattn.launch import KernelCall, kernel_calls
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, own_backends
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level
@@ -182,8 +184,20 @@ def _share(seen: Numerics) -> float:
 
 
 def executors(backend: str, seconds: float = 0.0, here: Sequence[Target] = ()) -> dict[str, Executor]:
-    """A backend's executors by name; `here` are targets that are devices of this machine."""
-    return {found.name: found for found in Registry.load().backends[backend].executors(seconds, here)}
+    """A backend's executors by name; `here` are targets that are devices of this machine.
+
+    None of a backend of another package whose `executors` raises: it stops nobody's work on other chips.
+    """
+    asked = Registry.load().backends[backend]
+    try:
+        return {found.name: found for found in asked.executors(seconds, here)}
+    except Exception as error:
+        if backend in own_backends():
+            raise
+        warnings.warn(
+            f"backend {backend}: executors() raised {type(error).__name__}: {error}", PluginWarning, stacklevel=2
+        )
+        return {}
 
 
 def lacks(name: str, target: Target, here: Sequence[Target] = ()) -> str:

@@ -26,7 +26,7 @@ from portattn.worker.stages import RUNS
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
-    """Run `path` of `target` on random tensors: {"facts": …} as reference/check.judge says.
+    """Run `path` of `target` on random tensors: {"facts": …} as testing/tolerance.judge says.
 
     The request holds problem, path, target and device, for a core path also kernel, lowering and launch, and a seed.
     Outputs and partial results start as NaN, and so does all padding, which no result may depend on. Raises what

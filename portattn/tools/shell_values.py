@@ -37,7 +37,8 @@ class Completed(click.ParamType):
         if self._signs:
             signs, begun = [sign for sign in self._signs if last[:1] in ("", sign)], last[1:]
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 known = [(value, text) for value, text in self._values() if value.lower().startswith(begun.lower())]
         except (PortattnError, OSError):  # a broken data file is the command's to tell, not the prompt's
             return []

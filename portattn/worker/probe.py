@@ -125,7 +125,7 @@ class Bench:
         the model of its chip.
 
         arguments  by name in the kernel's order: numbers, and flat tensors as (type of an element, values)
-        unchecked  the model's checks (emulate/amdgpu/checks.py) that are left out; the others are on
+        unchecked  the model's checks (rocm/emulator/amdgpu/checks.py) that are left out; the others are on
 
         Raises Seen where the code does what no correct code does (touches memory that is not its own, and what the
         model's checks find), Missing where it cannot be run here, RuntimeError where it is refused.

@@ -18,7 +18,7 @@ _programs: Programs | None = None
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Execute lowered launches: {"facts": …} as reference/check.judge says, and `strays`, stray accesses as a text.
+    """Execute lowered launches: {"facts": …} as testing/tolerance.judge says, and `strays`, stray accesses as a text.
 
     The request is that of testing/run_plan.py with `texts`, the lowered text of each launch in order. Outputs, partial
     results, scratch memory and all padding start as NaN. Raises LinalgError when a text cannot be executed.

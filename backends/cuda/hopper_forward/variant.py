@@ -50,9 +50,10 @@ CHOICES = Path(__file__).parents[1] / "tuning" / "sm_90.toml"
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the kernel is scheduled; forward_kernel.Form says what each means.
+    """How the kernel is scheduled; kernel.Form says what each means.
 
-    in_turn  of causal and of packed rows, tiles of many heads in turn (core.heads_together), not of one after the other
+    in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
+             the other
 
     Raises ValueError for reg_q or parts without own_out.
     """
@@ -208,7 +209,7 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 
 def _row_tiles(p: Problem, rows: int) -> int:
-    """Tiles of so many rows of a head; of packed rows the numbers that forward_work looks sequences up by."""
+    """Tiles of so many rows of a head; of packed rows the numbers that work.py looks sequences up by."""
     return ceil_div(p.seq_q, rows) if p.total_q is None else p.total_q // rows + p.batch + 1
 
 

@@ -21,7 +21,7 @@ JUDGES = "oracle"  # the stage after the kernels have run
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Run compiled launches on the current device: {"facts": …} as reference/check.judge says.
+    """Run compiled launches on the current device: {"facts": …} as testing/tolerance.judge says.
 
     The request is that of testing/run_plan.py with `texts`, of each launch in order its Code. Outputs, partial results
     and all padding start as NaN. Raises BadPtx and CudaError.

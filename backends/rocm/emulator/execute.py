@@ -22,7 +22,7 @@ PROBE_STEPS = 2_000_000
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Run compiled launches in the model: {"facts": …} as reference/check.judge says, and `steps`, what the model did.
+    """Run compiled launches in the model: {"facts": …} as tolerance.judge says, and `steps`, what the model did.
 
     The request is that of testing/run_plan.py with `texts`: of each launch in order its assembly (`text`), bytes of LDS
     (`lds`) and waves of a work-group (`waves`). Outputs, partial results and all padding start as NaN. Raises what the
