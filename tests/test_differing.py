@@ -107,7 +107,7 @@ def test_a_handle_takes_no_other_sizes(seen: dict[str, Any]) -> None:
     for way in ("C", "python"):
         first, longer, again = seen["handle"][way]
         assert first == again == f"2 launches by {way}"
-        assert longer.startswith("decode_attention: k_cache is ((2, 2, 656, 64)")
+        assert longer.startswith("prepare('decode_attention').run: k_cache is ((2, 2, 656, 64)")
 
 
 @pytest.mark.compiles
