@@ -48,7 +48,7 @@ class SdpaPath(VendorPath):
         return first_refusal(
             self.name,
             op_check("SDPA", p, ("attention",), "takes dense tensors of one length, no cache and no packed sequences"),
-            features_check("SDPA", p, takes=("bias", "mask")),
+            features_check("SDPA", p, takes=self.takes),
             (
                 bool(masked) and _hides(p),
                 f"causal is {p.causal} beside {', '.join(masked)}, and SDPA takes one or the other: together they "

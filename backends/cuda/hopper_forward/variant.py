@@ -45,7 +45,6 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 
 MOST_SPLITS = 32
-_FEATURES = ("alibi_slopes", "bias", "mask", "leftpad_q", "leftpad_k", "negative_scale", "needs_grad", "dropout")
 CHOICES = Path(__file__).parents[1] / "tuning" / "sm_90.toml"
 
 
@@ -101,7 +100,7 @@ class ForwardVariant(Variant):
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""
         p, found = problem, target.toolchain
-        asked = [name for name in _FEATURES if getattr(p, name)]
+        asked = [name for name in p.demands() if name not in self.takes]
         empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,

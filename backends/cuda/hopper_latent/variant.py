@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 MOST_BLOCKS = 65_535  # of a grid's second and third axis
 # 3 × 128 threads (one warp counts as four) with 168 registers each, which the kernel's three roles then share out anew.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
-_FEATURES = ("softcap", "alibi_slopes", "sinks", "bias", "mask", "window", "packed", "negative_scale", "needs_grad")
 
 
 class LatentVariant(Variant):
@@ -48,7 +47,7 @@ class LatentVariant(Variant):
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem; None when it can."""
         p, found = problem, target.toolchain
-        asked = [name for name in _FEATURES if getattr(p, name)]
+        asked = [name for name in p.demands() if name not in self.takes]
         empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
@@ -59,8 +58,8 @@ class LatentVariant(Variant):
             ),
             f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
             f"takes pages of a multiple of {KEYS} rows, not {p.page_size}": p.page_size % KEYS != 0,
-            f"takes no {', '.join(asked)}": bool(asked),
             f"aligns causal masks at the bottom right, not {p.causal}": p.causal == "top_left",
+            f"takes no {', '.join(asked)}": bool(asked),
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "takes pages that follow each other in memory": not p.pages_in_line,
             f"takes at most {MOST_BLOCKS} sequences": p.batch > MOST_BLOCKS,
