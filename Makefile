@@ -39,7 +39,7 @@ slice: $(READY)
 
 # Every form of the Hopper forward, compiled for sm_90: about ten minutes on two cores.
 forms: $(READY)
-	$(PY) -m pytest -n $(JOBS) --forms tests/backends/test_gluon_forms.py
+	$(PY) -m pytest -n $(JOBS) --forms tests/backends/cuda/test_gluon_forms.py
 
 # ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
 fuzz: $(READY)

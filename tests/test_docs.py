@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+from places import DOCS
+
 HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
 # Runs the examples that it reads, and writes what each printed.
 CHILD = """

@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import portattn
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 EXPECTED = {
     "compare_with_sdpa.py": ["causal, GQA: True", "top-left: True", "mask: True", "LSE: (2, 8, 64)"],
     "generate.py": ["prompt: (2, 8, 17, 64) True", "token 0: [18, 10] True", "token 3: [21, 13] True"],

@@ -23,6 +23,7 @@ import torch
 from fuzz import drawing, reducing, running, shapes, values
 from fuzz.drawing import Case
 from fuzz.kinds import KINDS, Pool, Shape, arguments, following
+from places import ROOT
 from support import Device
 
 import portattn
@@ -31,7 +32,6 @@ from portattn.schema.problem import Problem
 
 SECONDS = 25.0  # each
 CASES = 400  # of values: fewer where they take longer than SECONDS
-REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -165,9 +165,9 @@ def test_an_lse_that_is_far_excuses_no_other_row() -> None:
 
 
 def _command(*words: str) -> tuple[list[str], dict[str, Any]]:
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    return [sys.executable, "-m", "fuzz", *words], {"env": environment, "cwd": REPOSITORY, "text": True}
+    return [sys.executable, "-m", "fuzz", *words], {"env": environment, "cwd": ROOT, "text": True}
 
 
 def _recorded(place: Path, *words: str) -> running.Report:

@@ -12,8 +12,7 @@ from types import ModuleType
 
 import msgspec
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from places import ROOT
 
 
 def _loaded() -> ModuleType:

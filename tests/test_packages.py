@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("folder", "package"), [("portattn", "portattn"), ("backends", "portattn.backends")])

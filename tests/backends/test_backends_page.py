@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import DOCS
 
 from portattn.backends import BUILTIN
 from portattn.planning.registry import load_arches
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+PAGE = DOCS / "backends.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

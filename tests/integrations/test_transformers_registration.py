@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import DOCS
 
 import portattn
 
@@ -110,7 +110,7 @@ def test_importing_without_transformers_says_so() -> None:
 def test_the_guide_runs(registration: Registration, capsys: pytest.CaptureFixture[str]) -> None:
     """Every example of docs/integrations.md, in one namespace and in order, prints what the guide says it prints."""
     registration.remove()
-    text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    text = (DOCS / "integrations.md").read_text()
     blocks = re.findall(r"```(python|text)\n(.*?)```", text, re.DOTALL)
     assert [kind for kind, _ in blocks].count("python") >= 4
     namespace: dict[str, Any] = {}

@@ -313,7 +313,7 @@ def fenced(call: Call) -> bool:
 
 
 def test_launches_that_wait_for_another_stream_run_beside_its_next_ones(chip: Device) -> None:
-    """No two of them may draw from one counter (tests/backends/test_counters.py)."""
+    """No two of them may draw from one counter (tests/backends/cuda/test_counters.py)."""
     call = random_call(
         problem(head_dim=64, head_dim_v=64, heads_q=40, heads_k=8, seq_q=512, seq_k=512), 5, device=chip.name
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import support
 from packaging.version import Version
+from places import ROOT
 
 from portattn.backends.rocm.emulator.executor import OLDEST
 from portattn.tools import lab
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(support.TRITON is None, reason="Triton is not in
 def outcome(first: str = "", names: tuple[str, ...] = CASES) -> dict[str, dict[str, str]]:
     """What each case gave, in a fresh process; with the packages in `first` before this Python's own."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    path = [first, str(HERE.parent.parent), environment.get("PYTHONPATH", "")]
+    path = [first, str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, str(HERE / "driver_cases.py"), *names]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import support
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
 FIXTURE = """
 import torch, triton, triton.language as tl

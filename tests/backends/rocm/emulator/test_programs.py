@@ -13,6 +13,7 @@ from typing import Any
 import asmkit
 import pytest
 import support
+from places import ROOT
 
 HERE = Path(__file__).parent
 SECONDS = 600
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(support.TRITON is None, reason="Triton is not in
 def outcome(arch: str) -> dict[str, Any]:
     """What each program of an arch gave: one process for all of them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / "programs.py"), arch]
     result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

@@ -114,6 +114,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parents[2]))
     pytest.importorskip("triton")
     main()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
+from places import DOCS
 
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Verified
 from portattn.tools.quirks import pages, verification
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "quirk-verification.md"
+PAGE = DOCS / "quirk-verification.md"
 KNOWN = Registry.load()
 
 

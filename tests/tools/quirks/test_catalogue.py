@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from places import DOCS
 
 from portattn.errors import DataError
 from portattn.planning.registry import Registry
 from portattn.tools.quirks import pages
 
-PAGE = Path(__file__).parent.parent / "docs" / "quirk-catalogue.md"
+PAGE = DOCS / "quirk-catalogue.md"
 QUIRKS = Registry.load().quirks
 
 

@@ -156,7 +156,7 @@ FAILURES = {
 }  # fmt: skip
 
 NOW_AND_THEN = ("crash once", "a program of its dies once")
-MACHINES = {  # tests/test_failures.py has them
+MACHINES = {  # tests/compile/test_failures.py has them
     "full disk", "full disk once", "no ptxas", "out of memory", "a file too large", "killed", "bus error",
 }  # fmt: skip
 

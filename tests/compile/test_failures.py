@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from places import TESTS
 from test_compiling import planned, requests_in
 
 import portattn
@@ -25,7 +26,7 @@ from portattn.launch import cache
 from portattn.schema.outcome import Standing
 from portattn.worker.client import Reply
 
-LOGS = Path(__file__).parent / "lifecycle" / "logs"
+LOGS = TESTS / "tools" / "quirks" / "lifecycle" / "logs"
 
 
 def error(kind: str, message: str, stage: str = "ttgir", log: str = "") -> Reply:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import coverage_data
 import pytest
+from places import DOCS
 
 from portattn.backends.rocm.emulator.amdgpu import ARCHES, coverage
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "emulation.md").read_text(encoding="utf-8")
+GUIDE = (DOCS / "emulation.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_has_the_table() -> None:
-    assert coverage_data.table() in GUIDE, "python tests/emulate/coverage_data.py prints it"
+    assert coverage_data.table() in GUIDE, "python tests/backends/rocm/emulator/coverage_data.py prints it"
 
 
 def test_everything_that_kernels_use_is_modelled() -> None:
@@ -24,7 +25,7 @@ def test_everything_that_kernels_use_is_modelled() -> None:
 
 @pytest.mark.compiles  # slow: it runs the instruction tests
 def test_the_tests_execute_what_the_table_says() -> None:
-    assert coverage_data.executed() == coverage_data.data()["tested"], "python tests/emulate/coverage_data.py tested"
+    assert coverage_data.executed() == coverage_data.data()["tested"], "coverage_data.py tested"
 
 
 def test_a_table_of_other_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

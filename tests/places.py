@@ -1,0 +1,9 @@
+"""Where things lie, for tests in whatever folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
