@@ -15,6 +15,7 @@ import torch
 from portattn.config import Settings
 from portattn.errors import CompileWarning
 from portattn.launch import cache, triton_compat
+from portattn.schema.ops import ROWS
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -112,14 +113,14 @@ def nearest(request: Request) -> list[str] | None:
     """In what a call differs from the kept one of its operation that differs in least; None where there is none."""
     if not request.keepable():
         return None
-    from portattn.api.request import CALLED, Keeping
+    from portattn.api.request import Keeping
 
     mine, found = Keeping(request), None
     for kind in cache.every_kind():
         if kind.op != request.op:
             continue
         for kept in kind.classes:
-            called = CALLED.get(kind.op, {})
+            called = ROWS[kind.op].called
             differing = _differences(_facts(mine.kind, mine.inputs, called), _facts(kind, kept.inputs, called))
             differing += [
                 f"the setting {name}: {getattr(request.settings, name)!r} instead of {getattr(kept.settings, name)!r}"

@@ -1,23 +1,27 @@
-"""The public operations. Each hands its arguments on as a Request; validation and dispatch do the rest."""
+"""The public operations. Each looks for a cached launch; validation, planning and dispatch do the rest.
+
+The tensors and values of `try_cached` stand in the order of the operation's row (schema/ops.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from portattn.api.arguments import magicpig_tensors, table_tensors
+from portattn.api.binding import named_arguments
 from portattn.api.page_table import PageTable
-from portattn.api.perform import again, perform, plan_request
+from portattn.api.perform import perform, plan_request, try_cached
 from portattn.api.prepare import Prepared
-from portattn.api.request import Request, Result, collecting, settings_for
+from portattn.api.request import Request, Result, request_of
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan as plan_problem
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS, Problem
 from portattn.schema.target import Target
-from portattn.validate.values import reads
 
 Window = tuple[int | None, int | None]
 
@@ -80,27 +84,12 @@ def attention(
     Raises ArgumentError (argument, value, limit), PathUnavailable when a named path cannot run this or falling
     back is forbidden, QuirkConflict when the registry contradicts itself.
     """
-    found = again(
+    found = try_cached(
         "attention",
         (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
         (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
     )
-    if found is not None:
-        return found
-    settings = settings_for("attention", backend, validate)
-    features: dict[str, Any] = {
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
-        "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k,
-    }  # fmt: skip
-    values: dict[str, Any] = {
-        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout_p": dropout_p,
-        "return_lse": return_lse, "layout": layout,
-    }  # fmt: skip
-    request = Request(
-        "attention", settings, {"q": q, "k": k, "v": v, **features}, values,
-        (backend, validate),
-    )  # fmt: skip
-    return perform(request)
+    return perform(request_of("attention", locals())) if found is None else found
 
 
 def varlen_attention(
@@ -136,26 +125,13 @@ def varlen_attention(
     The rest as in `attention`. Returns out (Tq, Hq, Dv) and, with return_lse, the LSE (Hq, Tq). Rows after the last
     sequence give 0 and -inf.
     """
-    found = again(
+    found = try_cached(
         "varlen_attention",
         (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
         (scale, causal, window, softcap, return_lse, backend, validate),
         (max_seqlen_q, max_seqlen_k),
     )
-    if found is not None:
-        return found
-    settings = settings_for("varlen_attention", backend, validate)
-    features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    values: dict[str, Any] = {
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": scale, "causal": causal, "window": window,
-        "softcap": softcap, "return_lse": return_lse,
-    }  # fmt: skip
-    request = Request(
-        "varlen_attention", settings,
-        {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **features}, values,
-        (backend, validate),
-    )  # fmt: skip
-    return perform(request)
+    return perform(request_of("varlen_attention", locals())) if found is None else found
 
 
 def decode_attention(
@@ -194,27 +170,12 @@ def decode_attention(
     The rest as in `attention`. Where keys are split over programs, float32 partial results of
     splits·B·Hq·Sq·(Dv + 2) elements are allocated beside the output. Raises as `attention` does.
     """
-    found = again(
+    found = try_cached(
         "decode_attention",
         (q, k_cache, v_cache, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
     )
-    if found is not None:
-        return found
-    settings = settings_for("decode_attention", backend, validate)
-    features: dict[str, Any] = {
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_k": seqlens_k,
-        "leftpad_k": leftpad_k,
-    }  # fmt: skip
-    values: dict[str, Any] = {
-        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits,
-        "return_lse": return_lse, "layout": layout,
-    }  # fmt: skip
-    request = Request(
-        "decode_attention", settings, {"q": q, "k": k_cache, "v": v_cache, **features}, values,
-        (backend, validate),
-    )  # fmt: skip
-    return perform(request)
+    return perform(request_of("decode_attention", locals())) if found is None else found
 
 
 def paged_attention(
@@ -259,33 +220,16 @@ def paged_attention(
     and with return_lse the LSE (B, Hq, Sq), or (Hq, Tq) of packed queries. Where keys are split over programs, float32
     partial results of splits·B·Hq·Sq·(Dv + 2) elements (packed: splits·Hq·Tq·(Dv + 2)) are allocated beside the output.
     """
-    table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate)
-    found = again(
+    page_table, seqlens_k = table_tensors(
+        "paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate
+    )
+    found = try_cached(
         "paged_attention",
-        (q, k_pages, v_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (q, k_pages, v_pages, page_table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
         (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),
     )
-    if found is not None:
-        return found
-    settings = settings_for("paged_attention", backend, validate)
-    features: dict[str, Any] = {
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "bias": bias,
-        "mask": mask,
-        "cu_seqlens_q": cu_seqlens_q,
-    }
-    values: dict[str, Any] = {
-        "max_seqlen_q": max_seqlen_q, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
-        "num_splits": num_splits, "return_lse": return_lse, "layout": layout, "page_layout": page_layout,
-    }  # fmt: skip
-    request = Request(
-        "paged_attention", settings,
-        {"q": q, "k": k_pages, "v": v_pages, "page_table": table, "seqlens_k": seqlens_k, **features}, values,
-        (backend, validate),
-    )  # fmt: skip
-    return perform(request)
+    return perform(request_of("paged_attention", locals())) if found is None else found
 
 
 def sparse_attention(
@@ -332,39 +276,22 @@ def sparse_attention(
     `decode_attention`, with partial results of splits·B·Hq·(Dv + 2) float32 elements where tokens are split.
     """
     op = "sparse_attention"
-    table: Any = None
     if page_table is not None:
-        table, seqlens_k = _table(op, page_table, seqlens_k, k_cache, page_layout, backend, validate)
-    bits, tables = (None, None) if magicpig is None else _magicpig(op, magicpig, counts)
-    by_head = isinstance(bits, torch.Tensor) or isinstance(tables, torch.Tensor)
-    sampling = {"magicpig_bits": bits, "magicpig_tables": tables} if by_head else _NO_SAMPLING
-    constants = None if bits is None or by_head else (bits, tables)
-    found = again(
+        page_table, seqlens_k = table_tensors(op, page_table, seqlens_k, k_cache, page_layout, backend, validate)
+    sampling, constants = magicpig_tensors(op, magicpig, counts)
+    found = try_cached(
         op,
         (
-            q, k_cache, v_cache, indices, counts, table, seqlens_k, alibi_slopes, sinks, log_weights,
+            q, k_cache, v_cache, indices, counts, page_table, seqlens_k, alibi_slopes, sinks, log_weights,
             sampling["magicpig_bits"], sampling["magicpig_tables"],
         ),
         (scale, softcap, num_splits, return_lse, layout, page_layout, constants, backend, validate),
     )  # fmt: skip
-    if found is not None:
-        return found
-    settings = settings_for(op, backend, validate)
-    features: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks, "log_weights": log_weights}
-    values: dict[str, Any] = {
-        "scale": scale, "softcap": softcap, "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
-        "page_layout": page_layout,
-    }  # fmt: skip
-    request = Request(
-        op, settings,
-        {
-            "q": q, "k": k_cache, "v": v_cache, "indices": indices, "counts": counts, "page_table": table,
-            "seqlens_k": seqlens_k, **features, **sampling,
-        },
-        values | {"magicpig": constants},
-        (backend, validate),
-    )  # fmt: skip
-    return perform(request)
+    if found is None:
+        if constants is None and magicpig is not None:
+            magicpig = sampling["magicpig_bits"], sampling["magicpig_tables"]
+        found = perform(request_of(op, locals()))
+    return found
 
 
 def mla_attention(
@@ -404,48 +331,14 @@ def mla_attention(
     up-projection then expands. Memory beyond it as in `paged_attention`, with Dv = R.
     """
     op = "mla_attention"
-    table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
-    found = again(
+    page_table, seqlens_k = table_tensors(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
+    found = try_cached(
         op,
-        (q_nope, q_rope, kv_pages, kv_pages, table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (q_nope, q_rope, kv_pages, kv_pages, page_table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
         (max_seqlen_q,),
     )
-    if found is not None:
-        return found
-    settings = settings_for(op, backend, validate)
-    features: dict[str, Any] = {
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "bias": bias,
-        "mask": mask,
-        "cu_seqlens_q": cu_seqlens_q,
-    }
-    values: dict[str, Any] = {
-        "max_seqlen_q": max_seqlen_q, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
-        "num_splits": num_splits, "return_lse": return_lse, "layout": layout,
-    }  # fmt: skip
-    request = Request(
-        op, settings,
-        {
-            "q": q_nope, "q_rope": q_rope, "k": kv_pages, "v": kv_pages, "page_table": table,
-            "seqlens_k": seqlens_k, **features,
-        },
-        values,
-        (backend, validate),
-    )  # fmt: skip
-    return perform(request)
-
-
-_NO_SAMPLING = {"magicpig_bits": None, "magicpig_tables": None}
-_OPS: dict[str, Callable[..., Any]] = {
-    "attention": attention,
-    "varlen_attention": varlen_attention,
-    "decode_attention": decode_attention,
-    "paged_attention": paged_attention,
-    "sparse_attention": sparse_attention,
-    "mla_attention": mla_attention,
-}
+    return perform(request_of(op, locals())) if found is None else found
 
 
 def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
@@ -476,61 +369,12 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
     `prepare("paged_attention", q, k_pages, v_pages, page_table, seqlens_k).run(...)` takes the op's own arguments;
     later runs may differ in data only. See Prepared. Raises what the call would raise before launching.
     """
-    return Prepared(_op("prepare", op), make_request("prepare", op, args, kwargs))
-
-
-def _op(asker: str, op: Any) -> Callable[..., Any]:
-    if not isinstance(op, str) or op not in _OPS:
-        problem = "a Problem or " if asker == "plan" else ""
-        raise ArgumentError(asker, "op", op, f"must be {problem}one of {', '.join(OPS)}")
-    return _OPS[op]
+    return Prepared(make_request("prepare", op, args, kwargs))
 
 
 def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
     """The request that a call with these arguments makes."""
-    function = _op(asker, op)
-    with collecting() as requests:
-        function(*args, **kwargs)
-    return requests[0]
-
-
-def _table(
-    op: str,
-    table: Any,
-    seqlens_k: torch.Tensor | None,
-    pages: Any,
-    page_layout: str,
-    backend: str | None,
-    validate: bool | None,
-) -> tuple[Any, torch.Tensor | None]:
-    """Page ids and lengths as tensors; a PageTable's lengths follow from the size of the pages."""
-    if not isinstance(table, PageTable):
-        return table, seqlens_k
-    if seqlens_k is not None:
-        given = tuple(seqlens_k.shape) if isinstance(seqlens_k, torch.Tensor) else seqlens_k
-        raise ArgumentError(op, "seqlens_k", given, "goes with a tensor of page ids; a PageTable has its own")
-    if not isinstance(pages, torch.Tensor) or pages.ndim < 3:
-        return table.pages, None  # validation says what is wrong with the pages
-    page_size = pages.shape[2 if page_layout == "hpd" else 1]
-    if reads(settings_for(op, backend, validate), table.counts):
-        table.check(op, page_size)
-    return table.pages, table.seqlens(page_size)
-
-
-def _magicpig(op: str, magicpig: Any, counts: Any) -> tuple[Any, Any]:
-    """K and L, both integers or both tensors."""
-    if not isinstance(magicpig, (tuple, list)) or len(magicpig) != 2:
-        raise ArgumentError(op, "magicpig", magicpig, "must be (K, L), bits a hash table and number of tables")
-    for name, value, least in (("K", magicpig[0], 1), ("L", magicpig[1], 2)):
-        if isinstance(value, torch.Tensor):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**15:
-            limit = f"must be an integer in {least}..{2**15 - 1}, or (Hq,) int32"
-            raise ArgumentError(op, f"magicpig's {name}", value, limit)
-    tensor = next((value for value in magicpig if isinstance(value, torch.Tensor)), None)
-    if tensor is not None and isinstance(counts, torch.Tensor) and counts.ndim == 2:
-        heads = counts.shape[1]
-        magicpig = tuple(
-            t if isinstance(t, torch.Tensor) else tensor.new_full((heads,), t, dtype=torch.int32) for t in magicpig
-        )
-    return magicpig[0], magicpig[1]
+    if not isinstance(op, str) or op not in ROWS:
+        problem = "a Problem or " if asker == "plan" else ""
+        raise ArgumentError(asker, "op", op, f"must be {problem}one of {', '.join(OPS)}")
+    return request_of(op, named_arguments(op)(*args, **kwargs))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch, monitor
-from portattn.api.request import Keeping, Request, Result, waiting
+from portattn.api.request import Keeping, Request, Result
 from portattn.api.tracing import refuse_what_no_kernel_sees, shapes_alone
 from portattn.config import current
 from portattn.launch import cache
@@ -15,15 +15,14 @@ from portattn.schema.call import Call
 from portattn.schema.plan import Plan
 
 
-def again(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...] = ()) -> Result | None:
+def try_cached(
+    op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...] = ()
+) -> Result | None:
     """Perform a call of a kind that is known, with sizes of a class that is known; None where it is none.
 
     tensors, values, lengths  as the Request has them, in its order; `backend` and `validate` come last among values.
                               Nothing is known of them
     """
-    collecting = waiting.get()
-    if collecting is not None:
-        return collecting.again(op, tensors, values, lengths)
     known = cache.kinds(op, values)
     if not known:
         return None
@@ -51,10 +50,6 @@ def again(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: t
 
 def perform(request: Request) -> Result:
     """Carry a request out: out in the caller's layout, with the LSE where it is asked for."""
-    collecting = waiting.get()
-    if collecting is not None:
-        collecting.append(request)
-        return None  # type: ignore[return-value]  # the collector never looks at it
     shapes = admitted(request)
     if shapes is not None:
         return shapes

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from portattn.api import dispatch
+from portattn.api.binding import named_arguments
 from portattn.api.perform import admitted, finished
-from portattn.api.request import Collected, Keeping, Request, Result, waiting
+from portattn.api.request import Keeping, Request, Result, request_of
 from portattn.compile import variants
 from portattn.config import current
 from portattn.errors import ArgumentError
@@ -38,9 +39,9 @@ class Prepared:
     of 0, and all of them where the scale is 0.
     """
 
-    def __init__(self, op: Callable[..., Any], request: Request) -> None:
+    def __init__(self, request: Request) -> None:
         call = request.build()
-        self._op, self._settings = op, request.settings
+        self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
         self._kept: Kept | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
@@ -79,15 +80,10 @@ class Prepared:
 
         Raises ArgumentError where an argument differs from the prepared call's in anything but its data.
         """
-        running = _Running(self, out, lse)
-        token = waiting.set(running)
-        try:
-            found = self._op(*args, **kwargs)
-        finally:
-            waiting.reset(token)
-        if not running:
+        request = request_of(self._op, self._bind(*args, **kwargs))
+        found = self._try_cached(request, out, lse)
+        if found is not None:
             return found
-        request = running[0]
         shapes = admitted(request)
         self._check(request)
         self._check_results(out, lse)
@@ -108,6 +104,28 @@ class Prepared:
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)
         ]
         return (places[0], places[1]) if request.return_lse else places[0]
+
+    def _try_cached(self, request: Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result | None:
+        """The result where everything is as it was prepared; None where something is to be looked at."""
+        kind = self._kind
+        if kind is None or (lse is not None and self.plan.problem.return_lse is False):
+            return None
+        settings, lengths = current(), tuple(request.lengths.values())
+        tensors, values = tuple(request.tensors.values()), request.fixed_values
+        if kind.hit is not None and isinstance(tensors[0], torch.Tensor):
+            self._check_results(out, lse)
+            done: Any = kind.hit(tensors, values, lengths, settings, out, lse, self._memory)
+            if done is not NotImplemented and done is not None:
+                return done
+            if done is None:
+                return None
+        found = kind.match(tensors, values, lengths, settings)
+        if found is None:
+            return None
+        given, addresses, _ = found
+        self._check_results(out, lse)
+        dispatch.note(self.plan)
+        return self._again(given, addresses, out, lse)
 
     def _again(
         self, given: Sequence[torch.Tensor], addresses: list[int], out: torch.Tensor | None, lse: torch.Tensor | None
@@ -141,32 +159,6 @@ class Prepared:
         if tensor.device != where or not tensor.is_contiguous() or tensor.data_ptr() % POINTER_ALIGNMENT:
             limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
             raise ArgumentError(self._name, name, (str(tensor.device), tensor.stride()), limit)
-
-
-class _Running(Collected):
-    """A run of a handle: where everything is as it was prepared, the call ends with the handle's result."""
-
-    def __init__(self, handle: Prepared, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-        super().__init__()
-        self._handle, self._out, self._lse = handle, out, lse
-
-    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Any:
-        handle, out, lse, settings = self._handle, self._out, self._lse, current()
-        kind = handle._kind
-        if kind is None or (lse is not None and handle.plan.problem.return_lse is False):
-            return None
-        if kind.hit is not None and isinstance(tensors[0], torch.Tensor):
-            handle._check_results(out, lse)
-            done = kind.hit(tensors, values, lengths, settings, out, lse, handle._memory)
-            if done is not NotImplemented:
-                return done
-        found = kind.match(tensors, values, lengths, settings)
-        if found is None:
-            return None
-        given, addresses, _ = found
-        handle._check_results(out, lse)
-        dispatch.note(handle.plan)
-        return handle._again(given, addresses, self._out, self._lse)
 
 
 def _description(request: Request) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,27 +18,13 @@ from portattn.launch import cache
 from portattn.launch.cached_launch import Kept
 from portattn.launch.guards import in_mode
 from portattn.schema.call import Call
+from portattn.schema.ops import ROWS
 from portattn.schema.outcome import Verdict
 from portattn.schema.target import Target
-from portattn.validate.builders import BUILDERS
+from portattn.validate.builders import build_call
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Arguments that are sizes, as the tensors' sizes are; by operation.
-LENGTHS: dict[str, tuple[str, ...]] = {
-    "varlen_attention": ("max_seqlen_q", "max_seqlen_k"),
-    "paged_attention": ("max_seqlen_q",),
-    "mla_attention": ("max_seqlen_q",),
-}
-
-# What the caller knows tensors by, where kernels have other names or none; by operation.
-_CACHE = {"k": "k_cache", "v": "v_cache"}
-CALLED: dict[str, dict[str, str]] = {
-    "decode_attention": _CACHE,
-    "paged_attention": {"k": "k_pages", "v": "v_pages"},
-    "sparse_attention": _CACHE | {"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
-    "mla_attention": {"q": "q_nope", "k": "kv_pages", "v": "kv_pages"},
-}
 
 
 @dataclass(slots=True)
@@ -60,7 +44,7 @@ class Request:
 
     def build(self) -> Call:
         """Validate, and make the Call. Raises ArgumentError."""
-        return BUILDERS[self.op](self.settings, self.tensors, self.values)
+        return build_call(self.op, self.settings, self.tensors, self.values)
 
     @property
     def return_lse(self) -> bool:
@@ -74,19 +58,18 @@ class Request:
     @property
     def named_tensors(self) -> dict[str, Any]:
         """The tensors by the names that the caller knows them by."""
-        called = CALLED.get(self.op, {})
-        return {called.get(name, name): tensor for name, tensor in self.tensors.items()}
+        called = ROWS[self.op].called
+        return {called[name]: tensor for name, tensor in self.tensors.items()}
 
     @property
     def lengths(self) -> dict[str, Any]:
         """The arguments that are sizes."""
-        return {name: self.values[name] for name in LENGTHS.get(self.op, ())}
+        return {name: self.values[name] for name in ROWS[self.op].lengths}
 
     @property
     def fixed_values(self) -> tuple[Any, ...]:
         """All other arguments, and what the call asked for."""
-        lengths = LENGTHS.get(self.op, ())
-        return (*(value for name, value in self.values.items() if name not in lengths), *self.asked)
+        return (*(self.values[name] for name in ROWS[self.op].fixed), *self.asked)
 
     def keepable(self) -> bool:
         """Whether calls like it may be kept.
@@ -125,30 +108,22 @@ class Request:
     def new_kind(self, only: list[int] | None = None) -> cache.Kind:
         """The kind of the call anew; of calls with these sizes alone where some are given."""
         lengths = self.lengths
-        names = [name for name in self.values if name not in lengths]
-        return cache.Kind(self.op, self.tensors, self.fixed_values, lengths, current(), only, names)
+        return cache.Kind(self.op, self.tensors, self.fixed_values, lengths, current(), only, ROWS[self.op].fixed)
 
 
-class Collected(list[Request]):
-    """Requests of operations that are not to be performed."""
+def request_of(op: str, given: Mapping[str, Any]) -> Request:
+    """The request of a call with these arguments, by the names of the operation's parameters; others are passed over.
 
-    def again(self, op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Any:
-        """What to do with a call before a request is made of it: a result ends it, None makes and adds the request."""
-        return None
-
-
-waiting: ContextVar[Collected | None] = ContextVar("portattn_collected", default=None)
-
-
-@contextmanager
-def collecting(collected: Collected | None = None) -> Iterator[Collected]:
-    """Inside the block, public operations are not performed; yields the list that their requests are added to."""
-    requests = Collected() if collected is None else collected
-    token = waiting.set(requests)
-    try:
-        yield requests
-    finally:
-        waiting.reset(token)
+    Nothing is validated but `backend`, `validate` and what stands for several tensors. Raises ArgumentError.
+    """
+    row, given = ROWS[op], dict(given)
+    if row.arguments:
+        row.load("arguments")(given)
+    backend, validate = given["backend"], given["validate"]
+    return Request(
+        op, settings_for(op, backend, validate), {name: given[parameter] for name, parameter in row.tensors.items()},
+        {name: given[name] for name in row.values}, (backend, validate),
+    )  # fmt: skip
 
 
 def inputs_of(request: Request) -> list[int]:

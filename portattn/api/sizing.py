@@ -32,7 +32,7 @@ from portattn.schema.sizes import Size, Trace, Untraceable, pinned, unpinned
 from portattn.schema.steps import Buffers, Step, StepLauncher
 from portattn.schema.target import Target
 from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TWO_GIB, spans
-from portattn.validate.builders import BUILDERS
+from portattn.validate.builders import build_call
 
 # What code that was not written for Sizes raises where it meets one: isinstance(x, int) fails, an assertion does.
 _REFUSALS = (Untraceable, PortattnError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
@@ -65,7 +65,7 @@ class Recipe:
             made.append(Shaped.make(kind, sizes, [next(numbers) for _ in range(kind.ndim)]))
         tensors = {name: None if place is None else made[place] for name, place in self.tensors.items()}
         lengths = {name: next(numbers) for name in self.lengths if self.values[name] is not None}
-        return BUILDERS[self.op](self.settings, tensors, {**self.values, **lengths})
+        return build_call(self.op, self.settings, tensors, {**self.values, **lengths})
 
     def plan(self, call: Call) -> Plan:
         return plan(call.problem, self.target, verdicts=self.failed, settings=self.settings)

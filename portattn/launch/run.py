@@ -7,31 +7,23 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from portattn.errors import PortattnError
-from portattn.launch import decode, dense, sparse
 from portattn.launch.interpreter import mend_bf16
 from portattn.launch.kernelcall import KernelCall
 from portattn.schema.call import Call
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.worker.environment import compile_environment
 
 # Functions of portattn/kernels/ that are launched.
 KERNELS = ("dense_forward", "decode_split", "sparse_split", "combine")
 Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
-_CALLS: dict[str, Callable[[Plan, Call, int], Launches]] = {
-    "attention": dense.calls,
-    "varlen_attention": dense.calls,
-    "decode_attention": decode.calls,
-    "paged_attention": decode.calls,
-    "mla_attention": decode.calls,
-    "sparse_attention": sparse.calls,
-}
 
 
 def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
@@ -41,7 +33,8 @@ def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
     """
     if (call.scale < 0.0) != plan.problem.negative_scale:
         raise ValueError(f"scale is {call.scale}, but the problem has negative_scale = {plan.problem.negative_scale}")
-    return _CALLS[plan.problem.op](plan, call, cores)
+    found: Launches = ROWS[plan.problem.op].load("launches")(plan, call, cores)
+    return found
 
 
 def load_kernels(module: str, interpreted: bool) -> ModuleType:

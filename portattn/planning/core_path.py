@@ -17,7 +17,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import Verdicts
 from portattn.schema.plan import Applied, CoreChoice, Rejection
-from portattn.schema.problem import Problem
+from portattn.schema.problem import ASKED, Problem
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, parse_overrides
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
@@ -236,10 +236,7 @@ def hint(quirk: Quirk) -> str:
 
 
 # Fields of a problem that say which optional arguments a kernel gets.
-OPTIONAL = (
-    "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "return_lse", "alibi_slopes", "sinks", "bias", "mask",
-    "log_weights", "magicpig",
-)  # fmt: skip
+OPTIONAL = tuple(name for name in ASKED if name != "softcap")
 
 
 @functools.lru_cache(maxsize=1)

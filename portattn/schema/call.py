@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
     from portattn.schema.problem import Problem
-
-
-# Every tensor that a call can have, by the name that it has in Call and in kernels' arguments.
-TENSORS = (
-    "q", "k", "v", "q_rope", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "cu_seqlens_q", "cu_seqlens_k",
-    "page_table", "indices", "counts", "log_weights", "magicpig_bits", "magicpig_tables", "alibi_slopes", "sinks",
-    "bias", "mask",
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -108,3 +100,7 @@ class Call:
 
         batch, rows = self.problem.query_rows
         return self.empty(batch, self.problem.heads_q, rows, dtype=torch.float32)
+
+
+# Every tensor that a call can have, by the name that it has in Call and in kernels' arguments.
+TENSORS = tuple(field.name for field in fields(Call) if str(field.type).startswith("torch.Tensor"))

@@ -13,13 +13,9 @@ from typing import Any
 
 import msgspec
 
-FLAGS = frozenset(
-    {
-        "causal", "gqa", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "paged", "packed", "window", "softcap",
-        "alibi_slopes", "sinks", "bias", "mask", "log_weights", "magicpig", "featured", "return_lse", "aligned",
-        "large",
-    }
-)  # fmt: skip
+from portattn.schema.problem import ASKED
+
+FLAGS = frozenset({*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "large"})
 NUMBERS = frozenset(
     {
         "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "widest", "page_size",

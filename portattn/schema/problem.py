@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from portattn.errors import ArgumentError
+from portattn.schema.ops import ROWS
 from portattn.schema.sizes import is_size
 
 Op = Literal[
@@ -126,23 +127,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_op(self) -> None:
         """What one op has and another has not. Callers meet these limits in validation; this guards the data."""
-        packed_q, packed_k, paged = self.total_q is not None, self.total_k is not None, self.page_size > 0
-        needs = {
-            "total_q": (packed_q, self.op == "varlen_attention", self.op in ("varlen_attention", *_RAGGED)),
-            "total_k": (packed_k, self.op == "varlen_attention", self.op == "varlen_attention"),
-            "page_size": (
-                paged,
-                self.op in ("paged_attention", "mla_attention"),
-                self.op in ("paged_attention", "sparse_attention", "mla_attention"),
-            ),
-            "tokens": (self.tokens > 0, False, self.op == "sparse_attention"),
-        }
-        for name, (given, needed, allowed) in needs.items():
-            if needed and not given:
-                raise ArgumentError(self.op, name, getattr(self, name), f"must be given for {self.op}")
-            if given and not allowed:
-                raise ArgumentError(self.op, name, getattr(self, name), f"{self.op} has none")
-        if self.op == "mla_attention" and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
+        row = ROWS[self.op]
+        for name, absent in _STORAGE.items():
+            given = getattr(self, name)
+            if given == absent and name in row.needs:
+                raise ArgumentError(self.op, name, given, f"must be given for {self.op}")
+            if given != absent and name not in row.takes:
+                raise ArgumentError(self.op, name, given, f"{self.op} has none")
+        if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
             )
@@ -179,9 +171,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         it takes it (`takes`) is not taken. Only sizes, types and places in memory are not, which each path looks at.
         """
         found: dict[str, None] = {}
+        own = _OPS_OWN.get(self.op, ())
         for name, default in _defaults(type(self)):
             value = getattr(self, name)
-            if name in _PLAIN or value is default or self.op in _OPS_OWN.get(name, ()):
+            if name in _PLAIN or value is default or name in own:
                 continue
             if value == (self.head_dim if name == "head_dim_v" else default):
                 continue
@@ -213,26 +206,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             # The lengths are on the device: what is known is how long a sequence is on average.
             rows = -(-(self.total_q or 0) // max(self.batch, 1))
         return {
+            **{name: getattr(self, name) for name in ASKED},
             "causal": self.causal != "none",
             "causal_align": self.causal,
             "gqa": self.group > 1,
-            "seqlens_q": self.seqlens_q,
-            "seqlens_k": self.seqlens_k,
-            "leftpad_q": self.leftpad_q,
-            "leftpad_k": self.leftpad_k,
             "paged": self.page_size > 0,
             "packed": self.packed,
             "window": self.window,
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-            "bias": self.bias,
-            "mask": self.mask,
-            "log_weights": self.log_weights,
-            "magicpig": self.magicpig,
-            # What is done to every score of a tile, and so takes registers.
+            # What is done to every score of a tile takes registers.
             "featured": self.window or self.softcap or self.alibi_slopes or self.bias or self.mask,
-            "return_lse": self.return_lse,
             "aligned": self.aligned,
             "large": self.large,
             "batch": 1 if self.num_splits else self.batch,
@@ -246,7 +228,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "widest": max(self.head_dim, self.head_dim_v),
             "page_size": self.page_size,
             "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
-            "rows": rows * self.group if self.op in GROUPED else rows,
+            "rows": rows * self.group if ROWS[self.op].packs_heads else rows,
             # Tiles of 128 query rows of all heads and sequences: how much there is for a chip's cores to share.
             "query_tiles": (1 if self.num_splits else self.batch) * self.heads_q * -(-rows // QUERY_TILE),
             "dtype": self.dtype,
@@ -279,7 +261,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ]
         if self.packed:
             sizes.append(f"{self.batch} sequences")
-        flags = [flag for flag in _SHOWN if getattr(self, flag)]
+        flags = [flag for flag in ASKED if getattr(self, flag)]
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []
@@ -293,13 +275,14 @@ _PLAIN = frozenset(
         "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large",
     }
 )  # fmt: skip
+# Flags that follow from tensors and modes, not from what a caller asks for.
+_UNASKED = frozenset(
+    {"pages_in_line", "bias_by_key", "mask_by_key", "large", "needs_grad", "dropout", "negative_scale"}
+)
 # Fields that an op is not called without.
-_OPS_OWN = {
-    "total_q": ("varlen_attention",),
-    "total_k": ("varlen_attention",),
-    "page_size": ("paged_attention", "mla_attention"),
-    "tokens": ("sparse_attention",),
-}
+_OPS_OWN = {op: (*row.needs, *(name for name in row.takes if name == "tokens")) for op, row in ROWS.items()}
+# How keys and queries are stored, and what says that they are not stored so.
+_STORAGE: dict[str, int | None] = {"total_q": None, "total_k": None, "page_size": 0, "tokens": 0}
 # What a field's demand is called, where not as the field is.
 _DEMANDS = {
     "window_left": "window", "window_right": "window", "total_q": "packed", "total_k": "packed", "page_size": "paged",
@@ -315,13 +298,8 @@ def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
 # Every name that Problem.demands can give today.
 DEMANDS = frozenset({_DEMANDS.get(name, name) for name, _ in _defaults(Problem)} - _PLAIN | {"causal_top_left", "gqa"})
 _last_features: tuple[Problem | None, dict[str, Any]] = (None, {})
-# Ops whose kernels pack the query heads of one key/value head into the rows of a tile.
-GROUPED = ("decode_attention", "paged_attention", "mla_attention")
-_RAGGED = ("paged_attention", "mla_attention")  # ops whose queries may be packed over a paged cache
-_SHOWN = (
-    "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "softcap", "alibi_slopes", "sinks", "bias", "mask",
-    "log_weights", "magicpig", "return_lse",
-)  # fmt: skip
+# Flags that a caller asks for: named where a problem is shown, and by conditions.
+ASKED = tuple(name for name, default in _defaults(Problem) if default is False and name not in _UNASKED)
 # Field -> (least, most).
 _LIMITS = {
     "batch": (0, MAX_SIZE),

@@ -28,6 +28,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.planning.variant_path import source_digest
 from portattn.schema import toml_reader
+from portattn.schema.ops import ROWS
 from portattn.schema.outcome import Incident, Verdict
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
@@ -50,30 +51,10 @@ _KERNELS = re.compile(
     re.IGNORECASE,
 )
 
-_COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
-_PLAIN: dict[str, Any] = {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
-_FEATURED: dict[str, Any] = {"head_dim": 128, "dtype": "bf16", "sinks": True, "window_left": 70}
-_ROWS: dict[str, Any] = {"seq_q": 77, "seq_k": 141}
-_LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
-_PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
-_CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
-_PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
-_LATENT: dict[str, Any] = _PAGES | {"heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16"}
-# Ragged tails, grouped heads, masks, windows, sinks, keys split over programs; random calls add large scores, rows that
-# attend nothing and NaN wherever nothing is attended (reference/randomcalls.py).
+# Random calls add large scores, rows that attend nothing, and NaN where nothing is attended (random_calls.py).
 CASES: Mapping[str, tuple[Problem, ...]] = {
-    op: tuple(Problem(op=op, **_COMMON | fields) for fields in problems)  # type: ignore[arg-type]
-    for op, problems in {
-        "attention": (_ROWS | _LENGTHS | _PLAIN | {"mask": True}, _ROWS | _LENGTHS | _FEATURED),
-        "varlen_attention": (_PACKED | _PLAIN, _PACKED | _FEATURED),
-        "decode_attention": (_CACHE | _PLAIN | {"mask": True, "num_splits": 3}, _CACHE | _FEATURED | {"bias": True}),
-        "paged_attention": (_PAGES | _PLAIN | {"num_splits": 2}, _PAGES | _FEATURED),
-        "sparse_attention": (
-            _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
-            _PAGES | {"seq_q": 1, "head_dim": 128, "dtype": "bf16", "tokens": 50, "sinks": True},
-        ),
-        "mla_attention": (_LATENT | {"causal": "bottom_right", "num_splits": 2},),
-    }.items()
+    op: tuple(Problem(op=op, **fields) for fields in row.canaries)  # type: ignore[arg-type]
+    for op, row in ROWS.items()
 }
 
 

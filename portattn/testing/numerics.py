@@ -17,8 +17,9 @@ from packaging.version import Version
 
 from portattn.planning.kernel_specs import CORES, DecodeSplit, ceil_div
 from portattn.schema.lowering import Launch
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
-from portattn.schema.problem import GROUPED, Problem
+from portattn.schema.problem import Problem
 from portattn.schema.toolchain import installed
 from portattn.testing.findings import Numerics
 from portattn.worker.client import Reply, Worker
@@ -49,7 +50,7 @@ def interpreter_missing() -> str:
 
 def scaled(problem: Problem, launch: Launch) -> Problem:
     """The problem with batch, heads and lengths scaled down for the interpreter."""
-    group = problem.group if problem.op in GROUPED else 1
+    group = problem.group if ROWS[problem.op].packs_heads else 1
     keys = 2 * launch.block_n + RAGGED
     if launch.splits > 1:
         keys = max(keys, 3 * launch.block_n + RAGGED)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from portattn.errors import ArgumentError
-from portattn.schema.options import HAS_LENGTHS, TAKES
-from portattn.schema.problem import DTYPES, MAX_SPLITS, UNLIMITED, Problem
+from portattn.schema.ops import FLAGS, ROWS
+from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, Problem
 from portattn.schema.target import Target
 from portattn.tools import shell_values
 from portattn.tools.shell_values import ALIGNMENTS as CAUSAL
@@ -25,6 +25,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "mla_attention": ("page_size", "dv"),
 }
 _DEFAULTS = {"layout": "bhsd", "page_layout": "phd"}  # of what is no flag and not None when it is not given
+
+
+_FLAGS = tuple(name for name in ASKED if name != "return_lse")  # which is --lse
 
 
 class CausalCommand(click.Command):
@@ -80,21 +83,11 @@ def problem_options(function: F) -> F:
             click.option(
                 "--window", metavar="L,R", help="Keys seen before and after a query's own position; -1 for all of them."
             ),
-            click.option("--softcap", is_flag=True, help="Scores are capped."),
-            click.option("--alibi", "alibi_slopes", is_flag=True, help="ALiBi slopes are given."),
-            click.option("--sinks", is_flag=True, help="Attention sinks are given."),
-            click.option("--bias", is_flag=True, help="A bias is given."),
-            click.option("--mask", is_flag=True, help="A boolean mask is given."),
+            *(click.option(_option(name), name, is_flag=True, help=f"{FLAGS[name]}.") for name in _FLAGS),
             click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
             click.option(
                 "--mask-by-key", is_flag=True, help="A boolean mask is given, one row for all heads and queries."
             ),
-            click.option("--seqlens-q", is_flag=True, help="Query lengths are given per sequence."),
-            click.option(
-                "--seqlens-k", is_flag=True, help="Key lengths are given per sequence; of pages they always are."
-            ),
-            click.option("--leftpad-q", is_flag=True, help="Queries are padded on the left."),
-            click.option("--leftpad-k", is_flag=True, help="Keys are padded on the left."),
             click.option("--total-q", type=int, metavar="N", help="Queries are packed, N rows together."),
             click.option("--total-k", type=int, metavar="N", help="Keys are packed, N rows together."),
             click.option("--page-size", type=int, metavar="N", help="The cache has pages of N tokens."),
@@ -111,8 +104,6 @@ def problem_options(function: F) -> F:
                 help="Pages do not follow each other row by row, as in a cache of K and V together (no TMA).",
             ),
             click.option("--tokens", type=int, metavar="N", help="Places for chosen tokens of each head."),
-            click.option("--log-weights", is_flag=True, help="Chosen tokens have weights."),
-            click.option("--magicpig", is_flag=True, help="Chosen tokens were sampled by MagicPIG."),
             click.option("--num-splits", type=int, metavar="N", help="Programs that must share a row's keys."),
             click.option("--lse", is_flag=True, help="The log-sum-exp is returned as well."),
             click.option("--layout", default="bhsd", show_default=True, metavar="bhsd|bshd", help="Order in memory."),
@@ -182,7 +173,7 @@ def problem_from(
         for name in ("bias", "mask"):
             if given[name]:
                 raise ArgumentError(op, _option(name), True, "goes with queries that are not packed (--total-q)")
-    given["seqlens_k"] = given["seqlens_k"] or op in HAS_LENGTHS
+    given["seqlens_k"] = given["seqlens_k"] or ROWS[op].always_lengths
     counts: dict[str, Any] = {name: given.pop(name) or 0 for name in ("page_size", "tokens", "num_splits")}
     return Problem(
         op=op,  # type: ignore[arg-type]  # Problem checks its vocabulary, and names what it does not know
@@ -197,7 +188,7 @@ def problem_from(
         return_lse=lse,
         aligned=not unaligned,
         # With tokens first, rows of one head are equally far apart in a page and from one page to the next.
-        pages_in_line=op in HAS_LENGTHS and not pages_apart and (given["page_layout"] == "phd" or heads_k == 1),
+        pages_in_line=ROWS[op].always_lengths and not pages_apart and (given["page_layout"] == "phd" or heads_k == 1),
         **_masked(op, causal, window, seq_q + seq_k),
         **counts,
         **given,
@@ -212,7 +203,7 @@ def _check_taken(op: str, given: dict[str, Any]) -> None:
     """Options that the op has not, and those that it cannot do without."""
     for name, value in given.items():
         absent = value is None or value is False or value == _DEFAULTS.get(name)
-        if name != "dv" and not absent and name.removesuffix("_by_key") not in TAKES[op]:
+        if name != "dv" and not absent and name.removesuffix("_by_key") not in ROWS[op].options:
             raise ArgumentError(op, _option(name), value, f"{op} has none")
         if absent and name in NEEDS.get(op, ()):
             raise ArgumentError(op, _option(name), value, f"must be given for {op}")

@@ -28,7 +28,7 @@ def build(
     tensors         q, k, v and q_rope by the Call's names, with the axes that a Call has; without v it is the first
                     head_dim_v columns of k
     problem, call   the other fields of either that are this op's own
-    differentiable  what gradients could be asked for
+    differentiable  what gradients could be asked for, beside the features
     """
     views: dict[str, Any] = {name: reachable(tensor.resolve_neg()) for name, tensor in tensors.items()}
     copied = features.copied or any(views[name] is not tensor for name, tensor in tensors.items())
@@ -42,7 +42,7 @@ def build(
         pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
         aligned=all(aligned(tensor) for tensor in columns),
         large=is_large(*columns),
-        needs_grad=wants_gradients(*differentiable),
+        needs_grad=wants_gradients(*differentiable, *features.floating),
         negative_scale=scale < 0.0,
         **problem,
         **features.problem,

@@ -22,7 +22,7 @@ from portattn.validate.checks import (
     check_tensor,
     check_width,
 )
-from portattn.validate.features import Features
+from portattn.validate.features import Features, Scores
 
 AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
 
@@ -48,16 +48,14 @@ def attention_call(
     seqlens_k: torch.Tensor | None = None,
     leftpad_q: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     dropout_p: float = 0.0,
+    **features: Any,
 ) -> Call:
-    """Check everything and build the Call; q, k and v become (B, H, S, D) views. Raises ArgumentError."""
+    """Check everything and build the Call; q, k and v become (B, H, S, D) views. Raises ArgumentError.
+
+    features  the other arguments by name, each checked by Features
+    """
     check_layout(op, layout)
     for name, tensor in zip(names, (q, k, v), strict=True):
         check_tensor(op, name, tensor, AXES[layout])
@@ -96,18 +94,13 @@ def attention_call(
     if values.reads(settings, q):
         values.lengths(op, "q", seqlens_q, leftpad_q, seq_q)
         values.lengths(op, "k", seqlens_k, leftpad_k, seq_k)
-    features = Features(op, q.device, q.dtype)
-    features.window(window, alignment, seq_q + seq_k)
-    features.softcap(softcap)
-    features.alibi_slopes(alibi_slopes, batch, heads_q)
-    features.sinks(sinks, heads_q)
-    features.bias(bias, (batch, heads_q, seq_q, seq_k))
-    features.mask(mask, (batch, heads_q, seq_q, seq_k))
+    found = Features(op, q.device, q.dtype)
+    found.check(features, Scores(batch, heads_q, seq_q, seq_k, alignment, seq_q + seq_k))
 
     return build(
         op,
         {"q": q, "k": k, "v": v},
-        features,
+        found,
         scale=scale,
         problem={
             "batch": batch,
@@ -124,5 +117,15 @@ def attention_call(
             "dropout": dropout_p > 0.0,
         },
         call={**lengths, "dropout_p": dropout_p},
-        differentiable=(q, k, v, sinks, bias, alibi_slopes),
+        differentiable=(q, k, v),
     )
+
+
+def dense_call(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> Call:
+    """attention's arguments as a Call."""
+    return attention_call("attention", q, k, v, names=("q", "k", "v"), **rest)
+
+
+def decode_call(*, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **rest: Any) -> Call:
+    """decode_attention's arguments as a Call."""
+    return attention_call("decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), **rest)

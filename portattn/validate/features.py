@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +16,52 @@ from portattn.validate.checks import check_done, check_number, check_place
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
 
 
-class Features:
-    """What a call asks for beyond its shapes, checked. `problem` and `call` are what goes into either.
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores that features are checked against.
 
-    copied  one of the tensors is a copy of the caller's
+    causal  the alignment of the causal mask, or "none"
+    reach   more than any distance between a query and a key
+    packed  whether queries are packed, so that (rows, keys) has no place for a score of each
+    """
+
+    batch: int
+    heads: int
+    rows: int
+    keys: int
+    causal: str = "none"
+    reach: int = 0
+    packed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.rows, self.keys
+
+
+class Features:
+    """What a call asks for beyond its shapes, checked: a method for each argument, of its name.
+
+    problem, call  what goes into either
+    floating       tensors that gradients could be asked for
+    copied         one of the tensors is a copy of the caller's
     """
 
     def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
         self.op, self.device, self.dtype = op, device, dtype
         self.problem: dict[str, Any] = {}
         self.call: dict[str, Any] = {}
+        self.floating: list[torch.Tensor] = []
         self.copied = False
 
-    def window(self, window: Any, causal: str, reach: int) -> None:
+    def check(self, given: Mapping[str, Any], scores: Scores) -> None:
+        """Check each argument of an operation that is a feature."""
+        for name, value in {"window": None, **given}.items():  # a window is where the causal mask ends up
+            getattr(self, name)(value, scores)
+
+    def window(self, window: Any, scores: Scores) -> None:
         """window (left, right) and the causal mask, in one form: what hides nothing is unlimited, and a right side of 0
-        is causal. `reach` is more than any distance between a query and a key."""
+        is causal."""
+        causal, reach = scores.causal, scores.reach
         left = right = UNLIMITED
         if window is not None:
             # A list could not be part of the key by which a call is found again (portattn/launch/cache.py).
@@ -50,7 +83,7 @@ class Features:
             raise ArgumentError(self.op, f"window's {name}", side, "must be an integer ≥ 0, or None or -1 for no limit")
         return side
 
-    def softcap(self, softcap: Any) -> None:
+    def softcap(self, softcap: Any, scores: Scores) -> None:
         if softcap is None:
             return
         value = check_number(self.op, "softcap", softcap)
@@ -59,9 +92,10 @@ class Features:
             raise ArgumentError(self.op, "softcap", softcap, limit)
         self.problem["softcap"], self.call["softcap"] = value > 0.0, value
 
-    def alibi_slopes(self, slopes: Any, batch: int, heads_q: int) -> None:
+    def alibi_slopes(self, slopes: Any, scores: Scores) -> None:
         if slopes is None:
             return
+        batch, heads_q = scores.batch, scores.heads
         self._tensor("alibi_slopes", slopes, (torch.float32,))
         if tuple(slopes.shape) not in ((heads_q,), (batch, heads_q)):
             limit = f"must be (heads_q,) or (batch, heads_q), ({heads_q},) or ({batch}, {heads_q})"
@@ -69,24 +103,23 @@ class Features:
         check_place(self.op, "alibi_slopes", slopes, self.device, contiguous=False)
         self._add("alibi_slopes", slopes.expand(batch, heads_q))
 
-    def sinks(self, sinks: Any, heads_q: int) -> None:
+    def sinks(self, sinks: Any, scores: Scores) -> None:
         if sinks is None:
             return
+        heads_q = scores.heads
         self._tensor("sinks", sinks, (torch.float32, self.dtype))
         if tuple(sinks.shape) != (heads_q,):
             raise ArgumentError(self.op, "sinks.shape", tuple(sinks.shape), f"must be (heads_q,), ({heads_q},)")
         check_place(self.op, "sinks", sinks, self.device, contiguous=True)
         self._add("sinks", sinks)
 
-    def bias(self, bias: Any, shape: tuple[int, int, int, int]) -> None:
+    def bias(self, bias: Any, scores: Scores) -> None:
         if bias is not None:
-            self._tensor("bias", bias, (torch.float32, self.dtype))
-            self._add_scores("bias", bias, shape)
+            self._by_score("bias", bias, (torch.float32, self.dtype), scores)
 
-    def mask(self, mask: Any, shape: tuple[int, int, int, int]) -> None:
+    def mask(self, mask: Any, scores: Scores) -> None:
         if mask is not None:
-            self._tensor("mask", mask, (torch.bool,))
-            self._add_scores("mask", mask, shape)
+            self._by_score("mask", mask, (torch.bool,), scores)
 
     def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):
@@ -114,10 +147,16 @@ class Features:
             return tensor.contiguous().expand(shape)
         return view
 
-    def _add_scores(self, name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
-        view = self._broadcast(name, tensor, shape)
+    def _by_score(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], scores: Scores) -> None:
+        if scores.packed:
+            given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ArgumentError(self.op, name, given, "packed queries take none: pad them")
+        self._tensor(name, tensor, dtypes)
+        view = self._broadcast(name, tensor, scores.shape)
         self._add(name, view)
         self.problem[f"{name}_by_key"] = all(view.stride(axis) == 0 or view.shape[axis] == 1 for axis in (1, 2))
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.problem[name], self.call[name] = True, tensor
+        if tensor.is_floating_point():
+            self.floating.append(tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from portattn.config import Settings
@@ -37,17 +39,12 @@ def mla_call(
     max_seqlen_q: int | None = None,
     scale: float,
     causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
+    **features: Any,
 ) -> Call:
-    """Check everything and build the Call. Raises ArgumentError."""
+    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q_nope": q_nope, "q_rope": q_rope}, layout, cu_seqlens_q, max_seqlen_q, settings)
     check_tensor(OP, "kv_pages", kv_pages, ("pages", "page_size", "rank + rope"))
     check_like(OP, "kv_pages", kv_pages, "q_nope", q_nope)
@@ -72,13 +69,13 @@ def mla_call(
     scale = check_number(OP, "scale", scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
-    features = Features(OP, q_nope.device, q_nope.dtype)
-    queries.features(features, alignment, capacity, window, softcap, alibi_slopes, sinks, bias, mask)
+    found = Features(OP, q_nope.device, q_nope.dtype)
+    found.check(features, queries.scores(alignment, capacity))
     q, rotated = queries.tensors
     return build(
         OP,
         {"q": q, "q_rope": rotated, "k": kv_pages[:, None]},
-        features,
+        found,
         scale=scale,
         problem={
             "heads_k": 1,
@@ -92,5 +89,5 @@ def mla_call(
             **queries.problem,
         },
         call={"seqlens_k": seqlens_k, "page_table": page_table, **queries.call},
-        differentiable=(q_nope, q_rope, kv_pages, sinks, bias, alibi_slopes),
+        differentiable=(q_nope, q_rope, kv_pages),
     )

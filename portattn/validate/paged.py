@@ -26,7 +26,7 @@ from portattn.validate.checks import (
     check_width,
 )
 from portattn.validate.dense import AXES, check_layout
-from portattn.validate.features import Features
+from portattn.validate.features import Features, Scores
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import beginnings, packed
 
@@ -122,32 +122,10 @@ class Queries:
         self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
         self.is_packed = cu_seqlens_q is not None
 
-    def features(
-        self,
-        features: Features,
-        causal: str,
-        capacity: int,
-        window: Any,
-        softcap: Any,
-        alibi_slopes: Any,
-        sinks: Any,
-        bias: Any,
-        mask: Any,
-    ) -> None:
-        """Check the features against these queries and a cache of this capacity."""
+    def scores(self, causal: str, capacity: int) -> Scores:
+        """The scores of these queries over a cache of this capacity."""
         heads = self.tensors[0].shape[1]
-        features.window(window, causal, self.rows + capacity)
-        features.softcap(softcap)
-        features.alibi_slopes(alibi_slopes, self.batch, heads)
-        features.sinks(sinks, heads)
-        if self.is_packed:
-            for name, tensor in (("bias", bias), ("mask", mask)):
-                if tensor is not None:
-                    given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                    raise ArgumentError(features.op, name, given, "packed queries take none: pad them")
-        shape = (self.batch, heads, self.rows, capacity)
-        features.bias(bias, shape)
-        features.mask(mask, shape)
+        return Scores(self.batch, heads, self.rows, capacity, causal, self.rows + capacity, self.is_packed)
 
 
 def paged_call(
@@ -162,18 +140,13 @@ def paged_call(
     max_seqlen_q: int | None = None,
     scale: float | None = None,
     causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
     page_layout: str = "phd",
+    **features: Any,
 ) -> Call:
-    """Check everything and build the Call. Raises ArgumentError."""
+    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q": q}, layout, cu_seqlens_q, max_seqlen_q, settings)
     k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout)
     check_like(OP, "k_pages", k, "q", q)
@@ -192,12 +165,12 @@ def paged_call(
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
-    features = Features(OP, q.device, q.dtype)
-    queries.features(features, alignment, capacity, window, softcap, alibi_slopes, sinks, bias, mask)
+    found = Features(OP, q.device, q.dtype)
+    found.check(features, queries.scores(alignment, capacity))
     return build(
         OP,
         {"q": queries.tensors[0], "k": k, "v": v},
-        features,
+        found,
         scale=scale,
         problem={
             "heads_k": k.shape[1],
@@ -212,5 +185,5 @@ def paged_call(
             **queries.problem,
         },
         call={"seqlens_k": seqlens_k, "page_table": page_table, **queries.call},
-        differentiable=(q, k, v, sinks, bias, alibi_slopes),
+        differentiable=(q, k, v),
     )

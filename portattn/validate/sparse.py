@@ -24,7 +24,7 @@ from portattn.validate.checks import (
     check_width,
 )
 from portattn.validate.dense import AXES, check_layout
-from portattn.validate.features import Features
+from portattn.validate.features import Features, Scores
 from portattn.validate.paged import check_page_layout, check_pages, check_table
 
 OP: Op = "sparse_attention"
@@ -43,19 +43,21 @@ def sparse_call(
     seqlens_k: torch.Tensor | None = None,
     log_weights: torch.Tensor | None = None,
     magicpig: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None = None,
+    magicpig_bits: torch.Tensor | None = None,
+    magicpig_tables: torch.Tensor | None = None,
     scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
     page_layout: str = "phd",
+    **features: Any,
 ) -> Call:
-    """Check everything and build the Call. Raises ArgumentError.
+    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError.
 
-    magicpig  K and L: integers, which have been checked, or tensors
+    magicpig  K and L: integers, which have been checked, or tensors, which may also have names of their own
     """
+    if magicpig_bits is not None and magicpig_tables is not None:
+        magicpig = magicpig_bits, magicpig_tables
     check_layout(OP, layout)
     check_page_layout(OP, page_layout)
     check_tensor(OP, "q", q, AXES[layout])
@@ -100,14 +102,12 @@ def sparse_call(
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
     extra = _weights(log_weights, magicpig, counts, shape, settings)
-    features = Features(OP, q.device, q.dtype)
-    features.softcap(softcap)
-    features.alibi_slopes(alibi_slopes, batch, heads_q)
-    features.sinks(sinks, heads_q)
+    found = Features(OP, q.device, q.dtype)
+    found.check(features, Scores(batch, heads_q, seq_q, capacity))
     return build(
         OP,
         {"q": q, "k": k, "v": v},
-        features,
+        found,
         scale=scale,
         problem={
             "batch": batch,
@@ -128,7 +128,7 @@ def sparse_call(
             "layout": layout,
         },
         call={"seqlens_k": seqlens_k, "page_table": page_table, "indices": indices, "counts": counts, **extra},
-        differentiable=(q, k, v, log_weights, sinks, alibi_slopes),
+        differentiable=(q, k, v, log_weights),
     )
 
 

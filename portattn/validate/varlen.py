@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from portattn.config import Settings
@@ -22,7 +24,7 @@ from portattn.validate.checks import (
     check_tensor,
     check_width,
 )
-from portattn.validate.features import Features
+from portattn.validate.features import Features, Scores
 
 OP: Op = "varlen_attention"
 AXES = ("tokens", "heads", "head_dim")
@@ -54,13 +56,10 @@ def varlen_call(
     settings: Settings,
     scale: float | None = None,
     causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    **features: Any,
 ) -> Call:
-    """Check everything and build the Call. Raises ArgumentError."""
+    """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(OP, name, tensor, AXES)
     check_like(OP, "k", k, "q", q)
@@ -87,15 +86,13 @@ def varlen_call(
     if values.reads(settings, q):
         values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    features = Features(OP, q.device, q.dtype)
-    features.window(window, alignment, q.shape[0] + k.shape[0])
-    features.softcap(softcap)
-    features.alibi_slopes(alibi_slopes, batch, q.shape[1])
-    features.sinks(sinks, q.shape[1])
+    found = Features(OP, q.device, q.dtype)
+    scores = Scores(batch, q.shape[1], q.shape[0], k.shape[0], alignment, q.shape[0] + k.shape[0], packed=True)
+    found.check(features, scores)
     return build(
         OP,
         {"q": packed(q), "k": packed(k), "v": packed(v)},
-        features,
+        found,
         scale=scale,
         problem={
             "batch": batch,
@@ -111,5 +108,5 @@ def varlen_call(
             "return_lse": return_lse,
         },
         call={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
-        differentiable=(q, k, v, sinks, alibi_slopes),
+        differentiable=(q, k, v),
     )

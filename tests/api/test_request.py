@@ -1,7 +1,8 @@
-"""A Request: collected instead of performed, found again by its key, and the settings that a call's own words make."""
+"""A Request: made without being performed, found again by its key, and the settings that a call's own words make."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,50 +11,78 @@ from opcalls import CALLS, assert_right, changed, given, perform, pretend_accele
 from support import Device, random_call
 
 import portattn
-from portattn.api import dispatch
-from portattn.api.request import Request, collecting, settings_for
+from portattn.api import dispatch, ops
+from portattn.api.ops import make_request
+from portattn.api.request import Request, settings_for
 from portattn.config import Settings
+from portattn.schema.ops import ROWS
 
 
 def tensors(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
-def test_collected_requests_are_not_performed(monkeypatch: pytest.MonkeyPatch) -> None:
+def request(op: str, *arguments: Any, **others: Any) -> Request:
+    return make_request("plan", op, arguments, others)
+
+
+def test_a_request_is_neither_validated_nor_performed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "run", lambda *arguments: pytest.fail("something ran"))
     q, k, v = tensors(1, 2, 3, 8)
-    with collecting() as requests:
-        assert portattn.attention(q, k, v) is None
-        assert portattn.decode_attention(q, k, v, None, return_lse=True) is None
-        assert portattn.attention(q, [k], v) is None, "nothing is validated either"
-    assert [r.op for r in requests] == ["attention", "decode_attention", "attention"]
-    assert requests[0].tensors["q"] is q
-    assert requests[1].return_lse
-    assert requests[0].build().problem.op == "attention"
+    dense = request("attention", q, k, v)
+    assert (dense.op, dense.build().problem.op) == ("attention", "attention")
+    assert dense.tensors["q"] is q
+    assert request("decode_attention", q, k, v, None, return_lse=True).return_lse
     with pytest.raises(portattn.ArgumentError, match="k is 'list'"):
-        requests[2].build()
+        request("attention", q, [k], v).build()
 
 
-def test_collecting_ends_with_its_block() -> None:
+def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_them() -> None:
     q, k, v = tensors(1, 2, 3, 8)
-    with collecting() as outer:
-        with collecting() as inner:
-            portattn.attention(q, k, v)
-        portattn.attention(q, k, v)
-    assert (len(outer), len(inner)) == (1, 1)
-    with pytest.raises(RuntimeError, match="stop"), collecting():
-        raise RuntimeError("stop")
-    assert isinstance(portattn.attention(q, k, v), torch.Tensor)
+    for arguments, others in (((q, k), {}), ((q, k, v), {"colour": 1}), ((q, k, v, 1.0), {}), ((q, k, v), {"q": q})):
+        with pytest.raises(TypeError) as direct:
+            portattn.attention(*arguments, **others)
+        with pytest.raises(TypeError) as planned:
+            portattn.plan("attention", *arguments, **others)
+        assert str(planned.value) == str(direct.value)
+
+
+@pytest.mark.parametrize("op", ROWS)
+def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `try_cached` gets them in the row's order: calls are found again by it."""
+    row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
+    own = {"backend", "validate", "magicpig_bits", "magicpig_tables"}
+    named = {*row.tensors.values(), *row.values}
+    assert named - own == set(parameters) - own
+    seen: list[Any] = []
+
+    def looked_for(op: str, tensors: Any, values: Any, lengths: Any = ()) -> None:
+        seen.append((op, tensors, values, lengths))
+
+    monkeypatch.setattr(ops, "try_cached", looked_for)
+    monkeypatch.setattr(ops, "perform", seen.append)
+    given = {name: f"{name} as given" for name in parameters} | {"backend": None, "validate": None}
+    if "magicpig" in parameters:
+        given |= {"magicpig": (3, 4)}
+    getattr(portattn, op)(**given)
+    (name, among, values, lengths), made = seen
+    assert name == made.op == op
+    assert among == tuple(made.tensors.values())
+    assert values == made.fixed_values
+    assert lengths == tuple(made.lengths.values())
+    for name, parameter in row.tensors.items():
+        assert made.tensors[name] == given.get(parameter), name
 
 
 def test_calls_on_a_cpu_are_not_kept() -> None:
     q, k, v = tensors(1, 2, 3, 8)
-    with collecting() as requests:
-        portattn.attention(q, k, v)
-        portattn.attention(*(t.to("meta") for t in (q, k, v)))
-        portattn.attention(q.to("meta"), [k], v)
-        portattn.attention(None, k, v)
-    assert [r.keepable() for r in requests] == [False] * 4
+    made = [
+        request("attention", q, k, v),
+        request("attention", *(t.to("meta") for t in (q, k, v))),
+        request("attention", q.to("meta"), [k], v),
+        request("attention", None, k, v),
+    ]
+    assert [r.keepable() for r in made] == [False] * 4
 
 
 SETTINGS = {

@@ -16,8 +16,8 @@ from support import Device
 import portattn
 from portattn.api import monitor, specs, warmup
 from portattn.api.monitor import nearest
+from portattn.api.ops import make_request
 from portattn.api.perform import perform
-from portattn.api.request import collecting
 from portattn.cli import main
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
@@ -189,9 +189,7 @@ def test_the_nearest_kept_call_is_the_one_that_differs_in_least(
 
     def call(first: int, rows: int, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
         q = memory[first : first + rows * 8].view(1, 1, rows, 8).to(dtype)
-        with collecting() as requests:
-            portattn.attention(q, q, q, **values)
-        return requests[0]
+        return make_request("plan", "attention", (q, q, q), values)
 
     assert nearest(call(0, 4)) is None
     perform(call(0, 4, causal=True, scale=2.0))
@@ -214,9 +212,7 @@ def test_what_differs_is_named_as_the_caller_does(device: Device, monkeypatch: p
 
     def call(keys: int) -> Any:
         cache = torch.zeros(1, 1, keys, 16)
-        with collecting() as requests:
-            portattn.decode_attention(torch.zeros(1, 1, 1, 16), cache, cache, None)
-        return requests[0]
+        return make_request("plan", "decode_attention", (torch.zeros(1, 1, 1, 16), cache, cache, None), {})
 
     perform(call(4))
     found = nearest(call(5))

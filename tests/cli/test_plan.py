@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import portattn as library
-from portattn.schema.options import TAKES
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS
 
@@ -95,8 +95,8 @@ PARAMETERS = {
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
     parameters = set(inspect.signature(getattr(library, op)).parameters)
-    known = {name for names in TAKES.values() for name in names}
-    assert set(TAKES[op]) == {name for name in known if PARAMETERS.get(name, name) in parameters}
+    known = {name for row in ROWS.values() for name in row.options}
+    assert set(ROWS[op].options) == {name for name in known if PARAMETERS.get(name, name) in parameters}
 
 
 def meta(*shape, dtype=torch.bfloat16):

@@ -10,7 +10,7 @@ import torch
 from good_calls import LAID_OUT, OPS, good, perform, ragged, sparse_paged
 
 import portattn
-from portattn.api.request import collecting
+from portattn.api.ops import make_request
 from portattn.config import Settings
 from portattn.schema.call import Call
 from portattn.validate import attention_call
@@ -126,9 +126,7 @@ def test_rows_too_far_apart_for_32_bit_offsets_are_copied() -> None:
 
 
 def built(op: str, arguments: dict[str, Any]) -> Call:
-    with collecting() as requests:
-        perform(op, arguments)
-    return requests[0].build()
+    return make_request("plan", op, (), arguments).build()
 
 
 CALLS = {op: (op, good(op)) for op in OPS} | {

@@ -12,20 +12,13 @@ import jinja2
 import msgspec
 
 from portattn.planning.registry import Registry
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
 from portattn.testing.numerics import figure
 from portattn.tools.matrix.cells import Cell, Footnote, Run
 
 BACKEND_TITLES = {"cuda": "NVIDIA", "rocm": "AMD", "ascend": "Huawei Ascend", "cpu": "CPU"}
-OP_TITLES = {
-    "attention": "Dense",
-    "varlen_attention": "Packed sequences",
-    "decode_attention": "Decode over a contiguous cache",
-    "paged_attention": "Pages",
-    "sparse_attention": "Chosen tokens",
-    "mla_attention": "Latent cache",
-}
 LEVEL_MEANS = {
     "declared": "planned; nothing was compiled",
     "compiles": "to machine code that fits the chip and does not spill",
@@ -81,7 +74,7 @@ def render(run: Run, cells: list[Cell]) -> str:
         columns=columns,
         groups=_groups(columns),
         ops=ops,
-        titles=OP_TITLES,
+        titles={op: row.title for op, row in ROWS.items()},
         numbers=numbers,
         footnotes=[(number, *_used(quirk, cells)) for quirk, number in numbers.items()],
         legend=[(name, LEVEL_MEANS.get(name) or STATUS_MEANS[name], counts[name]) for name in order],

@@ -20,8 +20,8 @@ from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch
-from portattn.schema.options import HAS_LENGTHS, TAKES
-from portattn.schema.problem import GROUPED, Problem
+from portattn.schema.ops import ROWS
+from portattn.schema.problem import Problem
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, parse_range
@@ -296,7 +296,7 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
     if "gqa" in chosen:
         chosen["group"] = 4 if chosen.pop("gqa") else 1
     if "rows" in chosen:
-        chosen["seq_q"] = -(-chosen.pop("rows") // (chosen["group"] if op in GROUPED else 1))
+        chosen["seq_q"] = -(-chosen.pop("rows") // (chosen["group"] if ROWS[op].packs_heads else 1))
     if "widest" in chosen:
         widest = chosen.pop("widest")
         chosen["head_dim" if "head_dim" not in named else "head_dim_v"] = widest
@@ -315,9 +315,9 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         problem = Problem(op=op, heads_q=heads_q, causal=causal, **chosen)  # type: ignore[arg-type]
     except ArgumentError as error:
         raise ValueError(f"nothing known meets when.features: {error}") from None
-    for name in dict.fromkeys(name for names in TAKES.values() for name in names):
-        if getattr(problem, name) != _NOTHING.get(name, False) and name not in TAKES[op]:
+    for name in dict.fromkeys(name for row in ROWS.values() for name in row.options):
+        if getattr(problem, name) != _NOTHING.get(name, False) and name not in ROWS[op].options:
             raise ValueError(f"nothing known meets when.features on {name}: {op} has none")
-    if op in HAS_LENGTHS and not problem.seqlens_k:
+    if ROWS[op].always_lengths and not problem.seqlens_k:
         raise ValueError(f"nothing known meets when.features on seqlens_k: {op} always has it")
     return problem

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from portattn.errors import ArgumentError
-from portattn.schema.options import HAS_LENGTHS, TAKES
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import OPS
 from portattn.schema.toolchain import Toolchain, installed
 from portattn.tools import lab
@@ -49,8 +49,8 @@ LEFT_OUT["mla_attention"] |= {"window", "softcap", "alibi_slopes", "sinks", "bia
 @pytest.mark.parametrize("op", OPS)
 def test_the_full_set_asks_each_op_for_everything_it_takes(op):
     found = [named.problem for named in full() if named.problem.op == op]
-    asked = {name for name in TAKES[op] for p in found if getattr(p, name) not in NOTHING}
-    assert asked == set(TAKES[op]) - LEFT_OUT.get(op, set())
+    asked = {name for name in ROWS[op].options for p in found if getattr(p, name) not in NOTHING}
+    assert asked == set(ROWS[op].options) - LEFT_OUT.get(op, set())
 
 
 def test_the_full_set_covers_page_sizes_and_latent_rows():
@@ -64,11 +64,12 @@ def test_the_full_set_covers_page_sizes_and_latent_rows():
 def test_problems_are_such_as_a_call_can_have(which):
     for named in SETS[which]():
         p = named.problem
-        assert p.seqlens_k or p.op not in HAS_LENGTHS, named.name
+        assert p.seqlens_k or not ROWS[p.op].always_lengths, named.name
         assert not p.page_size or p.seq_k % p.page_size == 0, named.name
         assert p.total_q is None or p.seq_q <= p.total_q <= p.batch * p.seq_q, named.name
         assert p.window_right == -1 or p.causal == "none", named.name
-        assert not p.pages_in_line or (p.op in HAS_LENGTHS and (p.page_layout == "phd" or p.heads_k == 1)), named.name
+        rows_follow = ROWS[p.op].always_lengths and (p.page_layout == "phd" or p.heads_k == 1)
+        assert not p.pages_in_line or rows_follow, named.name
 
 
 @pytest.mark.parametrize(

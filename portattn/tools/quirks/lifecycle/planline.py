@@ -13,32 +13,31 @@ from portattn.errors import PortattnError
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
-from portattn.schema.problem import Problem
+from portattn.schema.problem import ASKED, Problem
 from portattn.schema.target import Target
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 from portattn.tools.quirks.probe import plans
 
-_FLAGS = (
-    "softcap", "sinks", "seqlens_q", "leftpad_q", "leftpad_k", "log_weights", "magicpig",
-)  # fmt: skip
-_ALWAYS_LENGTHS = ("paged_attention", "mla_attention")  # of pages lengths are always given
+# Flags whose option has another name, or says more than yes.
+_OTHERWISE = frozenset({"alibi_slopes", "return_lse", "bias", "mask", "seqlens_k"})
 
 
 def problem_options(problem: Problem) -> list[str]:
     """The options of `portattn plan` that describe a problem, its op first."""
-    p = problem
+    p, row = problem, ROWS[problem.op]
     words = [p.op, "--q", f"{p.batch},{p.heads_q},{p.seq_q},{p.head_dim}"]
     words += ["--kv", f"{p.batch},{p.heads_k},{p.seq_k},{p.head_dim}", "--dtype", p.dtype]
-    if p.head_dim_v != p.head_dim or p.op == "mla_attention":
+    if p.head_dim_v != p.head_dim or row.latent:
         words += ["--dv", str(p.head_dim_v)]
     if p.causal != "none":
         words.append("--causal" if p.causal == "bottom_right" else f"--causal={p.causal}")
     if p.window:
         right = 0 if p.causal != "none" else p.window_right
         words += ["--window", f"{p.window_left},{right}"]
-    words += [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(p, name)]
-    if p.seqlens_k and p.op not in _ALWAYS_LENGTHS:
+    words += [f"--{name.replace('_', '-')}" for name in ASKED if getattr(p, name) and name not in _OTHERWISE]
+    if p.seqlens_k and not row.always_lengths:
         words.append("--seqlens-k")
     for given, name in ((p.alibi_slopes, "alibi"), (p.return_lse, "lse"), (not p.aligned, "unaligned")):
         words += [f"--{name}"] if given else []
@@ -54,7 +53,7 @@ def problem_options(problem: Problem) -> list[str]:
     for name, usual in (("layout", "bhsd"), ("page_layout", "phd")):
         if getattr(p, name) != usual:
             words += [f"--{name.replace('_', '-')}", getattr(p, name)]
-    if p.page_size and not p.pages_in_line and p.op in _ALWAYS_LENGTHS and (p.page_layout == "phd" or p.heads_k == 1):
+    if p.page_size and not p.pages_in_line and row.always_lengths and (p.page_layout == "phd" or p.heads_k == 1):
         words.append("--pages-apart")
     return words
 

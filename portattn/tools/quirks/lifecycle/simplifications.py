@@ -15,6 +15,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.lowering import Lowering
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 
@@ -25,7 +26,6 @@ _FLAGS = (
     "return_lse", "large", "negative_scale", "needs_grad",
 )  # fmt: skip
 _DTYPES = ("fp16", "bf16", "fp32")
-_ALWAYS_LENGTHS = ("paged_attention", "mla_attention")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ def _launch(what: Specialised, name: str, **changes: Any) -> Iterator[Step]:
 
 def _flag_off(flag: str) -> Callable[[Specialised], Iterator[Step]]:
     def offer(what: Specialised) -> Iterator[Step]:
-        if getattr(what.problem, flag) and not (flag == "seqlens_k" and what.problem.op in _ALWAYS_LENGTHS):
+        if getattr(what.problem, flag) and not (flag == "seqlens_k" and ROWS[what.problem.op].always_lengths):
             yield from _problem(what, f"without {flag}", **{flag: False})
 
     return offer

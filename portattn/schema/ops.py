@@ -1,0 +1,227 @@
+"""The table of operations: one row each, with everything about an operation that is data.
+
+What the library must know of an operation is read from its row: the command line's options, the vocabulary of
+conditions, requests, validation, launches, canaries. A row names functions as "package.module:function", because they
+lie in rooms above this one. A test compares the rows with the public functions' signatures.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+# Tensors whose presence is a field of the Problem under another name.
+_FIELD_OF = {
+    "cu_seqlens_q": "total_q", "cu_seqlens_k": "total_k", "page_table": "page_size", "indices": "tokens",
+    "magicpig_bits": "magicpig",
+}  # fmt: skip
+# Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
+_NO_OPTION = frozenset({"q", "k", "v", "q_rope", "counts", "magicpig_tables", "scale", "return_lse", "dropout_p"})
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One public operation.
+
+    name, title  the function's name, and what reports call it
+    tensors      its tensors in the order of a Request: the name in a Call and in kernels' arguments -> the parameter
+    words        what messages call tensors that are no parameters themselves
+    values       its other parameters that decide a plan, in the order of a Request. `backend` and `validate` follow
+    lengths      those of `values` that are sizes, as the tensors' sizes are
+    arguments    the function that replaces parameters which stand for several tensors (a PageTable) by those; "" for
+                 none
+    validate     the function that checks a Request's tensors and values and builds the Call
+    launches     the function that builds the core kernel's launches
+    needs, takes fields of a Problem among total_q, total_k, page_size and tokens: those that are always given, and
+                 those that may be
+    packs_heads  whether its kernel packs the query heads of one key/value head into the rows of a tile
+    latent       whether one latent row is key and value
+    canaries     fields of the Problems that its canaries run
+    """
+
+    name: str
+    title: str
+    tensors: Mapping[str, str]
+    values: tuple[str, ...]
+    validate: str
+    launches: str
+    lengths: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+    arguments: str = ""
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    packs_heads: bool = False
+    latent: bool = False
+    canaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+    @functools.cached_property
+    def options(self) -> tuple[str, ...]:
+        """Fields of a Problem that its parameters decide; `window` stands for window_left and window_right."""
+        found = dict.fromkeys(_FIELD_OF.get(name, name) for name in (*self.values, *self.tensors))
+        return tuple(name for name in found if name not in _NO_OPTION and name not in self.lengths)
+
+    @functools.cached_property
+    def called(self) -> Mapping[str, str]:
+        """What messages call each tensor."""
+        return {**self.tensors, **self.words}
+
+    @property
+    def always_lengths(self) -> bool:
+        """Whether a call always has its sequences' key lengths: those over pages."""
+        return "page_size" in self.needs
+
+    @functools.cached_property
+    def fixed(self) -> tuple[str, ...]:
+        """Those of `values` that are no sizes: they decide the kind of a call."""
+        return tuple(name for name in self.values if name not in self.lengths)
+
+    def load(self, what: str) -> Callable[..., Any]:
+        """The function that a column of the row names."""
+        return _load(getattr(self, what))
+
+
+@functools.lru_cache(maxsize=64)
+def _load(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _tensors(text: str, **named: str) -> Mapping[str, str]:
+    """Tensors whose parameters have their own names, but for those named."""
+    return MappingProxyType({name: named.get(name, name) for name in text.split()})
+
+
+# Problems of canaries: ragged tails, grouped heads, masks, windows, sinks, keys split over programs.
+_COMMON: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2, "return_lse": True}
+_PLAIN: dict[str, Any] = _COMMON | {"head_dim": 64, "dtype": "fp16", "causal": "bottom_right"}
+_FEATURED: dict[str, Any] = _COMMON | {"head_dim": 128, "dtype": "bf16", "sinks": True, "window_left": 70}
+_ROWS: dict[str, Any] = {"seq_q": 77, "seq_k": 141}
+_LENGTHS: dict[str, Any] = _ROWS | {"seqlens_q": True, "seqlens_k": True}
+_PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
+_CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
+_PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
+_LATENT: dict[str, Any] = _COMMON | _PAGES | {
+    "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16",
+}  # fmt: skip
+
+# What a problem's flags mean: the help of the command line's options.
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "seqlens_q": "Query lengths are given per sequence",
+        "seqlens_k": "Key lengths are given per sequence; of pages they always are",
+        "leftpad_q": "Queries are padded on the left",
+        "leftpad_k": "Keys are padded on the left",
+        "log_weights": "Chosen tokens have weights",
+        "magicpig": "Chosen tokens were sampled by MagicPIG",
+        "softcap": "Scores are capped",
+        "alibi_slopes": "ALiBi slopes are given",
+        "sinks": "Attention sinks are given",
+        "bias": "A bias is given",
+        "mask": "A boolean mask is given",
+        "return_lse": "The log-sum-exp is returned as well",
+    }
+)
+
+_SCORES = ("scale", "causal", "window", "softcap")
+
+ROWS: Mapping[str, OpRow] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            OpRow(
+                name="attention",
+                title="Dense",
+                tensors=_tensors(
+                    "q k v alibi_slopes sinks bias mask seqlens_q seqlens_k leftpad_q leftpad_k",
+                ),
+                values=(*_SCORES, "dropout_p", "return_lse", "layout"),
+                validate="portattn.validate.dense:dense_call",
+                launches="portattn.launch.dense:calls",
+                canaries=(_PLAIN | _LENGTHS | {"mask": True}, _FEATURED | _LENGTHS),
+            ),
+            OpRow(
+                name="varlen_attention",
+                title="Packed sequences",
+                tensors=_tensors("q k v cu_seqlens_q cu_seqlens_k alibi_slopes sinks"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "return_lse"),
+                lengths=("max_seqlen_q", "max_seqlen_k"),
+                validate="portattn.validate.varlen:varlen_call",
+                launches="portattn.launch.dense:calls",
+                needs=("total_q", "total_k"),
+                takes=("total_q", "total_k"),
+                canaries=(_PLAIN | _PACKED, _FEATURED | _PACKED),
+            ),
+            OpRow(
+                name="decode_attention",
+                title="Decode over a contiguous cache",
+                tensors=_tensors("q k v alibi_slopes sinks bias mask seqlens_k leftpad_k", k="k_cache", v="v_cache"),
+                values=(*_SCORES, "num_splits", "return_lse", "layout"),
+                validate="portattn.validate.dense:decode_call",
+                launches="portattn.launch.decode:calls",
+                packs_heads=True,
+                canaries=(_PLAIN | _CACHE | {"mask": True, "num_splits": 3}, _FEATURED | _CACHE | {"bias": True}),
+            ),
+            OpRow(
+                name="paged_attention",
+                title="Pages",
+                tensors=_tensors(
+                    "q k v page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q", k="k_pages", v="v_pages"
+                ),
+                values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout", "page_layout"),
+                lengths=("max_seqlen_q",),
+                arguments="portattn.api.arguments:paged",
+                validate="portattn.validate.paged:paged_call",
+                launches="portattn.launch.decode:calls",
+                needs=("page_size",),
+                takes=("page_size", "total_q"),
+                packs_heads=True,
+                canaries=(_PLAIN | _PAGES | {"num_splits": 2}, _FEATURED | _PAGES),
+            ),
+            OpRow(
+                name="sparse_attention",
+                title="Chosen tokens",
+                tensors=_tensors(
+                    "q k v indices counts page_table seqlens_k alibi_slopes sinks log_weights magicpig_bits"
+                    " magicpig_tables",
+                    k="k_cache",
+                    v="v_cache",
+                ),
+                words={"magicpig_bits": "magicpig's K", "magicpig_tables": "magicpig's L"},
+                values=("scale", "softcap", "num_splits", "return_lse", "layout", "page_layout", "magicpig"),
+                arguments="portattn.api.arguments:sparse",
+                validate="portattn.validate.sparse:sparse_call",
+                launches="portattn.launch.sparse:calls",
+                takes=("page_size", "tokens"),
+                canaries=(
+                    _COMMON | _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
+                    _COMMON | _PAGES | {"seq_q": 1, "head_dim": 128, "dtype": "bf16", "tokens": 50, "sinks": True},
+                ),
+            ),
+            OpRow(
+                name="mla_attention",
+                title="Latent cache",
+                tensors=_tensors(
+                    "q q_rope k v page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    q="q_nope",
+                    k="kv_pages",
+                    v="kv_pages",
+                ),
+                values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout"),
+                lengths=("max_seqlen_q",),
+                arguments="portattn.api.arguments:latent",
+                validate="portattn.validate.latent:mla_call",
+                launches="portattn.launch.decode:calls",
+                needs=("page_size",),
+                takes=("page_size", "total_q"),
+                packs_heads=True,
+                latent=True,
+                canaries=(_LATENT | {"causal": "bottom_right", "num_splits": 2},),
+            ),
+        )
+    }
+)
