@@ -13,7 +13,7 @@ import torch
 from support import Device
 
 import portattn
-from portattn.api import dispatch
+from portattn.api import candidate, dispatch
 from portattn.planning import core_path
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.call import Call
@@ -152,7 +152,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     import numpy as np
     from triton.runtime import interpreter
 
-    builder, launch_all = interpreter.InterpreterBuilder, dispatch.launch_all
+    builder, launch_all = interpreter.InterpreterBuilder, candidate.launch_all
     load, store = builder.create_masked_load, builder.create_masked_store
     tensors: list[tuple[str, int, int]] = []  # name, first byte, end
     kernels: list[str] = []
@@ -187,7 +187,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch:
         patch.setattr(builder, "create_masked_load", watched_load)
         patch.setattr(builder, "create_masked_store", watched_store)
-        patch.setattr(dispatch, "launch_all", launch_watched)
+        patch.setattr(candidate, "launch_all", launch_watched)
         yield kernels
 
 
@@ -225,7 +225,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Registry.load().backends["cuda"], "variants", ())
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
-    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(candidate, "launch_all", launch_all)
     monkeypatch.setattr(Request, "_on_accelerator", lambda request: True)
     # As on an accelerator: lengths are read back only where that is asked for.
     monkeypatch.setattr(values, "reads", lambda settings, tensor: settings.validate == "always")

@@ -7,21 +7,19 @@ import datetime
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from portattn.api import sizing
-from portattn.compile import ensure, variants
+from portattn.api.candidate import Candidate, candidate
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
-from portattn.launch import KernelCall, cache, kernel_calls, launch_all
+from portattn.launch import cache
 from portattn.launch.cached_launch import Kept
-from portattn.launch.run import Launches, device_guard
-from portattn.launch.variant import launch_tensors, run_variant
-from portattn.planning.backend import Variant
+from portattn.launch.run import device_guard
 from portattn.planning.detect import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
@@ -109,30 +107,19 @@ def prepared(call: Call, settings: Settings, keeping: Keeper) -> tuple[Plan, Kep
     """
     call.dry = False
     with _without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
-        made, launches, failed = _compilable(call, settings)
+        made, own, failed = _compilable(call, settings)
     _refuse(made, settings)
-    variant = variants.variant_of(made)
+    return made, None if own is None else _cached(own, call, keeping, failed)
+
+
+def _cached(own: Candidate, call: Call, keeping: Keeper, failed: Mapping[str, Verdict]) -> Kept:
+    recipe = keeping.recipe(_target(call), failed)
     with device_guard(call.q):
-        if launches is not None:
-            return made, _keep_core(made, launches, call, keeping, failed)
-        if variant is not None:
-            return made, _keep_variant(
-                made, variant, variant.launcher(call), launch_tensors(call), call, keeping, failed
-            )
-    return made, None
+        return own.cached(recipe, keeping.inputs, keeping.given)
 
 
-def _keep_core(made: Plan, launches: Launches, call: Call, keeping: Keeper, failed: Mapping[str, Verdict]) -> Kept:
-    recipe = keeping.recipe(detect_target(call.q.device.type, call.q.device.index)[0], failed)
-    return sizing.keep_core(recipe, keeping.inputs, made, keeping.given, *launches, call.q.device)
-
-
-def _keep_variant(
-    made: Plan, variant: Variant, launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], call: Call,
-    keeping: Keeper, failed: Mapping[str, Verdict],
-) -> Kept:  # fmt: skip
-    recipe = keeping.recipe(detect_target(call.q.device.type, call.q.device.index)[0], failed)
-    return sizing.keep_variant(recipe, keeping.inputs, made, keeping.given, variant, launch, tensors, call.q.device)
+def _target(call: Call) -> Target:
+    return detect_target(call.q.device.type, call.q.device.index)[0]
 
 
 def run(call: Call, settings: Settings, keeping: Keeper | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -158,26 +145,24 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any
 
 
 def _run(call: Call, settings: Settings, keeping: Keeper | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    made, launches, failed = _compilable(call, settings)
+    made, own, failed = _compilable(call, settings)
     if not _settled(failed):
         keeping = None
     _refuse(made, settings)
     _warn(made, settings)
-    if launches is None:
-        result = _run_elsewhere(made, call, keeping, failed)
+    if own is None:
+        result = _run_elsewhere(made, call)
     else:
-        calls, out, lse = launches
-        result = out, lse
-        if keeping is None or call.copied or not out.numel():
-            launch_all(calls, made, call.q)
+        result = own.results()
+        if keeping is None or call.copied or not result[0].numel():
+            own.run()
         else:
-            with device_guard(call.q):
-                first = _keep_core(made, launches, call, keeping, failed)
+            first = _cached(own, call, keeping, failed)
             if first.direct is None:
-                launch_all(calls, made, call.q)
+                own.run()
             else:
-                del launches, calls  # and with them their buffers: the kept call has its own
-                _run_kept(first, call, out, lse)
+                del own  # and with it the buffers between its kernels: the cached launch has its own
+                _run_kept(first, call, *result)
             keeping.keep(first, _seconds(failed))
     _last.set(made)
     return result
@@ -189,22 +174,18 @@ def _run_kept(first: Kept, call: Call, out: torch.Tensor, lse: torch.Tensor | No
     first(inputs, [tensor.data_ptr() for tensor in inputs], first.sizes, out, lse)
 
 
-def _compilable(call: Call, settings: Settings) -> tuple[Plan, Launches | None, dict[str, Verdict]]:
-    """The plan of a call; a core plan's launches, which compile here as far as is known, else None; and the verdicts
-    on what does not."""
+def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None, dict[str, Verdict]]:
+    """The plan of a call; what it runs of portattn's own, which compiles here as far as is known; and the verdicts on
+    what does not."""
     device = call.q.device
     made = _planned(call.problem, device.type, device.index, settings)
     failed: dict[str, Verdict] = {}
     while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
-        target, _ = detect_target(device.type, device.index)
-        variant = variants.variant_of(made)
-        if variant is None:
-            launches = kernel_calls(made, call, target.arch.cores)
-            failure = _failure(made, launches[0], call, settings)
-        else:
-            launches, failure = None, _variant_failure(variant, made, call, target, settings)
+        target = _target(call)
+        own = candidate(made, call, target)
+        failure = None if own is None else _failure(own, made, call, target, settings)
         if failure is None:
-            return made, launches, failed
+            return made, own, failed
         failed[made.key] = failure
         made = plan(call.problem, target, verdicts=failed, settings=settings)
     return made, None, failed
@@ -221,29 +202,15 @@ def _seconds(failed: Mapping[str, Verdict]) -> float:
     return min(((v.until - now).total_seconds() for v in failed.values() if v.until is not None), default=math.inf)
 
 
-def _failure(made: Plan, launches: list[KernelCall], call: Call, settings: Settings) -> Verdict | None:
-    """Why these launches do not compile here, tried if nobody has; None when they do. Interpreted ones always do."""
+def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+    """Why a candidate must not run this call here, tried if nobody has; None when it may, as under the interpreter."""
     if made.path == "interpreter":
         return None
     if call.dry:
         from portattn.testing import canary
 
-        target, _ = detect_target(call.q.device.type, call.q.device.index)
-        failure = ensure.known_failure(made, launches, settings)
-        return failure or canary.known_failure(made, target, settings)
-    target, _ = detect_target(call.q.device.type, call.q.device.index)
-    failure = ensure.ensure(made, launches, call.q, target, settings)
-    return _untrusted(made, target, settings, call.q.device) if failure is None else failure
-
-
-def _variant_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
-    """Why a variant must not run this call here, tried if nobody has; None when it may."""
-    if call.dry:
-        from portattn.testing import canary
-
-        failure = variants.known_failure(variant, made, call, settings)
-        return failure or canary.known_failure(made, target, settings)
-    failure = variants.failure(variant, made, call, target, settings)
+        return own.known_failure(settings) or canary.known_failure(made, target, settings)
+    failure = own.failure(target, settings)
     return _untrusted(made, target, settings, call.q.device) if failure is None else failure
 
 
@@ -259,28 +226,11 @@ def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.dev
     return failure
 
 
-def _run_elsewhere(
-    made: Plan, call: Call, keeping: Keeper | None, failed: Mapping[str, Verdict]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run on a path that is not the core's."""
+def _run_elsewhere(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run on a path that is not portattn's own: a vendor's library, or the reference."""
     if made.path == "reference":
         return blockwise.run(call)
     backend = Registry.load().backends[made.target.partition(":")[0]]
-    variant = variants.variant_of(made)
-    if variant is not None:
-        if keeping is None or call.copied:
-            _, out, lse = run_variant(variant, call)
-            return out, lse
-        launch, inputs = variant.launcher(call), launch_tensors(call)
-        out, lse = inputs["out"], inputs["lse"]
-        with device_guard(call.q):
-            first = _keep_variant(made, variant, launch, inputs, call, keeping, failed)
-            if first.direct is None:
-                launch(inputs)
-        if first.direct is not None:
-            _run_kept(first, call, out, lse)
-        keeping.keep(first, _seconds(failed))
-        return out, lse
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)
 

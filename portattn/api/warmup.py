@@ -15,14 +15,15 @@ import msgspec
 import torch
 
 from portattn.api import dispatch, monitor
+from portattn.api.candidate import candidate
 from portattn.api.ops import make_request
 from portattn.api.perform import perform
 from portattn.api.request import Request, inputs_of
 from portattn.api.specs import Spec
-from portattn.compile import ensure, variants
+from portattn.compile import ensure
 from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable
-from portattn.launch import Signature, kernel_calls, signature
+from portattn.launch import Signature
 from portattn.launch.cache import MAX_CLASSES, Kind
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
@@ -170,14 +171,8 @@ class _Warming:
             self.call = f"{call.problem}{at}"
             made = dispatch.plan_call(call, request.settings)
             self.made, self.settings = made, request.settings
-            if made.path == "interpreter" or not made.key:
-                return
-            target = self.target
-            variant = variants.variant_of(made)
-            if variant is not None:
-                self.launches = variants.seen(variant, made, call)
-            else:
-                self.launches = [signature(launch) for launch in kernel_calls(made, call, target.arch.cores)[0]]
+            own = candidate(made, call, self.target)
+            self.launches = [] if own is None else [ensure.seen_of(launch) for launch in own.compiled()]
 
     @property
     def target(self) -> Target:

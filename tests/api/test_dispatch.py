@@ -13,7 +13,7 @@ from support import Device
 
 import portattn
 from portattn import FallbackWarning, PathUnavailable
-from portattn.api import dispatch
+from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.sdpa import SdpaPath
 from portattn.compile import ensure
@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
             if launches[-1].arguments.get(name) is not None:
                 launches[-1].arguments[name].zero_()
 
-    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(candidate, "launch_all", launch_all)
     monkeypatch.setattr(ensure, "_in_this_process", lambda *arguments: None)
     return plans
 
@@ -166,7 +166,7 @@ def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, l
         tried.append(arguments)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(dispatch, "launch_all", fails)
+    monkeypatch.setattr(candidate, "launch_all", fails)
     for backend in ("auto", "triton"):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             portattn.attention(*tensors(), backend=backend)
@@ -203,8 +203,8 @@ def test_a_second_call_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_run_elsewhere", "launch_all"):
-        monkeypatch.setattr(dispatch, name, lambda *a: pytest.fail("something ran"))
+    for module, name in ((dispatch, "_run_elsewhere"), (candidate, "launch_all")):
+        monkeypatch.setattr(module, name, lambda *a: pytest.fail("something ran"))
     q, k, v = tensors()
     made = portattn.plan("attention", q, k, v, causal="top_left", return_lse=True)
     assert made.problem.causal == "top_left"

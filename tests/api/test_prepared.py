@@ -13,7 +13,7 @@ from support import Device, poisoned, random_call
 
 import portattn
 from portattn import PageTable
-from portattn.api import dispatch
+from portattn.api import candidate, dispatch
 from portattn.schema.call import Call
 
 NAN = float("nan")
@@ -472,7 +472,7 @@ def test_a_prepared_call_does_not_plan(place: str, monkeypatch: pytest.MonkeyPat
     for module, name in (
         (dispatch, "plan_call"),
         (dispatch, "run"),
-        (dispatch, "kernel_calls"),
+        (candidate, "kernel_calls"),
         (dispatch, "_planned"),
     ):
         monkeypatch.setattr(module, name, lambda *a: pytest.fail("it plans again"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portattn
-from portattn.api import dispatch, sizing
+from portattn.api import candidate, sizing
 from portattn.launch import cache
 from portattn.launch.cached_launch import Kept
 from portattn.launch.shaped import Shaped, TensorKind
@@ -182,7 +182,7 @@ def test_launches_that_sizes_change_are_noticed() -> None:
 def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """From multiples of 256 bytes on, inside one piece of memory, for the first sizes and for others of the class."""
     opcalls.pretend_accelerator(monkeypatch)
-    monkeypatch.setattr(dispatch, "launch_all", lambda launches, made, q: None)
+    monkeypatch.setattr(candidate, "launch_all", lambda launches, made, q: None)
     cache.forget()
     q, k = torch.zeros(2, 3, 1, 40, dtype=torch.float16), torch.zeros(2, 3, 640, 40, dtype=torch.float16)
     with portattn.settings(canary="never"):

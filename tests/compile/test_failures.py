@@ -16,7 +16,7 @@ from places import TESTS
 from test_compiling import planned, requests_in
 
 import portattn
-from portattn.api import dispatch
+from portattn.api import candidate, dispatch
 from portattn.compile import ensure, failures
 from portattn.compile.ensure import code_key
 from portattn.compile.failures import standing
@@ -329,7 +329,7 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
     """A server goes on by another path, and comes back once the disk has room."""
     requests, launched = compiler("full disk once"), []
     monkeypatch.setattr(ensure, "_in_this_process", lambda *given: None)
-    monkeypatch.setattr(dispatch, "launch_all", lambda calls, made, q: launched.append(made))
+    monkeypatch.setattr(candidate, "launch_all", lambda calls, made, q: launched.append(made))
     q = torch.randn(1, 2, 33, 64).half()
     with portattn.settings(canary="never"):
         with pytest.warns(portattn.FallbackWarning, match="could not be compiled now: .*No space left on device"):
@@ -359,14 +359,16 @@ def failure(stands: str, **fields: Any) -> portattn.Verdict:
 
 def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core's launches would be kept for good, and the variant never tried again."""
-    seen: list[object] = []
+    kept: list[str] = []
     made, *_ = planned()
-    monkeypatch.setattr(dispatch, "_run_elsewhere", lambda made, call, keeping, failed: seen.append(keeping) or (0, 0))
+    own = SimpleNamespace(results=lambda: (torch.zeros(1), None), run=lambda: None)
+    keeper = SimpleNamespace(keep=lambda first, seconds: kept.append(name))
+    monkeypatch.setattr(dispatch, "_cached", lambda *a: SimpleNamespace(direct=None))
     for name in ("lasting", "timeout", "passing"):
         failed = {"k": failure(name)}
-        monkeypatch.setattr(dispatch, "_compilable", lambda call, settings, failed=failed: (made, None, failed))
-        dispatch.run(SimpleNamespace(q=torch.zeros(1)), Settings(), "the keeper")  # type: ignore[arg-type]
-    assert seen == ["the keeper", "the keeper", None]
+        monkeypatch.setattr(dispatch, "_compilable", lambda call, settings, failed=failed: (made, own, failed))
+        dispatch.run(SimpleNamespace(q=torch.zeros(1), copied=False), Settings(), keeper)  # type: ignore[arg-type]
+    assert kept == ["lasting", "timeout"]
 
 
 def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run
 from opcalls import watched
 from support import Device, assert_right, core_plan, overflow_raises, poisoned, quick_interpreter, random_call
 
-from portattn.api import dispatch
+from portattn.api import candidate
 from portattn.launch import kernel_calls
 from portattn.reference import blockwise
 from portattn.schema.call import Call
@@ -40,7 +40,7 @@ def run_watched(
     plan = core_plan(device, call.problem, {"page_loop": page_loops(call.problem)[0]} | lowering, {"splits": parts})
     with watched(monkeypatch) as kernels, overflow_raises(), poisoned():
         launches, out, lse = kernel_calls(plan, call, cores=3)
-        dispatch.launch_all(launches, plan, call.q)
+        candidate.launch_all(launches, plan, call.q)
     assert kernels
     assert lse is not None
     return out, lse

@@ -18,7 +18,7 @@ from quirk_files import planned, plant, registry
 
 import portattn
 from portattn import Problem, Target, Verdict
-from portattn.api import dispatch
+from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.compile import ensure
 from portattn.compile.store import VerdictStore, store
@@ -226,15 +226,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pytest.importorskip("triton.experimental.gluon")
     paths: list[str] = []
 
-    def run_variant(variant: Any, call: Any) -> Any:
-        paths.append(variant.name)
-        return None, call.new_out().zero_(), None
+    def described(own: candidate.VariantCandidate) -> Any:
+        return {"out": own._call.new_out().zero_(), "lse": None}, lambda named: paths.append(own._variant.name)
 
     def launch_all(launches: Any, made: Any, q: Any) -> None:
         paths.append(made.path)
 
-    monkeypatch.setattr(dispatch, "run_variant", run_variant)
-    monkeypatch.setattr(dispatch, "launch_all", launch_all)
+    monkeypatch.setattr(candidate.VariantCandidate, "_described", described)
+    monkeypatch.setattr(candidate, "launch_all", launch_all)
     monkeypatch.setattr(ensure, "_in_this_process", lambda *arguments: None)
     monkeypatch.setattr("portattn.compile.variants.load_kernels", lambda *arguments, **options: None)
     return paths
