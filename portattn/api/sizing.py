@@ -172,12 +172,13 @@ def _compare(steps: Sequence[Step], others: Sequence[Step], buffers: Buffers, be
         same = step.kernel is other.kernel and step.roles == other.roles and dict(step.options) == dict(other.options)
         if not same or tuple(step.grid) != unpinned(tuple(other.grid)):
             raise Untraceable("a launch is another")
-        for name, value, size in zip(step.kernel.arg_names, step.values, other.values, strict=True):
+        own_sizes = unpinned(list(other.values))
+        for name, value, size, known in zip(step.kernel.arg_names, step.values, other.values, own_sizes, strict=True):
             if isinstance(value, torch.Tensor) or hasattr(value, "block_shape"):
                 own, its = _layout(value), _layout(size)
                 if own is None or own != its:
                     raise Untraceable(f"argument {name} is {its}, and was {own}")
-            elif getattr(value, "value", value) != getattr(unpinned(size), "value", unpinned(size)):
+            elif getattr(value, "value", value) != getattr(known, "value", known):
                 raise Untraceable(f"argument {name} is {size}, and was {value}")
 
 

@@ -173,9 +173,10 @@ class Block:
                     kind, index = value
                     place = self._maps[index] if kind == "map" else roles_at + index * _POINTER
                 else:
-                    place = take(parameter.size, parameter.size)
+                    size = parameter.size
+                    place = take(size, size)
                     if isinstance(value, tuple):
-                        self._writes.append((place, parameter.size, value[1]))
+                        self._writes.append((place, size, value[1]))
                         value = 0
                     data = _packed(parameter.type, value)
                     self._memory[place : place + len(data)] = data

@@ -18,7 +18,7 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import Verdicts
 from portattn.schema.plan import Applied, CoreChoice, Rejection
 from portattn.schema.problem import ASKED, Problem
-from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, parse_overrides
+from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning, parse_overrides
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, TRIED
@@ -152,7 +152,8 @@ class _Quirked:
         the last one, so that no quirk undoes them. Cautions change nothing: they are judged by what comes out.
         """
         forced_on, forced_off = parse_overrides(settings.quirks, registry.quirks)
-        concerned = [q for q in registry.quirks.values() if q.id not in forced_off and self._touches(q)]
+        found = concerning(registry.quirks.values(), self.kernel.name, self.target)
+        concerned = [q for q in found if q.id not in forced_off and self._touches(q)]
         waiting = [q for q in concerned if q.effect.kind != "note"]
         while True:
             self._settle()

@@ -18,7 +18,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.outcome import Verdicts
 from portattn.schema.plan import Applied, Rejection
 from portattn.schema.problem import Problem
-from portattn.schema.quirk import Quirk, parse_overrides
+from portattn.schema.quirk import Quirk, concerning, parse_overrides
 from portattn.schema.sizes import pinned
 from portattn.schema.target import Target
 from portattn.version import __version__
@@ -74,7 +74,7 @@ def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, s
     on, off = parse_overrides(settings.quirks, registry.quirks)
     return [
         quirk
-        for quirk in registry.quirks.values()
+        for quirk in concerning(registry.quirks.values(), name, target)
         if quirk.effect.kind in FORBIDDING
         and quirk.id not in off
         and (quirk.reaches(name, problem, target) or (quirk.id in on and quirk.names_variant(name, target)))

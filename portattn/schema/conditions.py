@@ -6,6 +6,7 @@ A condition is one string: a flag (`causal`), a negated flag (`!causal`), or a c
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -86,6 +87,26 @@ def parse(text: str) -> Condition:
     if len(values) > 1 and compare not in ("=", "!="):
         raise ValueError(f"condition {text!r} lists values, which only = and != take")
     return Condition(text, name, compare, values)
+
+
+def texts_hold(texts: tuple[str, ...], features: Mapping[str, Any]) -> bool:
+    """Whether all conditions hold, given as they are written. Raises ValueError where one is none."""
+    return all_hold(_parsed(texts), features)
+
+
+def first_that_holds(named: Iterable[tuple[int, tuple[str, ...]]], features: Mapping[str, Any]) -> int | None:
+    """The number of the first list of conditions that all hold; None where none does."""
+    return next((number for number, texts in named if texts_hold(texts, features)), None)
+
+
+def names(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """What each condition asks about. Raises ValueError where one is none."""
+    return tuple(condition.name for condition in _parsed(texts))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(texts: tuple[str, ...]) -> tuple[Condition, ...]:
+    return tuple(parse(text) for text in texts)
 
 
 def all_hold(conditions: Iterable[Condition], features: Mapping[str, Any]) -> bool:

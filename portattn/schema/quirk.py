@@ -6,7 +6,7 @@ import datetime
 import fnmatch
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -231,6 +231,11 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def sentence(self) -> str:
         """One line for people: what goes wrong, and what is done about it."""
         return f"{self.title} ({self.symptom}); {describe_effect(self.effect)}"
+
+
+def concerning(quirks: Iterable[Quirk], kernel: str, target: Target) -> list[Quirk]:
+    """Those whose backend, arch and kernel match: a few of some hundred."""
+    return [quirk for quirk in quirks if quirk.concerns(kernel, target)]
 
 
 def describe_effect(effect: Effect) -> str:

@@ -109,20 +109,18 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def position(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> int | None:
         """Which entry `find` takes, by its number; none that leaves problems to the core."""
-        for place, entry in enumerate(self.entry):
-            if entry.core:
-                continue
-            # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
-            if entry.kernel != kernel if variant else not fnmatch.fnmatchcase(kernel, entry.kernel):
-                continue
-            if conditions.all_hold(map(conditions.parse, entry.when), features):
-                return place
-        return None
+        # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
+        matching = [
+            (place, entry.when)
+            for place, entry in enumerate(self.entry)
+            if not entry.core and (entry.kernel == kernel if variant else fnmatch.fnmatchcase(kernel, entry.kernel))
+        ]
+        return conditions.first_that_holds(matching, features)
 
     def left_to_core(self, variant: str, features: Mapping[str, Any]) -> str:
         """The note of the variant's first entry that holds, if that one leaves the problem to the core; else empty."""
         for entry in self.entry:
-            if entry.kernel == variant and conditions.all_hold(map(conditions.parse, entry.when), features):
+            if entry.kernel == variant and conditions.texts_hold(entry.when, features):
                 return entry.note if entry.core else ""
         return ""
 
@@ -141,9 +139,10 @@ def load_tuning(path: Path, backend: str) -> Tuning:
     tuning = toml_reader.convert(data, Tuning, path, text)
     for entry in tuning.entry:
         try:
-            for condition in entry.when:
-                if conditions.parse(condition).name == "programs":
-                    raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
+            asked = conditions.names(entry.when)
+            if "programs" in asked:
+                condition = entry.when[asked.index("programs")]
+                raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
             if "splits" in entry.launch:
                 raise ValueError("launch splits is computed from the sizes of a problem; `resident` steers it")
             check_launch_values(dict(entry.launch), backend)
