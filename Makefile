@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice forms fuzz mutants lint bench bench-docs docs wheel clean
+.PHONY: demo test slice forms fuzz mutants lint bench bench-docs docs site wheel clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -55,7 +55,7 @@ mutants: $(READY)
 
 HERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
 
-lint: $(READY)
+lint: $(READY) site
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
@@ -83,13 +83,22 @@ docs: $(READY)
 	$(PY) -m portattn.tools.quirks.pages > docs/quirk-catalogue.md
 	$(PY) -m portattn.tools.quirks.pages --verification > docs/quirk-verification.md
 
+# The documentation site, .site/html/index.html (extra `docs`). A dead link or anchor, a page that is not in the navigation
+# and an API name that is not found fail the build. The pages lie in .site/pages as in the repository, by links.
+PAGES = README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples
+
+site: $(READY)
+	rm -rf .site && mkdir -p .site/pages
+	ln -s $(addprefix $(CURDIR)/,$(PAGES)) .site/pages/
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m mkdocs build --quiet
+
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel torch triton
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[tools,test,lint,transformers]'
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[tools,test,lint,docs,transformers]'
 	touch $@
 
 # An existing Python with torch, Triton and portattn's other dependencies: only portattn itself is linked in, nothing is fetched.
@@ -102,4 +111,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .
 
 clean:
-	rm -rf .venv .lint .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .lint .site .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,17 +1,27 @@
-"""The examples of docs/operations.md, in one namespace and in order, print what the page says they print."""
+"""The pages under docs/ show what is true: examples and commands print what a page says, and lines are not too long."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from places import DOCS
+import pytest
+from click.testing import CliRunner
+from places import DOCS, ROOT
+
+from portattn.cli import main
 
 HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
+COLUMNS = 120
+CHOOSING = "choosing-a-backend.md"
+# Tables that a program writes, one row an entry or a measurement: a row cannot be broken.
+ARCH_ROW = re.compile(r"\| `\w+:\w+` \|")  # docs/backends.md: holds the titles of arches.toml as they are
+GENERATED = ("quirk-verification.md", "performance/tables.md")
 # Runs the examples that it reads, and writes what each printed.
 CHILD = """
 import contextlib, io, json, sys, warnings
@@ -19,15 +29,26 @@ warnings.simplefilter("ignore")  # on a CPU the reference path runs, and says so
 namespace, printed = {}, []
 for body in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(compile(body, "docs/operations.md", "exec"), namespace)
+        exec(compile(body, "docs", "exec"), namespace)
     printed.append(output.getvalue())
 print(json.dumps(printed))
 """
 
 
-def test_the_examples_of_the_operations_page(tmp_path: Path) -> None:
+def shows(shown: str, printed: str) -> bool:
+    """Whether the lines shown are the lines printed; one that ends with … is the beginning of its line."""
+    lines, full = shown.splitlines(), printed.splitlines()
+    return len(lines) == len(full) and all(_begins(line, whole) for line, whole in zip(lines, full, strict=True))
+
+
+def _begins(line: str, whole: str) -> bool:
+    return whole.startswith(line[:-1].rstrip()) if line.endswith("…") else whole == line
+
+
+@pytest.mark.parametrize(("page", "least"), [("operations", 7), ("serving", 3), ("choosing-a-backend", 2)])
+def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:
     """In a process that sees no accelerator, whatever this machine has: the page shows what a CPU does."""
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(python|text)\n(.*?)```", text, re.DOTALL)
     bodies = [body for kind, body in blocks if kind == "python"]
     done = subprocess.run(
@@ -40,10 +61,68 @@ def test_the_examples_of_the_operations_page(tmp_path: Path) -> None:
     shown = 0
     for kind, body in blocks:
         if kind == "text":
-            assert printed == body
+            assert shows(body, printed), printed
             printed, shown = "", shown + 1
             continue
         assert not printed, f"the page does not show what is printed: {printed}"
         printed = next(outputs)
     assert not printed
-    assert shown >= 8
+    assert shown >= least
+
+
+def commands(page: str) -> list[tuple[list[str], list[str]]]:
+    """Each `$ portattn plan` of a page and the lines shown under it. A … stands for the first one's options."""
+    found: list[tuple[list[str], list[str]]] = []
+    rest: list[str] = []
+    for block in re.findall(r"^```\w*\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for text in re.findall(r"^\$ portattn (plan .*?)(?=^\$ |\Z)", block, re.MULTILINE | re.DOTALL):
+            command, _, output = text.replace("\\\n", " ").partition("\n")
+            words = shlex.split(command)
+            if words[-1] == "…":
+                words = words[:-1] + rest
+            rest = rest or words[words.index("--q") :]
+            found.append((words, output.splitlines()))
+    return found
+
+
+@pytest.mark.parametrize(("words", "lines"), [pytest.param(*one, id=one[0][3]) for one in commands(CHOOSING)])
+def test_a_plan_on_the_page_is_the_plan(words: list[str], lines: list[str]) -> None:
+    """Lines may be left out, cut by …, and broken; they come in the page's order."""
+    printed = CliRunner().invoke(main, words).output
+    full = re.sub(r"\s+", " ", printed)
+    assert lines
+    place = 0
+    for line in lines:
+        part = re.sub(r"\s+", " ", line.strip().removesuffix("…").rstrip())
+        found = full.find(part, place)
+        assert found >= 0, f"not printed, or not in this order: {part}\n{printed}"
+        place = found + len(part)
+
+
+def test_the_page_that_is_compared_has_plans() -> None:
+    assert len(commands(CHOOSING)) >= 5
+
+
+def too_long(text: str) -> list[int]:
+    """Numbers of the lines over the limit, but for what cannot be broken: one long word, and an arch's row of data."""
+    lines = enumerate(text.splitlines(), 1)
+    return [
+        number for number, line in lines
+        if len(line) > COLUMNS and " " in line.strip().removeprefix("- ") and not ARCH_ROW.match(line)
+    ]  # fmt: skip
+
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+PAGES += sorted(page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in GENERATED)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_are_not_too_long(page: Path) -> None:
+    assert too_long(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_line_that_is_too_long_is_found() -> None:
+    words = "word " * 24
+    assert too_long(f"short\n{words}end\n| {words}|\n") == [2, 3]
+    assert too_long(f"{words.strip()}\n") == []
+    assert too_long("- " + "x" * COLUMNS) == []  # an address

@@ -46,7 +46,7 @@ def test_the_table_of_architectures_is_the_data() -> None:
 def test_every_vendor_path_is_on_the_page() -> None:
     for backend in BUILTIN:
         for path in backend.vendor:
-            assert f"| `{path.name}` |" in TEXT
+            assert f"### `{path.name}`\n" in TEXT
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ With `--verification` it is docs/quirk-verification.md: what probes have seen, q
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import msgspec
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
 from portattn.schema.quirk import Quirk, describe_effect
-from portattn.tools.quirks.markdown import table
 
 # Reports that are no entries are notes of the repository, not data that a plan reads: they do not ship in the wheel.
 LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
@@ -22,15 +22,15 @@ LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
 _HEAD = """\
 # Catalogue of quirks
 
-Generated from the registry by `python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md`; do not edit. What the
-columns mean, and how to add an entry, is in [quirks.md](quirks.md). {count} entries: {workarounds} work around a bug,
+Generated from the registry by `python -m portattn.tools.quirks.pages > docs/quirk-catalogue.md`; do not edit.
+[Quirks](quirks.md) explains the fields, and how to add an entry. {count} entries: {workarounds} work around a bug,
 {limits} state a limit of a chip or language.
 """
 _SECTIONS = (
     ("workaround", "Work-arounds", "Bugs of a compiler. Each has a range of versions, and goes when its bug is gone."),
     ("limit", "Limits", "Facts of a chip or language, which no probe makes stale."),
 )
-_COLUMNS = ("id", "where", "toolchains", "symptom", "only when", "what goes wrong", "what is done", "source", "review")
+COLUMNS = 118  # of a line
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,17 +61,18 @@ def render(quirks: Iterable[Quirk], left_out: Iterable[Report]) -> str:
         _HEAD.format(count=len(entries), workarounds=kinds.count("workaround"), limits=kinds.count("limit")),
     ]
     for kind, title, about in _SECTIONS:
-        rows = [_row(quirk) for quirk in entries if quirk.kind == kind]
-        parts.append(f"## {title}\n\n{about}\n\n{table(_COLUMNS, rows)}")
-    reports = [(r.backend, r.what, r.where, r.source, r.reason) for r in left_out]
-    parts.append(
-        "## Not in the registry\n\nReports about attention that were looked at, and why they are no entries.\n\n"
-        + table(("backend", "report", "where", "source", "why there is no entry"), reports)
-    )
+        parts.append(f"## {title}\n\n{about}\n")
+        parts += [_entry(quirk) for quirk in entries if quirk.kind == kind]
+    parts.append("## Not in the registry\n\nReports about attention that were examined, and why they are no entries.\n")
+    reports = tuple(left_out)
+    for backend in dict.fromkeys(report.backend for report in reports):
+        items = [_item(_left_out(report)) for report in reports if report.backend == backend]
+        parts.append(f"### {backend}\n\n" + "\n".join(items) + "\n")
     return "\n".join(parts)
 
 
-def _row(quirk: Quirk) -> tuple[str, ...]:
+def _entry(quirk: Quirk) -> str:
+    """One entry: what goes wrong, where, what is done about it, and the evidence."""
     when, evidence = quirk.when, quirk.evidence
     conditions = [
         *(f"`{text}`" for text in when.features),
@@ -83,17 +84,33 @@ def _row(quirk: Quirk) -> tuple[str, ...]:
     ]
     link = f" ([upstream]({evidence.upstream}))" if evidence.upstream.startswith("http") else ""
     seen = f", last seen on {evidence.last_seen}" if evidence.last_seen else ""
-    return (
-        f"`{quirk.id}`",
-        f"{when.backend or 'any'}: {', '.join(when.arch) or 'all'}",
-        ", ".join(f"{name} {text}" for name, text in when.toolchain.items()) or "all",
-        quirk.symptom,
-        ", ".join([f"{', '.join(when.kernels) or 'every kernel'}", *conditions]),
-        quirk.title,
-        describe_effect(quirk.effect) + (f"; cost: {quirk.effect.cost}" if quirk.effect.cost else ""),
-        f"{evidence.source}{link}",
-        (f"by {evidence.review_by}" if evidence.review_by else "none due") + seen,
-    )
+    fields = {
+        "Where": f"{when.backend or 'any'}, {_code(when.arch) or 'all chips'}",
+        "Toolchains": ", ".join(f"{name} {text}" for name, text in when.toolchain.items()) or "all",
+        "Only when": ", ".join([_code(when.kernels) or "every kernel", *conditions]),
+        "Effect": describe_effect(quirk.effect) + (f"; cost: {quirk.effect.cost}" if quirk.effect.cost else ""),
+        "Source": f"{evidence.source}{link}",
+        "Review": (f"by {evidence.review_by}" if evidence.review_by else "none due") + seen,
+    }
+    title = "\n".join(textwrap.wrap(f"**{quirk.title}** ({quirk.symptom})", COLUMNS))
+    items = "\n".join(_item(f"{name}: {text}") for name, text in fields.items())
+    return f"### `{quirk.id}`\n\n{title}\n\n{items}\n"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _left_out(report: Report) -> str:
+    return f"**{report.what}** ({report.where}). Source: {report.source}. Why not: {report.reason}"
+
+
+def _item(text: str) -> str:
+    """An item of a list, broken between words; an address stays whole, and no issue's number begins a heading."""
+    words = " ".join(text.split()).replace(" #", " \\#")
+    return textwrap.fill(
+        f"- {words}", COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] = ()) -> None:

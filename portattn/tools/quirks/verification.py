@@ -1,4 +1,4 @@
-"""What probes have seen, as a page: quirks × toolchains, with verdict and date, from the [[verified]] tables."""
+"""What probes have seen, as a page: quirks × toolchains, with result and date, from the [[verified]] tables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _HEAD = """\
 # Verification of the quirks
 
 Generated from the registry by `python -m portattn.tools.quirks.pages --verification > docs/quirk-verification.md`;
-do not edit. `portattn quirks probe --all-toolchains --record` makes what it shows: each quirk's probe,
-compiled without and with its work-around by every toolchain of the lab. [quirks.md](quirks.md) says what the verdicts
-mean.
+do not edit. `portattn quirks probe --all-toolchains --record` makes the data: every toolchain of the lab compiles
+each quirk's probe without and with its work-around. [Quirks](quirks.md#probes) explains the results.
 
 {count} entries: {probed} have been probed, {both} of them on two toolchains or more, one with the bug and one without.
-Verdicts: {verdicts}.
+Results: {results}.
 """
-_UNPROBED = "Entries without a verdict, and why.\n\n"
+_UNPROBED = "Entries without a result, and why.\n\n"
 
 
 def render(registry: Registry) -> str:
@@ -38,7 +37,7 @@ def render(registry: Registry) -> str:
             count=len(quirks),
             probed=sum(bool(words) for words in seen.values()),
             both=len(on_both_sides(registry)),
-            verdicts=", ".join(f"{number} {word}" for word, number in counts.most_common()) or "none yet",
+            results=", ".join(f"{number} {word}" for word, number in counts.most_common()) or "none yet",
         )
     ]
     for compiler in ("triton", "triton-ascend"):

@@ -9,12 +9,15 @@ exits with 1 where a kernel uses what is not modelled.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import parse
 from portattn.backends.rocm.emulator.amdgpu.decode import FAMILIES, family
+
+COLUMNS = 118  # of a line of docs/emulation.md
 
 
 def used(texts: Iterable[str]) -> dict[str, Counter[str]]:
@@ -50,7 +53,8 @@ def table(counts: Mapping[str, Iterable[str]], tested: Mapping[str, set[str]]) -
     elsewhere = set().union(*tested.values()) if tested else set()
     untested = sorted({m for arch in arches for m in known[arch] if m not in elsewhere})
     if tested:
-        lines += ["", f"Tested on no arch: {', '.join(untested) or 'none'}."]
+        words = f"Tested on no arch: {', '.join(untested) or 'none'}."
+        lines += ["", *textwrap.wrap(words, COLUMNS, break_long_words=False)]
     return "\n".join(lines)
 
 
