@@ -54,7 +54,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def run(folder: Path | None = None, today: datetime.date | None = None) -> list[Finding]:
     """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
 
-    Raises DataError only on a broken arches.toml or tuning file of portattn's own: what is wrong with quirks, and with
+    Raises DataError only on a broken file of arches or tuning of portattn's own: what is wrong with quirks, and with
     installed packages, comes back as findings.
     """
     registry, findings = load_for_audit(folder)
@@ -66,7 +66,7 @@ def load_for_audit(
 ) -> tuple[Registry, list[Finding]]:
     """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
 
-    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken arches.toml or tuning file.
+    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken file of arches or tuning.
     Installed packages that are broken are findings where their quirks are audited: when no folder is given.
     """
     broken: tuple[Broken, ...] = ()
