@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compiles  # plans need an installed Triton, also where 
 
 
 HERE = str(installed())  # what cells are compiled with where a test says nothing else
-ASCEND = select.ASCEND_DEFAULT
+ASCEND = "triton-ascend==3.2.0"
 
 
 def cells_of(specs, **options) -> dict[tuple[str, str], Cell]:
