@@ -189,3 +189,23 @@ def test_a_tombstone_is_known_too(registry) -> None:
     [found] = known(facts_of("triton-3.4-kpack", registry, toolchain="triton==3.6.0"), now)
     assert (found.exact, found.in_range) == (True, False)
     assert "retired on 2026-11-01, fixed in triton==3.5.1: it is back" in found.says
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "arch", "chip"),
+    [
+        ('ttg.target = "hip:gfx90c"', "rocm", None, "gfx90c"),  # another chip than gfx90a, and no variant of one
+        ('ttg.target = "cuda:75"', "cuda", None, "sm_75"),
+        (".target sm_121a, debug", "cuda", "sm_121", ""),
+        (".target sm_88a", None, None, "sm_88"),
+        ("GPUTarget('npu', 'Ascend910B3', 0)", "ascend", "ascend910b3", ""),
+        ("on an Ascend910B2C of ours", "ascend", "ascend910b2", ""),
+        ("on an Ascend910_9362 of ours", "ascend", "ascend910_93", ""),
+        ("clang -mcpu=native -mcpu=gfx1200", "rocm", "gfx1200", ""),  # what begins like no arch is no chip
+        ('{"name": "x86", "version": "3"}', None, None, ""),
+    ],
+)
+def test_other_names_of_chips(registry, text: str, backend: str | None, arch: str | None, chip: str) -> None:
+    found = surroundings(text, "mlir", registry)
+    told = [part.value if part else None for part in (found.backend, found.arch)]
+    assert (*told, found.chip) == (backend, arch, chip)

@@ -109,7 +109,7 @@ def surroundings(text: str, family: str, registry: Registry) -> Surroundings:
 _Arches = Mapping[str, Mapping[str, Arch]]
 # What precedes a number in an arch's name: what begins so is a chip, known or not.
 _PREFIX = re.compile(r"^[a-z_]+")
-_VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip, as ptxas writes it: sm_90a
+_VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip whose name for Triton is a number, as ptxas writes it: sm_90a
 
 
 def _chip(text: str, arches: _Arches) -> tuple[Told | None, Told | None, str]:
@@ -155,25 +155,35 @@ def _devices(arches: _Arches) -> list[str]:
 
 def _arch_of(kind: str, chip: str, arches: _Arches) -> tuple[str, str] | None:
     """(backend, arch) of a chip by any name: sm_90a, 90 and sm_90 are one, so are Ascend910B2 and ascend910b2."""
-    names = (chip, chip.lower(), _VARIANT.sub("", chip))
-    for name in names:
+    for name in (chip, chip.lower(), _VARIANT.sub("", chip)):
         for backend, known in arches.items():
             for arch in known.values():
                 target = arch.compiler_target
                 if kind and (target is None or target[0] != kind):
+                    continue
+                if name not in (chip, chip.lower()) and not _is_numbered(arch):
                     continue
                 if name == arch.name or (target and kind and name == str(target[1])) or arch.is_device(name):
                     return backend, arch.name
     return None
 
 
+def _is_numbered(arch: Arch) -> bool:
+    """Whether Triton has a number for the arch: then letters after it in a name are a variant's, and no other chip."""
+    return arch.compiler_target is not None and isinstance(arch.compiler_target[1], int)
+
+
 def _spelled(kind: str, chip: str, arches: _Arches) -> str:
     """An unknown chip's name as an arch of its kind is named: 75 is sm_75."""
-    for known in arches.values():
-        for arch in known.values():
-            if arch.compiler_target and arch.compiler_target[0] == kind and chip.isdigit():
-                return arch.name.replace(str(arch.compiler_target[1]), chip)
-    return _VARIANT.sub("", chip).lower()
+    numbered = [arch for known in arches.values() for arch in known.values() if _is_numbered(arch)]
+    for arch in numbered:
+        assert arch.compiler_target is not None, "_is_numbered asks"
+        if arch.compiler_target[0] == kind and chip.isdigit():
+            return arch.name.replace(str(arch.compiler_target[1]), chip)
+        prefix = _PREFIX.match(arch.name)
+        if prefix and chip.startswith(prefix.group()):
+            return _VARIANT.sub("", chip)
+    return chip.lower()
 
 
 def _backend(text: str, family: str, registry: Registry) -> Told | None:
