@@ -10,6 +10,7 @@ from portattn.schema.target import Arch
 
 class CpuBackend(Backend):
     name = "cpu"
+    title = "CPU"
     device_type = "cpu"
     folder = Path(__file__).parent
     core_path = "interpreter"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
 from portattn.backends.sdpa import SdpaPath
 from portattn.planning.backend import Backend
-from portattn.schema.target import Arch, Target
+from portattn.schema.target import Target
 
 if TYPE_CHECKING:
     from portattn.testing.executor import Executor
@@ -19,25 +20,26 @@ DRIVER_VERSION_FILE = Path("/sys/module/amdgpu/version")
 
 class RocmBackend(Backend):
     name = "rocm"
+    title = "AMD"
     device_type = "cuda"
     folder = Path(__file__).parent
+    compiler_folders = ("backends/amd/",)
+    compiler_words = ("llvm-amdgpu",)
+    options = MappingProxyType({"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str})
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
 
     def detect(self, index: int | None = None) -> str | None:
-        """Arch of AMD device `index`; None without one, and for a processor that arches.toml does not know.
+        """Arch of AMD device `index`; None without one, and for a processor that no arch's file knows.
 
-        A processor that is close to a known one (gfx1101 to gfx1100) is not mapped to it: AMD's code objects run
-        on the processor that they were compiled for only.
+        A processor that is close to a known one is not mapped to it: AMD's code objects run on the processor that they
+        were compiled for only.
         """
-        from portattn.planning.registry import load_arches  # the registry imports the backends
-
         properties = torch_device_properties("hip", index)
         if properties is None:
             return None
         # Feature suffixes (`gfx942:sramecc+:xnack-`) say how memory is run, not which instructions there are.
-        name = properties.gcnArchName.split(":")[0]
-        return name if name in load_arches(self.folder / "arches.toml") else None
+        return self.arch_of(properties.gcnArchName.split(":")[0])
 
     def describe(self, index: int | None = None) -> str:
         properties = torch_device_properties("hip", index)
@@ -51,9 +53,6 @@ class RocmBackend(Backend):
         driver = first_line_matching(DRIVER_VERSION_FILE, r"^(\d+(?:\.\d+)+)")
         found = {"rocm": version_in(torch.version.hip), "driver": version_in(driver)}
         return {name: version for name, version in found.items() if version}
-
-    def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
-        return "hip", arch.name, arch.warp_size
 
     def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Executor, ...]:
         from portattn.backends.rocm.emulator.executor import EmulatorExecutor

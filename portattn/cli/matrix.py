@@ -40,7 +40,7 @@ def matrix() -> None:
     multiple=True,
     type=shell_values.TARGETS,
     metavar="GLOB",
-    help="Targets, as `rocm`, `gfx9*` or `cuda:sm_90`; repeat it, or use commas.",
+    help="Targets, as `rocm`, `gfx9*`, `cuda:sm_90` or a family (`rdna3`); repeat it, or use commas.",
 )
 @click.option("--ops", multiple=True, metavar="GLOB", help="Ops, or names of problems; repeat it, or use commas.")
 @click.option(
@@ -111,7 +111,7 @@ def run(
     which: SetName = "full" if full else "quick"
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     tell_unknown(select.toolchains(toolchain))
-    where = select.targets(_targets(targets), select.toolchains(toolchain, all_toolchains), ascend)
+    where = select.targets(_targets(targets), select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
     if create:
         _create(select.missing(where, pythons))

@@ -19,7 +19,8 @@ from portattn.tools.problem_text import CausalCommand, problem_from, problem_opt
     "--target",
     type=shell_values.TARGET,
     metavar="BACKEND:ARCH",
-    help="Where it would run, such as rocm:gfx942, gfx942 or mi300x; this machine by default.",
+    help="Where it would run, such as rocm:gfx942, gfx942, mi300x or a family (rdna3: a plan for each of its chips); "
+    "this machine by default.",
 )
 @click.option(
     "--toolchain",
@@ -65,18 +66,21 @@ def plan(
     from portattn.config import current
     from portattn.errors import ArgumentError
     from portattn.planning.planner import plan as plan_problem
+    from portattn.planning.registry import Registry
     from portattn.schema.outcome import NO_VERDICTS
 
     if op not in OPS:
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
     problem = problem_from(op, **options)
-    where = target_from(target, toolchain)
-    tell_unknown([where.toolchain] if toolchain else [])
+    members = Registry.load().family(target or "")
+    places = [target_from(name, toolchain) for name in members] or [target_from(target, toolchain)]
+    tell_unknown([places[0].toolchain] if toolchain else [])
     changes = {name: value for name, value in (("backend", backend), ("quirks", quirks)) if value is not None}
     settings = msgspec.structs.replace(current(), **changes)
     named = target is not None or toolchain is not None
-    made = plan_problem(problem, where, verdicts=NO_VERDICTS if named else store(settings), settings=settings)
+    verdicts = NO_VERDICTS if named else store(settings)
+    made = [plan_problem(problem, where, verdicts=verdicts, settings=settings) for where in places]
     if as_json:
-        emit_json(made)
+        emit_json(made if len(made) > 1 else made[0])
     else:
-        click.echo(made.explain())
+        click.echo("\n\n".join(one.explain() for one in made))

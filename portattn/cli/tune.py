@@ -266,7 +266,7 @@ def _base(path: Path, backend: str, name: str) -> str | None:
 def _tuning(base: str | None, path: Path, backend: str) -> Tuning | None:
     import tempfile
 
-    from portattn.schema.tuning import load_tuning
+    from portattn.planning.data_files import load_tuning
 
     if base is None:
         return None

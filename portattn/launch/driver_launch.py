@@ -145,7 +145,7 @@ class Direct:
     def _describe(self, kernel: _Kernel, step: Step, scratch: int | None) -> cudadriver.Kernel:
         """A kernel as CUDA's driver launches it; `scratch` is the place of that role."""
         compiled = kernel.compiled
-        if compiled.metadata.target.backend != "cuda":
+        if compiled.metadata.target.backend != cudadriver.KIND:
             raise Unsupported(f"its device is {compiled.metadata.target.backend}")
         about = compiled.metadata
         warps, blocks, shared = compiled.packed_metadata[:3]

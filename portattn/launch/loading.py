@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from portattn.launch import native
+from portattn.launch import cudadriver, native
 
 _lock = threading.RLock()
 
@@ -50,7 +50,7 @@ def load(compiled: Any, cache_dir: str) -> None:
 
     cache_dir  portattn's cache folder; empty for the platform's
     """
-    if compiled.metadata.target.backend != "cuda" or native.load(cache_dir)[0] is None:
+    if compiled.metadata.target.backend != cudadriver.KIND or native.load(cache_dir)[0] is None:
         compiled._init_handles()  # Triton's launcher is needed, and what cannot be made shall fail here
         return
     from triton.runtime import driver
@@ -74,7 +74,7 @@ def meanwhile(backend: str, cache_dir: str) -> Iterator[None]:
     cache_dir  portattn's cache folder; empty for the platform's
     """
     ready: list[Callable[[], object]] = [_triton_driver, _triton_key]
-    if backend == "cuda":
+    if backend == cudadriver.KIND:
         ready.insert(0, functools.partial(native.load, cache_dir))
     thread = threading.Thread(target=_make, args=(ready,), name="portattn-ready", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread to be had: all is made where it is needed

@@ -1,13 +1,14 @@
 """The protocol of a backend: small, so that another package can add a chip.
 
 A package registers an instance under the entry-point group `portattn.backends`. What a backend must say:
-which device is here, which arches it knows (arches.toml), how Triton names them, and what the vendor's own
+which device is here, which arches it knows (arches/), how Triton names them, and what the vendor's own
 library can run.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -108,9 +109,15 @@ class Backend:
 
     name         the backend's name in targets and quirks
     device_type  torch's device type of its tensors
-    folder       where its arches.toml and tuning/ lie
+    folder       where its arches/ (or arches.toml) and tuning/ lie
     vendor       the vendor library's paths, in order of preference
     variants     kernels of portattn's own that are for some of its chips only, in order of preference
+    title        what people call it; its name when empty
+    default_toolchain  what is planned for where nobody names a toolchain and this machine's Triton is not asked; empty:
+                 this machine's
+    compiler_folders  folders of its compiler, as paths in a compiler's log have them
+    compiler_words  whose wording of failures is its compilers' alone (tools/quirks/lifecycle/patterns.py)
+    options      options of its compiler that a launch may have, with their types; of portattn's own backends
     compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
     core_path    name of the path that runs the core kernels; empty where none is offered by itself
     """
@@ -120,6 +127,11 @@ class Backend:
     folder: Path
     vendor: tuple[VendorPath, ...] = ()
     variants: tuple[Variant, ...] = ()
+    title: str = ""
+    default_toolchain: str = ""
+    compiler_folders: tuple[str, ...] = ()
+    compiler_words: tuple[str, ...] = ()
+    options: Mapping[str, type] = MappingProxyType({})
     compilers: tuple[str, ...] = ()
     core_path: str = "triton"
 
@@ -131,6 +143,12 @@ class Backend:
     def detect(self, index: int | None = None) -> str | None:
         """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""
         raise NotImplementedError
+
+    def arch_of(self, device: str) -> str | None:
+        """The arch whose `devices` name a device; None where none does. For `detect`."""
+        from portattn.planning.data_files import load_arches
+
+        return next((name for name, arch in load_arches(self.folder).items() if arch.is_device(device)), None)
 
     def describe(self, index: int | None = None) -> str:
         """What device `index` is, for people, whether or not its arch is known; empty where nothing is known of it.
@@ -149,7 +167,9 @@ class Backend:
 
     def triton_target(self, arch: Arch) -> tuple[str, str | int, int]:
         """(backend, arch, warp size) as Triton's GPUTarget takes them."""
-        raise NotImplementedError
+        if arch.compiler_target is None:
+            raise NotImplementedError(f"{self.name}:{arch.name} has no compiler_target: Triton has no name for it here")
+        return arch.compiler_target
 
     def executors(self, seconds: float, here: Sequence[Target] = ()) -> tuple[Any, ...]:
         """What runs compiled code of these chips where they are not, each a portattn.testing.executor.Executor.

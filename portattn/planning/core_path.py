@@ -49,6 +49,10 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
     compilers = registry.backends[target.backend].compilers
     if compilers and target.toolchain.distribution in COMPILERS and target.toolchain.distribution not in compilers:
         raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(compilers)}")
+    for compiler, text in target.arch.toolchain.items():
+        if target.toolchain.within(compiler, text) is False:
+            reason = f"{target.toolchain} compiles nothing for {target.arch.name}"
+            raise refuse(reason, f"needs {compiler} {text}")
     cannot = kernel.cannot(problem)
     if cannot:
         raise refuse(*cannot)

@@ -2,25 +2,84 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from portattn.errors import DataError
+from portattn.planning.compiler_options import backend_options
 from portattn.schema import toml_reader
 from portattn.schema.target import Arch
-from portattn.schema.tuning import Tuning, load_tuning
+from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.schema.tuning import Tuning, read_tuning
+
+# A backend's arches: a folder with a file each, and (what a small package finds easier) one file with a table each.
+ARCH_FOLDER, ARCH_TABLES = "arches", "arches.toml"
+_NUMBERS = re.compile(r"(\d+)")
 
 
-def load_arches(path: Path) -> dict[str, Arch]:
-    """Read an arches.toml: one table per arch. Raises DataError (file, line, key)."""
-    data, text = toml_reader.read(path)
-    arches = {}
-    for name, table in data.items():
-        if not isinstance(table, dict):
-            raise DataError(path, toml_reader.line_of(text, name), f"key {name!r}: every arch is a table")
-        arches[name] = msgspec.structs.replace(toml_reader.convert(table, Arch, path, text, name), name=name)
-    return arches
+def has_arches(folder: Path) -> bool:
+    """Whether a folder is a backend's own."""
+    return (folder / ARCH_FOLDER).is_dir() or (folder / ARCH_TABLES).is_file()
+
+
+def load_arches(folder: Path) -> dict[str, Arch]:
+    """A backend's arches by name, of its folder's arches/<name>.toml and of the tables of its arches.toml.
+
+    In the order of their names, numbers by value. Raises DataError (file, line, key), also on an arch that is there
+    twice, and FileNotFoundError where there are neither files nor tables.
+    """
+    arches: dict[str, Arch] = {}
+    for path, name, table, text, keys in _tables(folder):
+        if name in arches:
+            raise DataError(path, None, f"arch {name!r} is already in {ARCH_TABLES}")
+        arch = msgspec.structs.replace(toml_reader.convert(table, Arch, path, text, *keys), name=name)
+        if problem := _problem(arch):
+            raise DataError(path, toml_reader.line_of(text, *keys, problem[0]), f"key {problem[0]!r}: {problem[1]}")
+        arches[name] = arch
+    return dict(sorted(arches.items(), key=lambda item: _by_number(item[0])))
+
+
+def _tables(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], str, tuple[str, ...]]]:
+    """(file, name, values, the file's text, keys that lead to the values) of every arch."""
+    files = sorted((folder / ARCH_FOLDER).glob("*.toml"))
+    tables = folder / ARCH_TABLES
+    if tables.exists() or not files:
+        data, text = toml_reader.read(tables)
+        for name, table in data.items():
+            if not isinstance(table, dict):
+                raise DataError(tables, toml_reader.line_of(text, name), f"key {name!r}: every arch is a table")
+            yield tables, name, table, text, (name,)
+    for path in files:
+        data, text = toml_reader.read(path)
+        yield path, path.stem, data, text, ()
+
+
+def _problem(arch: Arch) -> tuple[str, str] | None:
+    """(key, what is wrong with it) where the types alone do not catch it."""
+    for name, text in arch.toolchain.items():
+        if name not in COMPILERS:
+            return "toolchain", f"{name!r} is no compiler; known: {', '.join(COMPILERS)}"
+        try:
+            parse_range(text)
+        except ValueError as error:
+            return "toolchain", str(error)
+    if arch.name in arch.families:
+        return "families", f"{arch.name!r} is the arch itself"
+    return None
+
+
+def _by_number(name: str) -> list[tuple[bool, int, str]]:
+    parts = (part for part in _NUMBERS.split(name) if part)
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def load_tuning(path: Path, backend: str) -> Tuning:
+    """Read one tuning file of a backend. Raises DataError (file, line, key)."""
+    return read_tuning(path, backend, backend_options())
 
 
 def load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:

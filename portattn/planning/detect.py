@@ -27,7 +27,7 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
         toolchain = installed().with_components(backend.machine_components())
         if arch in registry.arches[backend.name]:
             return registry.target(f"{backend.name}:{arch}", toolchain), ""
-        return _unknown_arch(backend, arch, f"arch {arch}, which its arches.toml does not have", toolchain), ""
+        return _unknown_arch(backend, arch, f"arch {arch}, which is none of its arches", toolchain), ""
     # Several backends can share a device type: the one that can say something about the device has it.
     owner = next((b for b in candidates if b.describe(index)), None)
     if owner is None and index is not None and len(candidates) == 1:
@@ -56,7 +56,7 @@ def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) 
 def devices() -> list[Target]:
     """One target for each backend that has a device here (its current one), and the CPU last.
 
-    Raises ArgumentError when a backend detects an arch that its arches.toml does not have.
+    Raises ArgumentError when a backend detects an arch that it has no file for.
     """
     found = []
     for kind in dict.fromkeys(b.device_type for b in Registry.load().backends.values()):

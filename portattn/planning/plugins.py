@@ -17,11 +17,10 @@ import msgspec
 
 from portattn.errors import DataError, PluginWarning, PortattnError
 from portattn.planning.backend import ENTRY_POINT_GROUP, Backend, Variant, VendorPath
-from portattn.planning.data_files import load_arches
+from portattn.planning.data_files import load_arches, load_tuning
 from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
 from portattn.schema.problem import DEMANDS, OPS
-from portattn.schema.tuning import load_tuning
 
 _NAME = re.compile(r"[\w-]+")
 _warned: set[str] = set()
@@ -154,7 +153,7 @@ def _check_path(path: VendorPath | Variant) -> None:
 
 def _data_faults(backend: Backend, names: tuple[str, ...], taken: Collection[str], found: set[str]) -> Iterator[Fault]:
     """Everything that is wrong with a backend's files. Ids of its quirks are added to `found`."""
-    yield from _caught(functools.partial(load_arches, backend.folder / "arches.toml"))
+    yield from _caught(functools.partial(load_arches, backend.folder))
     for path in sorted((backend.folder / "tuning").glob("*.toml")):
         yield from _caught(functools.partial(load_tuning, path, backend.name))
     try:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from portattn.planning.compiler_options import check_launch_values, check_option, options
 from portattn.schema import conditions
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values, check_option
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS
 from portattn.schema.quirk import EFFECTS, NUMBER, Effect, Quirk, When
 from portattn.schema.toolchain import COMPILERS, COMPONENTS, has_upper_bound, parse_range
 
@@ -75,9 +76,9 @@ def _when_problems(when: When) -> _Problems:
             found.append((("when", "features"), str(error)))
     found += _choice_problems("when", when.lowering)
     for name, wanted in when.launch.items():
-        known = int if name in LAUNCH_FIELDS else OPTIONS.get(name)
+        known = int if name in LAUNCH_FIELDS else options().get(name)
         if known is None:
-            found.append((("when", "launch", name), f"unknown; known: {', '.join([*LAUNCH_FIELDS, *OPTIONS])}"))
+            found.append((("when", "launch", name), f"unknown; known: {', '.join([*LAUNCH_FIELDS, *options()])}"))
         elif type(wanted) is not known and not (known is int and isinstance(wanted, str) and NUMBER.match(wanted)):
             compared = ', or a comparison such as ">=4"' if known is int else ""
             found.append((("when", "launch", name), f"{wanted!r} is not of type {known.__name__}{compared}"))

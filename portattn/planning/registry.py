@@ -65,7 +65,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         known = load_quirks(folders, (*backends, *(b.name for b in broken)))
         return Registry(
             backends=dict(backends),
-            arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
+            arches={name: load_arches(b.folder) for name, b in backends.items()},
             tunings={name: load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
             quirks={name: quirk for name, quirk in known.items() if quirk.retired is None},
             retired={name: quirk for name, quirk in known.items() if quirk.retired is not None},
@@ -97,6 +97,10 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         found = installed() if toolchain is None else toolchain
         found = found.with_components(self.backends[backend].components(arches[arch], found))
         return Target(backend=backend, arch=arches[arch], toolchain=found)
+
+    def family(self, text: str) -> list[str]:
+        """BACKEND:ARCH of each arch of a family, as `rdna3` or `rocm:rdna3`; none where a text names no family."""
+        return [":".join(pair) for pair in target_names.members(text, self.arches)]
 
     def targets(self, toolchain: str | Toolchain | None = None) -> list[Target]:
         """Every arch of every backend that kernels are planned for."""

@@ -1,7 +1,7 @@
 """Names of targets: BACKEND:ARCH, and what people say instead: an arch alone (`sm_90`), a chip (`h100`, `rtx 4090`),
-a family of chips (`910b`).
+a family of chips (`hopper`, `910b`).
 
-Chips and families come from the titles of the arches (arches.toml), so that a new arch brings its names along.
+They come from the files of the arches (title, families), so that a new arch brings its names along.
 """
 
 from __future__ import annotations
@@ -40,15 +40,39 @@ def resolve(text: str, arches: Arches) -> tuple[str, str]:
     raise ArgumentError("target", "target", text, limit)
 
 
+def members(text: str, arches: Arches) -> list[tuple[str, str]]:
+    """(backend, arch) of every arch of the family that a text names, as `rdna3` or `rocm:rdna3`; none where it names no
+    family, and those first that kernels are planned for."""
+    backend, colon, name = text.partition(":")
+    wanted = _plain(name if colon else text)
+    found = [
+        (owner, arch)
+        for owner, known in arches.items()
+        for arch in known
+        if not colon or owner == backend
+        if wanted in map(_plain, known[arch].families)
+    ]
+    return sorted(found, key=lambda pair: bool(arches[pair[0]][pair[1]].refused))
+
+
+def families(arches: Arches) -> dict[str, list[tuple[str, str]]]:
+    """Every family's name, and its (backend, arch) pairs."""
+    named = dict.fromkeys(f for known in arches.values() for arch in known.values() for f in arch.families)
+    return {name: members(name, arches) for name in named}
+
+
 def nearest(text: str, arches: Arches) -> list[str]:
     """Names that look like a text, with what they mean; a backend's targets for its name, and one of each else."""
-    names = {name: (backend, arch) for name, backend, arch in _names(arches)}
+    names = {name: ":".join((backend, arch)) for name, backend, arch in _names(arches)}
+    for family, found in families(arches).items():
+        names.setdefault(_plain(family), f"family of {', '.join(map(':'.join, found))}")
     if text in arches:
         return [f"{text}:{arch}" for arch in arches[text]]
     close = difflib.get_close_matches(_plain(text), names, n=SHOWN, cutoff=0.6)
     if close:
-        return [f"{name} ({':'.join(names[name])})" for name in close]
-    return [f"{backend}:{next(iter(known))}" for backend, known in arches.items() if known]
+        return [f"{name} ({names[name]})" for name in close]
+    served = {backend: [name for name, arch in known.items() if not arch.refused] for backend, known in arches.items()}
+    return [f"{backend}:{known[0]}" for backend, known in served.items() if known]
 
 
 def chips(title: str) -> list[str]:
@@ -61,6 +85,7 @@ def _meant(text: str, arches: Arches) -> list[tuple[str, str]]:
     wanted = _plain(text)
     known = list(_names(arches))
     found = list(dict.fromkeys((backend, arch) for name, backend, arch in known if name == wanted))
+    found = found or members(wanted, arches)
     if not found and any(c.isdigit() for c in wanted):
         family = re.compile(re.escape(wanted) + (r"(?=[a-z]).*" if wanted[-1].isdigit() else r"(?=\d).*"))
         found = list(dict.fromkeys((backend, arch) for name, backend, arch in known if family.fullmatch(name)))

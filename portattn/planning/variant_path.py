@@ -14,6 +14,7 @@ from portattn.config import Settings
 from portattn.planning.backend import Variant
 from portattn.planning.checks import undeclared
 from portattn.planning.core_path import OPTIONAL, Refused, hint, kernel_source_digest
+from portattn.planning.data_files import has_arches
 from portattn.planning.registry import Registry
 from portattn.schema.outcome import Verdicts
 from portattn.schema.plan import Applied, Rejection
@@ -115,7 +116,7 @@ def _digest(file: str) -> str:
     digest = hashlib.sha256(kernel_source_digest().encode())
     own = Path(file).parent
     around = own.parent
-    folders = [own, around] if (around / "arches.toml").is_file() else [own]  # what several variants share lies there
+    folders = [own, around] if has_arches(around) else [own]  # what several variants share lies there
     for path in sorted(path for kind in ("*.py", "*.toml") for folder in folders for path in folder.glob(kind)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

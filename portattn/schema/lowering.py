@@ -6,6 +6,7 @@ what the choice is about; docs/lowering.md says who needs which value and why.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -55,16 +56,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 OptionValue = bool | int | str
 
-# Options that only some backends' compilers know. A launch passes its options on as they are: quirk and tuning files
-# that give a backend another's option are refused when they are read. A backend that is not here has none.
-BACKEND_OPTIONS: dict[str, dict[str, type]] = {
-    # launch_pdl: the kernel that merges a split is launched while the splitting one still runs, and waits for it.
-    "cuda": {"maxnreg": int, "launch_pdl": bool},
-    "rocm": {"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str},
-    "ascend": {"multibuffer": bool},
-    "cpu": {},
-}
-OPTIONS: dict[str, type] = {name: kind for known in BACKEND_OPTIONS.values() for name, kind in known.items()}
+# Options that only some backends' compilers know: backend -> name -> type. Each backend declares its own
+# (planning/compiler_options.py). A launch passes its options on as they are: quirk and tuning files that give a backend
+# another's option are refused when they are read. A backend that is not there has none.
+BackendOptions = Mapping[str, Mapping[str, type]]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,24 +92,24 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 LAUNCH_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "splits")
 
 
-def check_option(name: str, backend: str | None) -> None:
+def check_option(name: str, backend: str | None, known: BackendOptions) -> None:
     """Raise ValueError where `name` is a compiler option that the backend (None: every backend) does not know."""
-    owners = [known for known, options in BACKEND_OPTIONS.items() if name in options]
+    owners = [owner for owner, options in known.items() if name in options]
     if owners and backend not in owners:
         raise ValueError(f"launch {name} is an option of {', '.join(owners)}, and not of {backend or 'every backend'}")
 
 
-def check_launch_values(values: dict[str, Any], backend: str | None) -> None:
+def check_launch_values(values: dict[str, Any], backend: str | None, known: BackendOptions) -> None:
     """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range."""
+    options = {name: kind for own in known.values() for name, kind in own.items()}
     for name, value in values.items():
-        check_option(name, backend)
+        check_option(name, backend, known)
         if name in LAUNCH_FIELDS:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"launch {name} is {value!r}, but must be an integer ≥ 1")
             if name in ("block_m", "block_n", "num_warps") and value & (value - 1):
                 raise ValueError(f"launch {name} is {value}, but must be a power of two")
-        elif name not in OPTIONS:
-            known = ", ".join([*LAUNCH_FIELDS, *OPTIONS])
-            raise ValueError(f"unknown launch value {name!r}; known: {known}")
-        elif type(value) is not OPTIONS[name]:
-            raise ValueError(f"launch {name} is {value!r}, but must be of type {OPTIONS[name].__name__}")
+        elif name not in options:
+            raise ValueError(f"unknown launch value {name!r}; known: {', '.join([*LAUNCH_FIELDS, *options])}")
+        elif type(value) is not options[name]:
+            raise ValueError(f"launch {name} is {value!r}, but must be of type {options[name].__name__}")

@@ -53,7 +53,7 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """All must hold; what is absent holds for any.
 
     backend    name of a backend (portattn's own or an installed package's); absent: every backend
-    arch       glob patterns on the arch name
+    arch       glob patterns on the arch's name and its families'
     toolchain  component -> PEP 440 range
     kernels    glob patterns on the kernel name
     features   conditions on the problem (portattn.schema.conditions)
@@ -186,7 +186,7 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         when = self.when
         return (
             when.backend in (None, target.backend)
-            and (not when.arch or any(fnmatch.fnmatchcase(target.arch.name, pattern) for pattern in when.arch))
+            and (not when.arch or any(map(target.arch.matches, when.arch)))
             and (not when.kernels or any(fnmatch.fnmatchcase(kernel, pattern) for pattern in when.kernels))
         )
 

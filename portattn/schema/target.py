@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import fnmatch
+from typing import Literal, get_args
 
 import msgspec
 
 from portattn.schema.toolchain import Toolchain
 
+# deep_pipeline     copies to local memory are asynchronous and cheap: more than two stages of loads pay
+# descriptors       tiles are loaded through tensor descriptors by a unit of its own
+# dependent_launch  a kernel can begin while the one before it runs, and that is known to pay
+# matrix_shapes     its matrix instructions come in two shapes, of which a compiler option picks one
+# small_tiles       registers and lanes are few: tiles of more than 64 rows or columns do not fit
+Trait = Literal["deep_pipeline", "descriptors", "dependent_launch", "matrix_shapes", "small_tiles"]
+TRAITS: tuple[str, ...] = get_args(Trait)
+
 
 class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One chip's limits, as backends/<backend>/arches.toml states them.
+    """One chip's facts, as backends/<backend>/arches/<name>.toml states them.
 
     name           the compiler's name of the architecture (`sm_90`, `gfx942`, `ascend910b2`)
     title          chips that people know
+    families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
+    devices        what its devices are called, as glob patterns, in the words of the backend's `detect`; its own name
+                   where none are given
+    compiler_target  what Triton's GPUTarget calls it: (Triton's backend, arch, lanes of a warp)
+    traits         what distinguishes it for who chooses tiles and loads; see TRAITS
+    core_threads, core_registers, register_unit, reserved_memory
+                   of one compute unit: threads, registers, registers that are handed out at once, and bytes of
+                   `local_memory_kind` that are taken for each program beside its own; 0 where nobody has looked, and
+                   how many programs fit is then not known
     cores          compute units that run programs: SMs, CUs, AI cores (of the chip named first in `title`)
     warp_size      lanes a warp or wavefront (0 where the notion does not apply)
     registers      32-bit registers a thread can have (0 where the notion does not apply)
@@ -24,14 +42,25 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dot_precisions how an fp32 product can be computed
     cache_share    bytes of keys and values that row tiles worked on side by side may read, to stay in a cache; 0 where
                    nobody has looked, and tiles are worked on head by head
-    tuning         name of the tuning file it shares, its own name when empty
+    tuning         name of the arch whose tuning file it shares, its own name when empty
+    toolchain      compiler -> PEP 440 range of its releases that compile for it; absent: all that portattn knows
     refused        why no kernel is planned for it; empty when kernels are
+    executors      for each executor of the backend, by its name: what it has to know of the chip, or as `lacks` why it
+                   cannot run its code
     sources        where the numbers come from
     """
 
     name: str = ""
     title: str
+    families: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    compiler_target: tuple[str, str | int, int] | None = None
+    traits: tuple[Trait, ...] = ()
     cores: int
+    core_threads: int = 0
+    core_registers: int = 0
+    register_unit: int = 0
+    reserved_memory: int = 0
     warp_size: int = 0
     registers: int = 0
     local_memory: int
@@ -42,8 +71,18 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dot_precisions: tuple[str, ...] = ("ieee",)
     cache_share: int = 0
     tuning: str = ""
+    toolchain: dict[str, str] = {}
     refused: str = ""
+    executors: dict[str, dict[str, bool | int | str]] = {}
     sources: tuple[str, ...]
+
+    def is_device(self, name: str) -> bool:
+        """Whether a device of this name, in the words of the backend's `detect`, is of this arch."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.devices or (self.name,))
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a glob is this arch's name, or a family's."""
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (self.name, *self.families))
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

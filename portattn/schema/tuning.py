@@ -12,7 +12,7 @@ import msgspec
 
 from portattn.errors import DataError
 from portattn.schema import conditions, toml_reader
-from portattn.schema.lowering import CHOICES, OptionValue, check_launch_values
+from portattn.schema.lowering import CHOICES, BackendOptions, OptionValue, check_launch_values
 
 FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 
@@ -133,8 +133,11 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.source(entry).measured and entry.timed
 
 
-def load_tuning(path: Path, backend: str) -> Tuning:
-    """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema."""
+def read_tuning(path: Path, backend: str, options: BackendOptions) -> Tuning:
+    """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema.
+
+    options  those of compilers, by backend
+    """
     data, text = toml_reader.read(path)
     tuning = toml_reader.convert(data, Tuning, path, text)
     for entry in tuning.entry:
@@ -145,7 +148,7 @@ def load_tuning(path: Path, backend: str) -> Tuning:
                 raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
             if "splits" in entry.launch:
                 raise ValueError("launch splits is computed from the sizes of a problem; `resident` steers it")
-            check_launch_values(dict(entry.launch), backend)
+            check_launch_values(dict(entry.launch), backend, options)
             if entry.flags and set("*?[") & set(entry.kernel):
                 raise ValueError(f"flags belong to a variant, and {entry.kernel!r} must name it in full")
             if entry.core and (set("*?[") & set(entry.kernel) or entry.flags or not entry.note):

@@ -63,6 +63,10 @@ class Executor:
         """What is missing to execute what is compiled for a target; empty when nothing is."""
         raise NotImplementedError
 
+    def declines(self, target: Target) -> str:
+        """Why the chip's own file says that this executor cannot run its code; empty where it can."""
+        return str(target.arch.executors.get(self.name, {}).get("lacks", ""))
+
     def where(self, target: Target) -> str:
         """What is run, and on what: in reports, and the label of a level of `runs`."""
         raise NotImplementedError

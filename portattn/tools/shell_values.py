@@ -54,14 +54,13 @@ def _words(*words: str) -> Callable[[], Values]:
 
 
 def _targets() -> Values:
-    """Each backend:arch, with its chips."""
+    """Each backend:arch, with its chips, then the families, with their arches."""
     from portattn.planning.registry import Registry
+    from portattn.planning.target_names import families
 
-    return [
-        (f"{backend}:{name}", arch.title)
-        for backend, arches in Registry.load().arches.items()
-        for name, arch in arches.items()
-    ]
+    known = Registry.load().arches
+    arches = [(f"{backend}:{name}", arch.title) for backend, own in known.items() for name, arch in own.items()]
+    return [*arches, *((family, ", ".join(map(":".join, found))) for family, found in families(known).items())]
 
 
 def _backends() -> Values:

@@ -46,9 +46,9 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
         return {"facts": facts}
     kernel = build(function, signature, target, enter)
     enter("read")
-    facts = resources.read(kernel, target[0], target[1], full=request.get("facts") == "full")
+    facts = resources.read(kernel, target[1], full=request.get("facts") == "full")
     if request.get("facts") == "text":
-        facts |= resources.text(kernel, target[0])
+        facts |= resources.text(kernel)
     return {"facts": facts, "toolchain": triton.__version__}
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -109,7 +111,7 @@ class Bench:
                 facts = self._compilers.lower(kernel, signature, self.target, self._enter, self.passes)
                 return Code({"linalg": str(facts.pop("linalg"))}, facts)
             compiled = self._compilers.build(kernel, signature, self.target, self._enter)
-            facts = self._compilers.resources.read(compiled, self.target[0], self.target[1], full=True)
+            facts = self._compilers.resources.read(compiled, self.target[1], full=True)
         texts = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
         return Code(texts, facts, dict(types))
 
@@ -223,15 +225,31 @@ def load(path: str) -> ModuleType:
 
 
 def triton_target(name: str) -> tuple[str, Any, int]:
-    """`rocm:gfx950` as Triton takes it: for a run by hand, and for controls. The library asks its backends."""
-    backend, _, arch = name.partition(":")
-    if backend == "cuda" and arch.startswith("sm_"):
-        return "cuda", int(arch.removeprefix("sm_")), 32
-    if backend == "rocm" and arch.startswith("gfx"):
-        return "hip", arch, 64 if arch.startswith("gfx9") else 32
-    if backend == "ascend":
-        return "npu", arch.replace("ascend", "Ascend").replace("910b", "910B"), 0
-    raise SystemExit(f"--target is {name!r}, but must be cuda:sm_N, rocm:gfxN or ascend:ascendN")
+    """`rocm:gfx950` as Triton takes it: for a run by hand, and for controls. The library asks its backends.
+
+    It is the line `compiler_target = [...]` of the arch's file, read as JSON: there may be no reader of TOML here.
+    """
+    known: dict[str, str] = {}
+    for folder in _backend_folders():
+        for path in glob.glob(os.path.join(glob.escape(folder), "*", "arches", "*.toml")):
+            backend, _, file = os.path.relpath(path, folder).split(os.sep)
+            known[f"{backend}:{os.path.splitext(file)[0]}"] = path
+    if name in known:
+        with open(known[name], encoding="utf-8") as text:
+            found = re.search(r"^compiler_target = (\[.*\])", text.read(), re.MULTILINE)
+        if found:
+            kind, arch, lanes = json.loads(found.group(1))
+            return kind, arch, lanes
+    raise SystemExit(f"--target is {name!r}, but must be one of {', '.join(sorted(known))}")
+
+
+def _backend_folders() -> list[str]:
+    """Where portattn.backends lies, without importing it: it needs what may not be here."""
+    there = sys.modules.get("portattn.backends")  # in a worker's child it stands for the folder alone
+    if there is not None:
+        return list(there.__path__)
+    spec = importlib.util.find_spec("portattn.backends")
+    return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def main(probe: Callable[[str, Bench], None], target: str, about: str | None = None) -> None:

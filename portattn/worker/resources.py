@@ -24,12 +24,12 @@ _PTX_MATRIX = {"wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mm
 _AMD_MATRIX = {"mfma": r"^\s+v_s?mfma_", "wmma": r"^\s+v_s?wmma_"}
 
 
-def read(kernel: Any, backend: str, arch: int | str, full: bool) -> dict[str, int | str]:
+def read(kernel: Any, arch: int | str, full: bool) -> dict[str, int | str]:
     """Facts of a compiled kernel. Without `full` only what its metadata holds, which costs nothing."""
     facts: dict[str, int | str] = {"local_memory": int(kernel.metadata.shared), "num_warps": kernel.metadata.num_warps}
     if not full:
         return facts
-    if backend == "cuda":
+    if "ptx" in kernel.asm:
         ptx = kernel.asm["ptx"]
         facts |= count(ptx, _PTX_MATRIX) | ptxas_report(ptx, int(arch))
     else:
@@ -37,9 +37,9 @@ def read(kernel: Any, backend: str, arch: int | str, full: bool) -> dict[str, in
     return facts
 
 
-def text(kernel: Any, backend: str) -> dict[str, int | str]:
+def text(kernel: Any) -> dict[str, int | str]:
     """The assembly text that is run elsewhere: `amdgcn`; or `ptx`, and the bytes of `scratch` that it wants."""
-    if backend == "hip":
+    if "amdgcn" in kernel.asm:
         return {"amdgcn": kernel.asm["amdgcn"]}
     # Triton 3.2 has no scratch memory, 3.3 and 3.4 none for profiles.
     sizes = (getattr(kernel.metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))

@@ -289,7 +289,7 @@ class Graphics(Backend):
     [
         (None, "compute capability 7.5", "backend cuda finds compute capability 7.5, which is none of its arches"),
         (None, "", "backend cuda finds device meta:0, which is none of its arches"),
-        ("sm_75", "", "backend cuda finds arch sm_75, which its arches.toml does not have"),
+        ("sm_75", "", "backend cuda finds arch sm_75, which is none of its arches"),
     ],
 )
 def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, seen, reason) -> None:
@@ -304,7 +304,7 @@ def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, see
     assert (made.path, made.fell_back) == ("sdpa", True)
     assert [r.path for r in made.rejected] == ["triton"]
     assert reason in made.rejected[0].reason
-    with pytest.raises(PathUnavailable, match=r"none of its arches|does not have"):
+    with pytest.raises(PathUnavailable, match="none of its arches"):
         plan(made.problem, target, other, settings=Settings(backend="triton"))
 
 

@@ -54,6 +54,8 @@ QUIRK = next(iter(Registry.load().quirks))
         (("plan", "attention", "--dtype", "b"), ["bf16"]),
         (("plan", "attention", "--target", "cuda", ":", "sm_9"), ["sm_90"]),
         (("plan", "attention", "--target", "=", "cuda:sm_9"), ["sm_90"]),
+        (("plan", "attention", "--target", "hop"), ["hopper"]),
+        (("matrix", "run", "--targets", "hopper,rdna3."), ["hopper,rdna3.5"]),
         (("plan", "attention", "--toolchain", "triton", "==", "3.6"), ["3.6.0"]),
         (("matrix", "run", "--targets", "rocm", ":", "gfx90a,cuda", ":", "sm_9"), ["sm_90"]),
         (("quirks", "show", QUIRK[:-1]), [QUIRK]),

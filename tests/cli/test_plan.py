@@ -258,6 +258,17 @@ def test_a_target_may_be_a_chip(portattn, target):
     assert portattn(*line).json["target"] == "cuda:sm_90"
 
 
+def test_a_family_is_answered_with_its_members(portattn):
+    line = ("plan", "attention", "--toolchain", "triton==3.6.0", *SMALL, "--target")
+    made = portattn(*line, "rdna4", "--json").json
+    assert [one["target"] for one in made] == ["rocm:gfx1200", "rocm:gfx1201"]
+    text = portattn(*line, "rocm:rdna4").out
+    assert [part for part in text.splitlines() if part.startswith("on ")] == [
+        f"on rocm:{arch} with triton==3.6.0: triton path" for arch in ("gfx1200", "gfx1201")
+    ]
+    assert portattn(*line, "hopper", "--json").json["target"] == "cuda:sm_90"
+
+
 @pytest.mark.parametrize(
     ("toolchain", "told"),
     [

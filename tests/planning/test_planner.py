@@ -329,3 +329,20 @@ def test_keys_that_do_not_fit_one_tile_have_a_loop() -> None:
     assert [name for name, _, _ in CORES["varlen_attention"].limits(packed, single, launch)] == ["pipeline"]
     decode = msgspec.structs.replace(few, op="decode_attention", seq_q=1)
     assert [name for name, _, _ in CORES["decode_attention"].limits(decode, single, launch)] == ["pipeline"]
+
+
+def test_a_release_that_does_not_compile_for_the_chip_says_so() -> None:
+    """And one that nobody can place in a range is tried."""
+    problem = Problem(batch=1, heads_q=2, heads_k=2, seq_q=64, seq_k=64, head_dim=64)
+    known = Registry.load()
+    bound = [(b, a) for b, arches in known.arches.items() for a in arches.values() if a.toolchain]
+    assert bound
+    for backend, arch in bound:
+        for compiler, text in arch.toolchain.items():
+            made = plan(problem, known.target(f"{backend}:{arch.name}", f"{compiler}==3.2.0"), known)
+            (refused,) = [no for no in made.rejected if no.path == "triton"]
+            assert refused.reason == f"{compiler}==3.2.0 compiles nothing for {arch.name}"
+            assert refused.hint == f"needs {compiler} {text}"
+            assert plan(problem, known.target(f"{backend}:{arch.name}", f"{compiler}==3.9.0"), known).path == "triton"
+            made = plan(problem, known.target(f"{backend}:{arch.name}", "flagtree==0.3.0"), known)
+            assert not [no for no in made.rejected if "compiles nothing" in no.reason]

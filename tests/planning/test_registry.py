@@ -63,12 +63,58 @@ def test_broken_files_of_arches(tmp_path: Path) -> None:
     path = tmp_path / "arches.toml"
     path.write_text("# one\nfirst = 3\n")
     with pytest.raises(DataError) as caught:
-        load_arches(path)
+        load_arches(tmp_path)
     assert str(caught.value) == f"{path}:2: key 'first': every arch is a table"
     path.write_text("# one\n\n[first]\ncores = 'many'\n")
     with pytest.raises(DataError, match=r"key 'first\.cores'") as caught:
-        load_arches(path)
+        load_arches(tmp_path)
     assert caught.value.line == 4
+
+
+ARCH = """title = "One"
+cores = 1
+local_memory = 0
+local_memory_kind = "none"
+max_programs = 1
+sources = ["a test"]
+"""
+
+
+def test_arches_of_files_and_of_tables_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    (tmp_path / "arches").mkdir()
+    for name in ("x100", "x9", "x9a"):
+        (tmp_path / "arches" / f"{name}.toml").write_text(ARCH)
+    (tmp_path / "arches.toml").write_text(f"[x20]\n{ARCH}")
+    found = load_arches(tmp_path)
+    assert list(found) == ["x9", "x9a", "x20", "x100"]
+    assert all(arch.name == name for name, arch in found.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        (ARCH + "colour = 'red'\n", 7, "key 'colour': the table has the unknown key `colour`"),
+        (ARCH + "traits = ['wings']\n", 7, "key 'traits.0': Invalid enum value 'wings'"),
+        (ARCH + "families = ['x9']\n", 7, "key 'families': 'x9' is the arch itself"),
+        (ARCH + "[toolchain]\ngcc = '>=9'\n", 7, "key 'toolchain': 'gcc' is no compiler; known: triton, "),
+        (ARCH + "[toolchain]\ntriton = 'new'\n", 7, "key 'toolchain': 'new' is not a PEP 440 version range"),
+    ],
+)
+def test_a_broken_file_of_an_arch(tmp_path: Path, text: str, line: int, said: str) -> None:
+    path = tmp_path / "arches" / "x9.toml"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        load_arches(tmp_path)
+    assert str(caught.value).startswith(f"{path}:{line}: {said}")
+
+
+def test_an_arch_that_is_there_twice(tmp_path: Path) -> None:
+    (tmp_path / "arches").mkdir()
+    (tmp_path / "arches" / "x9.toml").write_text(ARCH)
+    (tmp_path / "arches.toml").write_text(f"[x9]\n{ARCH}")
+    with pytest.raises(DataError, match=r"arches/x9\.toml: arch 'x9' is already in arches\.toml"):
+        load_arches(tmp_path)
 
 
 def test_quirk_files_that_would_never_be_read_or_share_an_id(tmp_path: Path) -> None:

@@ -18,10 +18,35 @@ KNOWN = Registry.load()
         ("H100 SXM", "cuda:sm_90"), ("a100", "cuda:sm_80"), ("rtx-4090", "cuda:sm_89"), ("cuda:h100", "cuda:sm_90"),
         ("mi300x", "rocm:gfx942"), ("mi300", "rocm:gfx942"), ("910B1", "ascend:ascend910b1"), ("cpu", "cpu:generic"),
         ("910b", "ascend:ascend910b2"),  # a family: the arch whose tuning the others share
+        ("hopper", "cuda:sm_90"), ("cuda:Hopper", "cuda:sm_90"), ("rdna3", "rocm:gfx1100"), ("RDNA4", "rocm:gfx1201"),
     ],
 )  # fmt: skip
 def test_a_target_by_the_name_that_people_use(text: str, name: str) -> None:
     assert KNOWN.target(text, "none").name == name
+
+
+def test_a_family_names_its_arches() -> None:
+    arches = KNOWN.arches["rocm"].values()
+    rdna3 = [f"rocm:{arch.name}" for arch in arches if "rdna3" in arch.families]
+    assert KNOWN.family("rdna3") == KNOWN.family("rocm:RDNA-3") == rdna3
+    assert {"rocm:gfx1100", "rocm:gfx1101", "rocm:gfx1151"} <= set(rdna3)
+    assert KNOWN.family("cuda:rdna3") == KNOWN.family("gfx1100") == KNOWN.family("") == []
+
+
+def test_a_family_of_several_tunings_is_answered_with_its_members() -> None:
+    with pytest.raises(ArgumentError, match=r"is a name of cuda:sm_100, .* and cuda:sm_121: say which"):
+        KNOWN.target("blackwell")
+
+
+def test_no_name_is_a_family_s_and_something_else_s() -> None:
+    """A family that is called as a chip or an arch would hide one of them."""
+    for backend, arches in KNOWN.arches.items():
+        families = {family for arch in arches.values() for family in arch.families}
+        for family in families - set(arches):
+            assert family not in KNOWN.backends, family
+            inside = {f"{backend}:{arch.name}" for arch in arches.values() if family in arch.families}
+            assert set(KNOWN.family(family)) == inside
+        assert not families & set(arches)
 
 
 def test_every_chip_of_a_title_means_its_arch() -> None:
@@ -38,7 +63,8 @@ def test_every_chip_of_a_title_means_its_arch() -> None:
         ("h1000", "h100 (cuda:sm_90)"),
         ("sm_9", "sm90 (cuda:sm_90)"),  # no shortened number is taken for another
         ("mi3", "mi350x (rocm:gfx950)"),
-        ("hopper", "cuda:sm_80, rocm:gfx90a"),
+        ("volta", "cuda:sm_80, rocm:gfx90a"),
+        ("rdna33", "rdna3 (family of rocm:gfx1100, "),
         ("cuda", ", ".join(f"cuda:{arch}" for arch in KNOWN.arches["cuda"])),
     ],
 )

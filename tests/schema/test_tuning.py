@@ -9,8 +9,8 @@ import pytest
 from support import problem
 
 from portattn import DataError, Registry
+from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import CORES, KERNEL_NAMES
-from portattn.schema.tuning import load_tuning
 
 HEAD = """\
 [provenance]

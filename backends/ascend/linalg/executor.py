@@ -26,7 +26,7 @@ class LinalgExecutor(Executor):
     lowers_to = "linalg"
 
     def lacks(self, target: Target) -> str:
-        return missing()
+        return self.declines(target) or missing()
 
     def where(self, target: Target) -> str:
         return f"x86, as {target.toolchain} lowers it for {target.arch.name}"

@@ -18,13 +18,14 @@ from portattn.backends.cuda.gluon import TRITON, untried
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
+from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
 from portattn.schema.plan import Rejection
 from portattn.schema.problem import UNLIMITED
 from portattn.schema.sizes import least
 from portattn.schema.steps import Buffers, Step, StepLauncher
-from portattn.schema.tuning import FULL, Tuning, load_tuning
+from portattn.schema.tuning import FULL, Tuning
 
 if TYPE_CHECKING:
     import torch

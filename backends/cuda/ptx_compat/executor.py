@@ -19,8 +19,6 @@ from portattn.testing.numerics import numerics, on_device
 from portattn.worker.client import Reply, Worker
 
 BACKEND = "cuda"
-# From sm_90 on Triton writes targets with a suffix (`sm_90a`), whose code runs on no other chip.
-FIRST_BOUND = 90
 # How a child says that the driver here is too old for the text (driver.py): no fault of the code's.
 _NOT_HERE = ("PtxTooNew",)
 # What is refused before anything is launched leaves the device's context, and the child, in order.
@@ -48,10 +46,8 @@ class PtxExecutor(Executor):
         here = self.device.arch.name
         if _capability(target) >= _capability(self.device):
             return f"running {target.arch.name} code as an older chip's needs a GPU newer than it, and here is {here}"
-        if _capability(target) >= FIRST_BOUND:
-            return (
-                f"Triton's code for {target.arch.name} is for that chip only ({target.arch.name}a), and here is {here}"
-            )
+        if declined := self.declines(target):  # Triton writes targets with a suffix, whose code runs on no other chip
+            return f"{declined}, and here is {here}"
         if target.toolchain.distribution != "triton":
             return f"running an older chip's code was tried with community Triton's, and this is {target.toolchain}"
         return ""

@@ -29,6 +29,8 @@ class EmulatorExecutor(Executor):
 
     def lacks(self, target: Target) -> str:
         """Why this target's code cannot be run in a model; empty when it can."""
+        if declined := self.declines(target):
+            return declined
         if target.arch.name not in ARCHES:
             return f"{target.arch.name} has no model here; modelled are {', '.join(ARCHES)}"
         found = target.toolchain

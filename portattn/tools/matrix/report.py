@@ -18,7 +18,6 @@ from portattn.schema.quirk import LEVELS
 from portattn.testing.numerics import figure
 from portattn.tools.matrix.cells import Cell, Footnote, Run
 
-BACKEND_TITLES = {"cuda": "NVIDIA", "rocm": "AMD", "ascend": "Huawei Ascend", "cpu": "CPU"}
 LEVEL_MEANS = {
     "declared": "planned; nothing was compiled",
     "compiles": "to machine code that fits the chip and does not spill",
@@ -37,6 +36,11 @@ STATUS_MEANS = {
 }
 STATUS_WORDS = {"NOTE": "note", "NOT_RUN": "not run"}
 _LINK = re.compile(r"https?://[^\s,;)]+")
+
+
+def _title(backend: str) -> str:
+    known = Registry.load().backends.get(backend)
+    return (known.title if known else "") or backend
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +88,7 @@ def render(run: Run, cells: list[Cell]) -> str:
         red=[cell for cell in cells if cell.red],
         targets=len({column.target for column in columns}),
         compilers=len({column.toolchain for column in columns}) if any(column.version for column in columns) else 1,
-        backends={c.target: BACKEND_TITLES.get(c.backend, c.backend) for c in columns},
+        backends={c.target: _title(c.backend) for c in columns},
     )  # fmt: skip
 
 
@@ -178,7 +182,7 @@ def _groups(columns: list[Column]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for column in columns:
         if column.first:
-            groups.append({"title": BACKEND_TITLES.get(column.backend, column.backend), "span": 0, "toolchains": []})
+            groups.append({"title": _title(column.backend), "span": 0, "toolchains": []})
         groups[-1]["span"] += 1
         if column.toolchain not in groups[-1]["toolchains"]:
             groups[-1]["toolchains"].append(column.toolchain)

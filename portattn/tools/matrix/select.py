@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from portattn.errors import ArgumentError
+from portattn.planning import target_names
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed
@@ -19,8 +20,6 @@ from portattn.tools.matrix.cells import cell_id
 from portattn.tools.matrix.problems import SETS, Named, SetName
 
 OP = "matrix run"
-# What an Ascend cell is planned for when neither --toolchain nor --ascend-python says: the lab's.
-ASCEND_DEFAULT = "triton-ascend==3.2.0"
 ASK_SECONDS = 60.0
 
 
@@ -47,30 +46,57 @@ def _wanted(named: Named, glob: str) -> bool:
     return fnmatch.fnmatchcase(named.problem.op, glob) or fnmatch.fnmatchcase(named.name, glob)
 
 
-def targets(globs: Sequence[str], toolchains: Sequence[Toolchain], ascend: Toolchain | None) -> list[Target]:
+def targets(
+    globs: Sequence[str],
+    toolchains: Sequence[Toolchain],
+    other: Toolchain | None = None,
+    which: SetName = "full",
+) -> list[Target]:
     """Targets that match a glob, each with every toolchain of its compiler. Raises ArgumentError when one matches none.
 
-    Of a compiler that no toolchain is named for, it is the installed one (or, for Ascend, the one of `ascend`).
+    other  the toolchain of another Python, for backends with a default of their own (Backend.default_toolchain)
+    which  without globs the quick set has one arch of those that are tuned alike, and the full set all
+
+    Of a compiler that no toolchain is named for, it is the installed one, or its backend's default.
     """
     registry = Registry.load()
     names = [t.name for t in registry.targets(Toolchain.none())] + ["cpu:generic"]
     for glob in globs:
-        if not any(_matches(name, glob) for name in names):
-            raise ArgumentError(OP, "--targets", glob, f"must match one of {', '.join(names)}")
-    chosen = [name for name in names if not globs or any(_matches(name, glob) for glob in globs)]
+        if not any(_matches(registry, name, glob) for name in names):
+            known = ", ".join((*names, *target_names.families(registry.arches)))
+            raise ArgumentError(OP, "--targets", glob, f"must match one of {known}")
+    if globs:
+        names = [name for name in names if any(_matches(registry, name, glob) for glob in globs)]
+    elif which == "quick":
+        names = [name for name in names if stands_alone(name, registry)]
     found = []
-    for name in chosen:
-        compiler = registry.backends[name.partition(":")[0]].compiler
-        fitting = [t for t in toolchains if t.distribution in (compiler, "flagtree")]
-        if compiler == "triton-ascend":
-            fitting = fitting or [ascend or Toolchain.parse(ASCEND_DEFAULT)]
+    for name in names:
+        backend = registry.backends[name.partition(":")[0]]
+        fitting = [t for t in toolchains if t.distribution in (backend.compiler, "flagtree")]
+        if backend.default_toolchain:
+            fitting = fitting or [other or Toolchain.parse(backend.default_toolchain)]
         found += [registry.target(name, toolchain) for toolchain in fitting or [installed()]]
     return found
 
 
-def _matches(name: str, glob: str) -> bool:
-    """Whether a glob means a target: by its full name (`rocm:*`), its backend (`rocm`) or its arch (`gfx9*`)."""
-    return any(fnmatch.fnmatchcase(part, glob) for part in (name, *name.split(":")))
+def stands_alone(name: str, registry: Registry) -> bool:
+    """Whether a target is in the quick set: it has tuning of its own, or its family has nothing that has.
+
+    Of several in a family that borrow, the first.
+    """
+    backend, arch = name.partition(":")[0], registry.arch(name)
+    known = registry.arches[backend]
+    if not arch.families or not arch.tuning:
+        return True
+    family = [other for other in known.values() if arch.families[0] in other.families and not other.refused]
+    return family[0].name == arch.name and all(other.tuning for other in family)
+
+
+def _matches(registry: Registry, name: str, glob: str) -> bool:
+    """Whether a glob means a target: by its full name (`rocm:*`), its backend, its arch (`gfx9*`) or a family of it."""
+    backend = name.partition(":")[0]
+    whole = any(fnmatch.fnmatchcase(part, glob) for part in (name, backend))
+    return whole or registry.arch(name).matches(glob.removeprefix(f"{backend}:"))
 
 
 def specs(named: Sequence[Named], where: Sequence[Target]) -> list[Spec]:

@@ -8,6 +8,7 @@ than it says ([[verified]]): stale, changed, ineffective, or too narrow.
 from __future__ import annotations
 
 import datetime
+import difflib
 import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def run(folder: Path | None = None, today: datetime.date | None = None) -> list[Finding]:
     """Audit the quirk files of a folder (portattn's own and installed packages' when None) as of a day.
 
-    Raises DataError only on a broken arches.toml or tuning file of portattn's own: what is wrong with quirks, and with
+    Raises DataError only on a broken file of arches or tuning of portattn's own: what is wrong with quirks, and with
     installed packages, comes back as findings.
     """
     registry, findings = load_for_audit(folder)
@@ -65,7 +66,7 @@ def load_for_audit(
 ) -> tuple[Registry, list[Finding]]:
     """The registry of every readable quirk under a folder, and a finding for each complaint about the others.
 
-    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken arches.toml or tuning file.
+    Unlike Registry.read it goes on after a broken file. Raises DataError on a broken file of arches or tuning.
     Installed packages that are broken are findings where their quirks are audited: when no folder is given.
     """
     broken: tuple[Broken, ...] = ()
@@ -94,7 +95,7 @@ def load_for_audit(
             quirks[quirk.id] = quirk
     registry = Registry(
         backends=dict(backends),
-        arches={name: load_arches(b.folder / "arches.toml") for name, b in backends.items()},
+        arches={name: load_arches(b.folder) for name, b in backends.items()},
         tunings={name: load_tunings(b.folder / "tuning", name) for name, b in backends.items()},
         quirks={name: quirk for name, quirk in quirks.items() if quirk.retired is None},
         retired={name: quirk for name, quirk in quirks.items() if quirk.retired is not None},
@@ -197,12 +198,15 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
     if when.backend is not None and when.backend not in registry.backends:
         yield _at(quirk, ("when", "backend"), f"unknown backend {when.backend!r}: {registry.unknown(when.backend)}")
         return
-    known = [n for b, names in registry.arches.items() if when.backend in (None, b) for n in names]
+    arches = [arch for b, named in registry.arches.items() if when.backend in (None, b) for arch in named.values()]
+    known = list(dict.fromkeys(name for arch in arches for name in (arch.name, *arch.families)))
     kernel_names = [*KERNEL_NAMES, *(variant.name for b in registry.backends.values() for variant in b.variants)]
     for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, kernel_names)):
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
-                yield _at(quirk, ("when", key), f"{pattern!r} matches nothing; known: {', '.join(names)}")
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+                meant = f"; did you mean {' or '.join(near)}?" if near else ""
+                yield _at(quirk, ("when", key), f"{pattern!r} matches nothing{meant}; known: {', '.join(names)}")
     kernels = examples.kernels_of(quirk)
     wanted = quirk.effect.lowering
     if wanted and kernels and not any(set(wanted) & set(kernel.choices) for kernel in kernels):

@@ -16,10 +16,11 @@ from packaging.version import Version
 
 from portattn.errors import ArgumentError
 from portattn.planning.backend import Variant
+from portattn.planning.compiler_options import options
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
@@ -32,9 +33,7 @@ RELEASES: Mapping[str, tuple[str, ...]] = {
     "triton": ("3.2.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0"),
     "triton-ascend": ("3.1.0", "3.2.0"),
 }
-# The compiler that is tried on a backend when an entry names none.
-_COMPILER = {"ascend": ("triton-ascend", "3.2.0")}
-_COMMON_COMPILER = ("triton", "3.6.0")
+COMMON_TOOLCHAIN = "triton==3.6.0"  # tried when an entry names no compiler, and its backend has no default of its own
 _EXTREME_VERSIONS = ("9999", "0.0.1")  # above and below whatever a range names
 _POWERS_OF_TWO = ("block_m", "block_n", "num_warps")
 
@@ -129,7 +128,7 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
         kernel=kernel,
         problem=problem,
         target=f"{backend}:{arch}",
-        toolchain=_toolchain(quirk, backend, broken.removeprefix("toolchain ")),
+        toolchain=_toolchain(quirk, registry, (backend, arch), broken.removeprefix("toolchain ")),
         lowering=lowering,
         launch=launch,
         broken=broken,
@@ -192,7 +191,7 @@ def arches_of(quirk: Quirk, registry: Registry) -> list[tuple[str, str]]:
         for backend, arches in registry.arches.items()
         if quirk.when.backend in (None, backend) and registry.backends[backend].core_path
         for name, arch in arches.items()
-        if not arch.refused and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        if not arch.refused and any(map(arch.matches, patterns))
     ]
 
 
@@ -219,9 +218,10 @@ def versions(name: str, ranges: Iterable[str]) -> list[str]:
     return [*sorted(named | set(RELEASES.get(name, ())), key=Version, reverse=True), *_EXTREME_VERSIONS]
 
 
-def _toolchain(quirk: Quirk, backend: str, broken: str) -> str:
+def _toolchain(quirk: Quirk, registry: Registry, machine: tuple[str, str], broken: str) -> str:
     ranges = quirk.when.toolchain
-    chosen = dict([_COMPILER.get(backend, _COMMON_COMPILER)])
+    name, _, version = (registry.backends[machine[0]].default_toolchain or COMMON_TOOLCHAIN).partition("==")
+    chosen = {name: version}
     if any(name in COMPILERS for name in ranges):
         chosen = {}
     seen, _, seen_version = quirk.evidence.last_seen.partition("==")
@@ -251,10 +251,10 @@ def feature_values(name: str, wanted: Iterable[Condition], op: str = "attention"
 
 def launch_values(name: str, wanted: Iterable[bool | int | str]) -> list[Any]:
     """Values of a launch field or compiler option to try; None stands for an option that is not set."""
-    if OPTIONS.get(name) is bool:
+    if options().get(name) is bool:
         return [True, False]
     numbers = {int(m.group(2)) if (m := NUMBER.match(str(w))) else w for w in wanted}
-    if OPTIONS.get(name) is str:
+    if options().get(name) is str:
         return [*sorted(map(str, numbers)), None]
     given = sorted(int(n) for n in numbers)
     steps = [n * 2 for n in given] + [n // 2 for n in given]

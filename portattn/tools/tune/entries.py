@@ -10,9 +10,10 @@ from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
 from portattn.files import write_whole
+from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import toml_reader
-from portattn.schema.tuning import FULL, Tuning, load_tuning
+from portattn.schema.tuning import FULL, Tuning
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.records import Origin, Outcome
 

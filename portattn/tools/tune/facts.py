@@ -14,24 +14,17 @@ from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.tunable import Built, Compiled, Facts
 from portattn.worker.client import Worker
 
-# Of one SM: registers, and threads by arch. Registers are handed out by the warp, 256 at a time.
-# Source: CUDA C++ programming guide, "Technical Specifications per Compute Capability".
-SM_REGISTERS, REGISTER_UNIT = 65_536, 256
-SM_THREADS = {"sm_80": 2048, "sm_90": 2048, "sm_100": 2048}
-OTHER_SM_THREADS = 1536  # sm_86, sm_89, sm_120
-DRIVERS_SHARE = 1024  # bytes of shared memory that the driver keeps for each program
-
 
 def programs_a_core(facts: Facts, target: Target) -> int | None:
-    """Programs of this code that one SM has room for; None where that is not known."""
-    if target.backend != "cuda" or "registers" not in facts:
-        return None
+    """Programs of this code that one compute unit has room for; None where that is not known."""
     warps, arch = int(facts.get("num_warps", 4)), target.arch
-    unit = REGISTER_UNIT
+    if not arch.core_threads or "registers" not in facts:
+        return None
+    unit, reserved = arch.register_unit, arch.reserved_memory
     a_warp = -(-int(facts["registers"]) * arch.warp_size // unit) * unit
-    by_registers = SM_REGISTERS // (a_warp * warps) if a_warp else SM_REGISTERS
-    by_memory = (arch.local_memory + DRIVERS_SHARE) // (int(facts.get("local_memory", 0)) + DRIVERS_SHARE)
-    by_threads = SM_THREADS.get(arch.name, OTHER_SM_THREADS) // (warps * arch.warp_size)
+    by_registers = arch.core_registers // (a_warp * warps) if a_warp else arch.core_registers
+    by_memory = (arch.local_memory + reserved) // (int(facts.get("local_memory", 0)) + reserved)
+    by_threads = arch.core_threads // (warps * arch.warp_size)
     return min(by_registers, by_memory, by_threads)
 
 

@@ -6,71 +6,83 @@ or `resident`; what no axis names stays as the incumbent has it. Of axes with on
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Callable, Iterator
 
 import msgspec
 
+from portattn.planning.compiler_options import backend_options, options
 from portattn.planning.kernel_specs import head_columns
 from portattn.schema import conditions
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, Launch, check_option
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, Launch
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import next_power_of_two
-from portattn.schema.target import Target
+from portattn.schema.target import TRAITS, Arch, Target
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.tune.choice import Choice, Setting, changed
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One setting and the values to try. targets: globs of `backend:arch`; when: conditions on the problem."""
+    """One setting and the values to try. chip: what the chip must have; when: conditions on the problem.
+
+    An option of a compiler is tried where the target's compiler has it, and a dot precision where the chip has it.
+    """
 
     name: str
     values: tuple[Setting, ...]
-    targets: tuple[str, ...] = ("*",)
+    chip: tuple[str, ...] = ()
     when: tuple[str, ...] = ()
 
     def applies(self, problem: Problem, target: Target) -> bool:
-        return any(fnmatch.fnmatchcase(target.name, glob) for glob in self.targets) and conditions.all_hold(
+        arch = target.arch
+        if self.name == "dot_precision" and not set(self.values) <= set(arch.dot_precisions):
+            return False
+        if self.name in options() and self.name not in backend_options().get(target.backend, {}):
+            return False
+        return set(self.chip) <= traits_of(arch) and conditions.all_hold(
             map(conditions.parse, self.when), problem.features()
         )
 
 
-NVIDIA, AMD, ASCEND = ("cuda:*",), ("rocm:*",), ("ascend:*",)
-RDNA = ("rocm:gfx1*",)  # 256 registers a lane, and half as many lanes a wave: tiles are smaller
-WITH_TMA = ("cuda:sm_90", "cuda:sm_100", "cuda:sm_120")
+def traits_of(arch: Arch) -> set[str]:
+    """An arch's traits, and whether it has warps."""
+    return {*arch.traits, *(WARPS if arch.warp_size else NO_WARPS)}
+
+
+WARPS, NO_WARPS = ("warps",), ("no_warps",)
+DEEP, SMALL = ("deep_pipeline",), ("small_tiles",)
 HALF, WIDE, FLOAT = "dtype!=fp32", "widest>256", "dtype=fp32"
 
 # Options of the compilers, for every kernel that has products.
 _OPTIONS = (
-    Axis("waves_per_eu", (None, 1, 2), AMD),
-    Axis("matrix_instr_nonkdim", (None, 16), ("rocm:gfx9*",), (HALF,)),
+    Axis("waves_per_eu", (None, 1, 2)),
+    Axis("matrix_instr_nonkdim", (None, 16), ("matrix_shapes",), (HALF,)),
 )
 _LOADS = (
-    Axis("load", ("pointer", "descriptor"), WITH_TMA, (HALF, "aligned")),
-    Axis("dot_precision", ("ieee", "tf32x3"), NVIDIA, (FLOAT,)),
+    Axis("load", ("pointer", "descriptor"), ("descriptors",), (HALF, "aligned")),
+    Axis("dot_precision", ("ieee", "tf32x3"), when=(FLOAT,)),
 )
 
 _FORWARD = (
     Axis("block_m", (16, 32, 64), when=(WIDE,)),
     Axis("block_m", (16, 32, 64), when=(FLOAT,)),
-    Axis("block_m", (16, 32, 64, 128), ASCEND),
-    Axis("block_m", (16, 32, 64), RDNA),
+    Axis("block_m", (16, 32, 64, 128), NO_WARPS),
+    Axis("block_m", (16, 32, 64), SMALL),
     Axis("block_m", (64, 128)),
-    Axis("block_n", (16, 32, 64), RDNA),
+    Axis("block_n", (16, 32, 64), SMALL),
     Axis("block_n", (16, 32, 64), when=(WIDE,)),
     Axis("block_n", (16, 32, 64), when=(FLOAT,)),
     Axis("block_n", (32, 64, 128)),
-    Axis("num_warps", (1,), ASCEND),
+    Axis("num_warps", (1,), NO_WARPS),
     Axis("num_warps", (4, 8)),
-    Axis("num_stages", (1,), ASCEND),
-    Axis("num_stages", (1, 2), AMD),
+    Axis("num_stages", (1,), NO_WARPS),
     Axis("num_stages", (1, 2), when=(WIDE,)),
-    Axis("num_stages", (2, 3, 4), NVIDIA),
-    Axis("pipeline", ("plain", "rotated", "single"), (*NVIDIA, *AMD), ("seq_k<=128",)),
-    Axis("pipeline", ("plain", "rotated"), (*NVIDIA, *AMD)),
+    Axis("num_stages", (2, 3, 4), DEEP),
+    Axis("num_stages", (1, 2)),
+    Axis("pipeline", ("plain", "rotated", "single"), WARPS, ("seq_k<=128",)),
+    Axis("pipeline", ("plain", "rotated"), WARPS),
     # 128 registers let four programs of four warps share an SM, 168 three: 65,536 / (4 · 128) and / (3 · 128).
-    Axis("maxnreg", (None, 128, 168), NVIDIA, (HALF, "widest<=64")),
+    Axis("maxnreg", (None, 128, 168), when=(HALF, "widest<=64")),
     *_LOADS,
     *_OPTIONS,
 )
@@ -81,26 +93,26 @@ _SPLIT = (
     Axis("block_n", (16, 32, 64), when=(WIDE,)),
     Axis("block_n", (16, 32, 64), when=(FLOAT,)),
     Axis("block_n", (32, 64, 128)),
-    Axis("num_warps", (1,), ASCEND),
+    Axis("num_warps", (1,), NO_WARPS),
     Axis("num_warps", (4, 8), when=(WIDE,)),
     Axis("num_warps", (2, 4, 8)),
-    Axis("num_stages", (1,), ASCEND),
-    Axis("num_stages", (1, 2), AMD),
+    Axis("num_stages", (1,), NO_WARPS),
     Axis("num_stages", (1, 2), when=(WIDE,)),
-    Axis("num_stages", (2, 3, 4, 6), NVIDIA),
-    Axis("launch_pdl", (True,), ("cuda:sm_90",)),
-    Axis("resident", (1, 2), (*NVIDIA, *AMD)),
+    Axis("num_stages", (2, 3, 4, 6), DEEP),
+    Axis("num_stages", (1, 2)),
+    Axis("launch_pdl", (True,), ("dependent_launch",)),
+    Axis("resident", (1, 2), WARPS),
     *_LOADS,
     *_OPTIONS,
 )
 _SPARSE = (
     Axis("block_n", (16, 32, 64, 128)),
-    Axis("num_warps", (1,), ASCEND),
+    Axis("num_warps", (1,), NO_WARPS),
     Axis("num_warps", (1, 2, 4, 8)),
-    Axis("num_stages", (1,), ASCEND),
+    Axis("num_stages", (1,), NO_WARPS),
     Axis("num_stages", (1, 2)),
-    Axis("launch_pdl", (True,), ("cuda:sm_90",)),
-    Axis("resident", (1, 2, 4, 8), (*NVIDIA, *AMD)),
+    Axis("launch_pdl", (True,), ("dependent_launch",)),
+    Axis("resident", (1, 2, 4, 8), WARPS),
 )
 SPACES: dict[str, tuple[Axis, ...]] = {
     "dense_forward": _FORWARD,
@@ -113,18 +125,19 @@ SPACES: dict[str, tuple[Axis, ...]] = {
 
 
 def check_space(axes: tuple[Axis, ...]) -> None:
-    """Raise ValueError where an axis names no setting, a value or an option that a backend does not have."""
+    """Raise ValueError where an axis names no setting, no value of it, or something that no chip has."""
     for axis in axes:
+        unknown_traits = set(axis.chip) - {*TRAITS, *WARPS, *NO_WARPS}
+        if unknown_traits:
+            known = ", ".join((*TRAITS, *WARPS, *NO_WARPS))
+            raise ValueError(f"axis {axis.name}: chip names {sorted(unknown_traits)[0]!r}; known: {known}")
         for condition in axis.when:
             conditions.parse(condition)
         if axis.name in CHOICES:
             unknown = [value for value in axis.values if value not in CHOICES[axis.name]]
             if unknown:
                 raise ValueError(f"axis {axis.name}: {unknown[0]!r} is outside {CHOICES[axis.name]}")
-        elif axis.name in OPTIONS:
-            for glob in axis.targets:
-                check_option(axis.name, glob.partition(":")[0])
-        elif axis.name not in (*LAUNCH_FIELDS, "resident") or axis.name == "splits":
+        elif axis.name not in (*LAUNCH_FIELDS, *options(), "resident") or axis.name == "splits":
             raise ValueError(f"axis {axis.name!r} is no field of Launch, no compiler option and no Lowering choice")
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from portattn.errors import ArgumentError
+from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import OPS
 from portattn.schema.toolchain import Toolchain, installed
@@ -78,16 +79,37 @@ def test_problems_are_such_as_a_call_can_have(which):
         ("rocm:gfx942", {"rocm:gfx942"}),
         ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}),
         ("cpu", {"cpu:generic"}),
+        ("hopper", {"cuda:sm_90"}),
+        ("cuda:hopper", {"cuda:sm_90"}),
+        ("rdna4", {"rocm:gfx1200", "rocm:gfx1201"}),
     ],
 )
 def test_globs_mean_a_name_a_backend_or_an_arch(glob, expected):
     assert {t.name for t in select.targets([glob], [], None)} == expected
 
 
+def test_the_quick_set_has_one_target_of_those_that_are_tuned_alike():
+    registry = Registry.load()
+    every = {t.name for t in select.targets([], [], None, "full")}
+    quick = {t.name for t in select.targets([], [], None, "quick")}
+    assert every == {t.name for t in registry.targets("none")} | {"cpu:generic"}
+    assert quick < every
+    for backend, arches in registry.arches.items():
+        tuned = {f"{backend}:{name}" for name, arch in arches.items() if not arch.tuning and not arch.refused}
+        assert tuned <= quick, "an arch with tuning of its own"
+    for name in every - quick:
+        backend, arch = name.partition(":")[0], registry.arch(name)
+        own = registry.arches[backend].values()
+        kin = [f"{backend}:{other.name}" for other in own if arch.families[0] in other.families]
+        assert arch.tuning
+        assert quick & set(kin), f"{name} is left out, and nothing of {arch.families[0]} is there"
+    assert {t.name for t in select.targets(["gfx1102"], [], None, "quick")} == {"rocm:gfx1102"}
+
+
 def test_every_target_gets_the_compiler_that_compiles_for_it():
     for target in select.targets([], [], None):
         if target.backend == "ascend":
-            assert str(target.toolchain) == select.ASCEND_DEFAULT
+            assert str(target.toolchain) == "triton-ascend==3.2.0"
         else:
             assert str(target.toolchain) == str(installed())
     assert str(select.targets(["ascend910b2"], [], ASCEND)[0].toolchain) == str(ASCEND)
@@ -116,7 +138,7 @@ def test_toolchains_are_written_as_the_lab_writes_them_and_taken_once():
 def test_environments_that_are_missing_are_those_that_the_cells_need():
     named = select.toolchains(["triton==3.9.0", "triton==3.4.0", str(installed())])
     where = select.targets(["sm_90", "ascend910b2"], named, None)
-    needed = ["triton==3.9.0", "triton==3.4.0", select.ASCEND_DEFAULT]
+    needed = ["triton==3.9.0", "triton==3.4.0", "triton-ascend==3.2.0"]
     assert select.missing(where, {}) == [name for name in needed if name != str(installed())]
     assert select.missing(where, dict.fromkeys(needed[1:], "/a/python")) == needed[:1]
     assert select.missing(select.targets(["sm_90"], select.toolchains(["flagtree==0.3.0"]), None), {}) == []

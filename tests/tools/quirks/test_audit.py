@@ -102,9 +102,17 @@ def test_number_of_a_shipped_entry_is_used_once() -> None:
 @pytest.mark.parametrize(
     ("quirk_id", "effect", "when", "complaint"),
     [
-        ("cuda-0901-x", 'note = "x"', 'arch = ["sm_91"]', "'sm_91' matches nothing; known: sm_80"),
+        ("cuda-0901-x", 'note = "x"', 'arch = ["sm_91"]', "'sm_91' matches nothing; did you mean sm_90"),
+        ("cuda-0901-x", 'note = "x"', 'arch = ["hoper"]', "'hoper' matches nothing; did you mean hopper"),
+        ("cuda-0901-x", 'note = "x"', 'arch = ["rdna3"]', "'rdna3' matches nothing"),
+        ("cuda-0901-x", 'note = "x"', 'arch = ["zz"]', "'zz' matches nothing; known: sm_80"),
         ("cuda-0901-x", 'note = "x"', 'arch = ["sm_90", "gfx942"]', "'gfx942' matches nothing"),
-        ("cuda-0901-x", 'note = "x"', 'kernels = ["dense_backward"]', "'dense_backward' matches nothing; known: dense"),
+        (
+            "cuda-0901-x",
+            'note = "x"',
+            'kernels = ["dense_backward"]',
+            "'dense_backward' matches nothing; did you mean dense_forward",
+        ),
         ("xpu-0901-x", 'note = "x"', "", "unknown backend 'xpu'; known: cuda"),
         ("cuda-0901-x", 'note = "x"', 'features = ["head_dim>64", "head_dim<32"]', "can never apply"),
         ("cuda-0901-x", 'note = "x"', 'features = ["causal", "!causal"]', "can never apply"),

@@ -11,9 +11,9 @@ import torch
 from faketunable import FILE, SMALL, FakeClock, NoWorker
 from planted import planted as planted
 
+from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
-from portattn.schema.tuning import load_tuning
 from portattn.tools.tune.classes import Class, classes
 from portattn.tools.tune.log import History
 from portattn.tools.tune.records import Origin, Outcome, Record

@@ -10,8 +10,9 @@ import torch
 from faketunable import SMALL, FakeClock, FakeTunable, Made, NoWorker
 
 from portattn.cli import main
+from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import Registry
-from portattn.schema.tuning import Entry, Tuning, load_tuning
+from portattn.schema.tuning import Entry, Tuning
 from portattn.tools import lab
 from portattn.tools.tune.log import read
 from portattn.tools.tune.records import Candidate, Code, Outcome

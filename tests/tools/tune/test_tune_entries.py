@@ -9,9 +9,9 @@ import pytest
 from faketunable import OTHER, SMALL, FakeTunable, Made, choice
 
 from portattn.errors import DataError
+from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.tuning import load_tuning
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.core import CoreTunable

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from portattn.errors import DataError
+from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import Registry
-from portattn.schema.tuning import Source, load_tuning
+from portattn.schema.tuning import Source
 
 SHIPPED = [
     (f"{backend}/{name}", tuning)

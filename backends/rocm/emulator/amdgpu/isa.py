@@ -1,4 +1,4 @@
-"""The architectures that are modelled, as data.
+"""The architectures that are modelled: the rows that backends/rocm/arches has for them.
 
 Sources: LLVM "User Guide for AMDGPU Backend" (processors, address spaces, kernel descriptor, initial register state);
 AMD "Instinct MI200", "MI300" and "CDNA4" ISA references; AMD "RDNA3" and "RDNA4" ISA references.
@@ -7,6 +7,11 @@ AMD "Instinct MI200", "MI300" and "CDNA4" ISA references; AMD "RDNA3" and "RDNA4
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from portattn.planning.data_files import load_arches
+
+EXECUTOR = "emulated"  # the table of an arch's file that is the model's
 
 # Column of the scalar register file where a name lies. m0 and null swap encodings between gfx9 and gfx10; the model
 # keeps one numbering, and null is no register here.
@@ -28,6 +33,7 @@ class Arch:
     family      9, 11 or 12: which encoding of waits, barriers and 16-bit registers
     fnuz        fp8 is the FNUZ kind (no infinities, no negative zero), else OCP
     counters    wait counter each kind of access increments
+    same_as     another arch with the same instructions; empty for none: tests of instructions leave this one out
     """
 
     name: str
@@ -37,6 +43,7 @@ class Arch:
     family: int
     fnuz: bool
     counters: dict[str, str]
+    same_as: str = ""
 
 
 # LLVM AMDGPU guide, "Memory Model": vmcnt covers vector loads and stores before gfx10; stores have vscnt since; gfx12
@@ -45,10 +52,27 @@ _GFX9 = {"load": "vmcnt", "store": "vmcnt", "atomic": "vmcnt", "lds": "lgkmcnt",
 _GFX11 = {"load": "vmcnt", "store": "vscnt", "atomic": "vscnt", "lds": "lgkmcnt", "scalar": "lgkmcnt"}
 _GFX12 = {"load": "loadcnt", "store": "storecnt", "atomic": "storecnt", "lds": "dscnt", "scalar": "kmcnt"}
 
-ARCHES = {
-    "gfx90a": Arch("gfx90a", 64, 512, 65536, 9, False, _GFX9),
-    "gfx942": Arch("gfx942", 64, 512, 65536, 9, True, _GFX9),
-    "gfx950": Arch("gfx950", 64, 512, 163840, 9, False, _GFX9),
-    "gfx1100": Arch("gfx1100", 32, 256, 65536, 11, False, _GFX11),
-    "gfx1201": Arch("gfx1201", 32, 256, 65536, 12, False, _GFX12),
-}
+_COUNTERS = {9: _GFX9, 11: _GFX11, 12: _GFX12}
+
+
+def _modelled() -> dict[str, Arch]:
+    """The arches of backends/rocm/arches whose [executors.emulated] names an instruction set."""
+    found = {}
+    for name, arch in load_arches(Path(__file__).parents[2]).items():
+        row = arch.executors[EXECUTOR]
+        if "lacks" not in row:
+            family = int(row["isa"])
+            found[name] = Arch(
+                name=name,
+                wave=arch.warp_size,
+                planes=arch.registers,
+                lds_bytes=arch.local_memory,
+                family=family,
+                fnuz=any(kind.endswith("fnuz") for kind in arch.fp8),
+                counters=_COUNTERS[family],
+                same_as=str(row.get("same_as", "")),
+            )
+    return found
+
+
+ARCHES = _modelled()

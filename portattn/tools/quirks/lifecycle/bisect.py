@@ -13,6 +13,7 @@ import msgspec
 from packaging.version import Version
 
 from portattn.errors import ArgumentError, PortattnError
+from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.toolchain import COMPILERS, parse_range
 from portattn.tools.quirks.probe.results import Arm, saw
@@ -53,7 +54,8 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
 def compiler_of(quirk: Quirk) -> str:
     """The compiler whose versions the quirk is about: triton, unless its range or its backend is another's."""
     named = [name for name in quirk.when.toolchain if name in COMPILERS]
-    return named[0] if named else "triton-ascend" if quirk.when.backend == "ascend" else "triton"
+    owner = Registry.load().backends.get(quirk.when.backend or "")
+    return named[0] if named else owner.compiler if owner else "triton"
 
 
 def candidates(compiler: str, known: Sequence[str], between: tuple[str, str] | None = None) -> list[str]:

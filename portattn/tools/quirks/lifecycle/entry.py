@@ -107,7 +107,7 @@ def _arch(facts: Facts) -> list[str]:
     if facts.arches:
         return [_beside(f"arch      = {_list(facts.arches)}", _said(facts, "arch"))]
     if facts.chip:
-        unknown = f"the log names {facts.chip}, which arches.toml has not: add it there, or name others"
+        unknown = f"the log names {facts.chip}, which is no arch here: add its file (CONTRIBUTING.md), or name others"
         return [f"{MARK}arch = {_text(unknown)}"]
     return [f"{MARK}arch = {_text('chips that have the bug, as arch = [...]; the log names none')}"]
 

@@ -86,7 +86,7 @@ def from_log(
         raise ArgumentError(
             OP, "--from-log", origin, f"must be a compiler's failure: {failure.cause}; {failure.not_a_bug}"
         )
-    found = surroundings(text, failure.family, registry.arches)
+    found = surroundings(text, failure.family, registry)
     named = _named(registry, target, toolchain, backend)
     chosen = named["backend"] or (found.backend.value if found.backend else "")
     if not chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
-from portattn.schema.target import Target
+from portattn.schema.target import Arch, Target
 from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks.lifecycle.facts import Facts
 
@@ -46,7 +47,7 @@ def known(facts: Facts, registry: Registry) -> list[Known]:
             continue
         exact = re.search(signature, _cause(facts)) is not None
         if exact or re.search(signature, facts.log):
-            within, says = _range(quirk, facts, target)
+            within, says = _range(quirk, facts, target, registry)
             found.append(Known(id=quirk.id, title=quirk.title, exact=exact, in_range=within, says=says))
     return sorted(found, key=lambda entry: (not entry.exact, entry.in_range is not True, entry.id))
 
@@ -84,11 +85,11 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _range(quirk: Quirk, facts: Facts, target: Target | None) -> tuple[bool | None, str]:
+def _range(quirk: Quirk, facts: Facts, target: Target | None, registry: Registry) -> tuple[bool | None, str]:
     if quirk.retired:
         fixed = f", fixed in {quirk.retired.fixed_in}" if quirk.retired.fixed_in else ""
         return False, f"retired on {quirk.retired.date}{fixed}: it is back, so log it anew with --force"
-    other = [arch for arch in facts.arches if not _has_arch(quirk, arch)]
+    other = [arch for arch in facts.arches if not _has_arch(quirk, arch, registry.arches[facts.backend].get(arch))]
     if other:
         return False, f"it names {', '.join(quirk.when.arch)}, and this is {', '.join(other)}: add the chip to its file"
     if target is None:
@@ -106,8 +107,11 @@ def _range(quirk: Quirk, facts: Facts, target: Target | None) -> tuple[bool | No
     return True, f"in range here{caution}: its work-around should have been applied"
 
 
-def _has_arch(quirk: Quirk, arch: str) -> bool:
-    return not quirk.when.arch or any(fnmatch.fnmatchcase(arch, pattern) for pattern in quirk.when.arch)
+def _has_arch(quirk: Quirk, name: str, arch: Arch | None) -> bool:
+    """Whether an entry concerns a chip; arch is what is known of it, its families too."""
+    patterns = quirk.when.arch
+    known = arch.matches if arch else functools.partial(fnmatch.fnmatchcase, name)
+    return not patterns or any(known(pattern) for pattern in patterns)
 
 
 def _has_kernel(quirk: Quirk, kernel: str) -> bool:

@@ -9,26 +9,20 @@ import msgspec
 from packaging.version import InvalidVersion, Version
 
 from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import Registry
 from portattn.schema.target import Arch
-
-_BACKEND_OF = {"cuda": "cuda", "hip": "rocm", "npu": "ascend"}
-_FAMILY_OF = {"ptxas": "cuda", "llvm-amdgpu": "rocm", "triton-ascend": "ascend"}
 
 # Where a chip is named, most telling first; groups `kind` (Triton's backend, where the text has it) and `chip`.
 _CHIPS: tuple[str, ...] = (
-    r"\"(?:target|name)\": \[?\"(?P<kind>cuda|hip|npu)\", \"?(?P<chip>\w+)\"?",
-    r"(?:ttg|triton_gpu|\"ttg)[.\"]*target\"? = \"(?P<kind>cuda|hip):(?P<chip>\w+)\"",
-    r"GPUTarget\((?:backend=)?['\"](?P<kind>cuda|hip|npu)['\"], (?:arch=)?['\"]?(?P<chip>\w+)['\"]?",
-    r"--gpu-name[= ](?P<chip>sm_\d+a?)",
-    r"^\.target (?P<chip>sm_\d+a?)",
-    r"arch-generation-name=(?P<chip>gfx\w+)",
-    r"amdgcn-amd-amdhsa-*(?P<chip>gfx\w+)",
-    r"-mcpu=(?P<chip>gfx\w+)",
-    r"\b(?P<chip>Ascend910(?:B[1-4]|_93\d\d))",
+    r"\"(?:target|name)\": \[?\"(?P<kind>\w+)\", \"?(?P<chip>\w+)\"?",
+    r"(?:ttg|triton_gpu|\"ttg)[.\"]*target\"? = \"(?P<kind>\w+):(?P<chip>\w+)\"",
+    r"GPUTarget\((?:backend=)?['\"](?P<kind>\w+)['\"], (?:arch=)?['\"]?(?P<chip>\w+)['\"]?",
+    r"--gpu-name[= ](?P<chip>\w+)",
+    r"^\.target (?P<chip>\w+)",
+    r"arch-generation-name=(?P<chip>\w+)",
+    r"amdgcn-amd-amdhsa-*(?P<chip>\w+)",
+    r"-mcpu=(?P<chip>\w+)",
 )
-# The same for backends alone, by the folders of the compilers.
-_FOLDERS = (("backends/nvidia/", "cuda"), ("backends/amd/", "rocm"), ("backends/ascend/", "ascend"))
-_ANY_CHIP = re.compile(r"\b(sm_\d{2,3}|gfx\d{1,4}[a-z]?\w?|ascend910\w+)\b")
 
 _NUMBER = r"(?P<version>\d+(?:\.\d+)+(?:[-+.]?\w+)*)"
 # Component -> how tools print its version: pip, torch.utils.collect_env, ptxas --version, npu-smi, nvidia-smi.
@@ -90,15 +84,16 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
         A triton-ascend reports the version of the Triton that it grew from as well: that one names no compiler.
         """
-        names = ("triton-ascend",) if self.backend and self.backend.value == "ascend" else ("triton-ascend", "triton")
+        owner = Registry.load().backends.get(self.backend.value) if self.backend else None
+        names = (owner.compiler,) if owner and owner.compiler != "triton" else ("triton-ascend", "triton")
         return next((f"{name}=={self.versions[name].value}" for name in names if name in self.versions), "")
 
 
-def surroundings(text: str, family: str, arches: Mapping[str, Mapping[str, Arch]]) -> Surroundings:
-    """Read a log. `family` is the failure's (patterns.Recogniser), `arches` the chips that portattn knows."""
-    backend, arch, chip = _chip(text, arches)
+def surroundings(text: str, family: str, registry: Registry) -> Surroundings:
+    """Read a log. `family` is the failure's (patterns.Recogniser), `registry` the chips that portattn knows."""
+    backend, arch, chip = _chip(text, registry.arches)
     if backend is None:
-        backend = _backend(text, family)
+        backend = _backend(text, family, registry)
     function = _first(text, _FUNCTIONS, "name")
     name = function.value if function else ""
     return Surroundings(
@@ -111,41 +106,94 @@ def surroundings(text: str, family: str, arches: Mapping[str, Mapping[str, Arch]
     )
 
 
-def _chip(text: str, arches: Mapping[str, Mapping[str, Arch]]) -> tuple[Told | None, Told | None, str]:
+_Arches = Mapping[str, Mapping[str, Arch]]
+# What precedes a number in an arch's name: what begins so is a chip, known or not.
+_PREFIX = re.compile(r"^[a-z_]+")
+_VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip whose name for Triton is a number, as ptxas writes it: sm_90a
+
+
+def _chip(text: str, arches: _Arches) -> tuple[Told | None, Told | None, str]:
     """(backend, arch, chip without an arch) by the first pattern that names a chip."""
-    for match in _matches(text, _CHIPS):
-        kind = match.groupdict().get("kind") or ""
-        name = _arch_name(kind, match["chip"])
-        words = " ".join(match.group().split())
-        for backend, known in arches.items():
-            if name in known:
-                return Told(backend, words), Told(name, words), ""
-        backend_name = _BACKEND_OF.get(kind, "")
-        return (Told(backend_name, words) if backend_name else None), None, name
+    kinds = {
+        arch.compiler_target[0]: backend
+        for backend, known in arches.items()
+        for arch in known.values()
+        if arch.compiler_target
+    }
+    prefixes = _prefixes(arches)
+    for match in _matches(text, (*_CHIPS, *_devices(arches))):
+        kind, chip, words = match.groupdict().get("kind") or "", match["chip"], " ".join(match.group().split())
+        if (kind and kind not in kinds) or not (kind or chip.lower().startswith(prefixes)):
+            continue
+        found = _arch_of(kind, chip, arches)
+        if found:
+            return Told(found[0], words), Told(found[1], words), ""
+        return (Told(kinds[kind], words) if kind else None), None, _spelled(kind, chip, arches)
     # No compiler's own words: a name alone counts where the log names one chip only.
-    named = {name for name in _ANY_CHIP.findall(text) if any(name in known for known in arches.values())}
+    alone = re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", text) if prefixes else []
+    named = {(backend, name) for name in alone for backend, known in arches.items() if name in known}
     if len(named) == 1:
-        name = named.pop()
-        backend_name = next(b for b, known in arches.items() if name in known)
-        return Told(backend_name, name), Told(name, name), ""
+        backend, name = named.pop()
+        return Told(backend, name), Told(name, name), ""
     return None, None, ""
 
 
-def _arch_name(kind: str, chip: str) -> str:
-    """A chip's name as arches.toml spells it: sm_90a and 90 are sm_90, Ascend910B2 is ascend910b2."""
-    if chip.isdigit():
-        return f"sm_{chip}"
-    if chip.startswith("sm_"):
-        return chip.rstrip("a")
-    lowered = chip.lower()
-    return "ascend910_93" if lowered.startswith("ascend910_93") else lowered
+def _prefixes(arches: _Arches) -> tuple[str, ...]:
+    """`sm_`, `gfx`: what names of chips begin with; of those that Triton compiles for."""
+    described = [arch for known in arches.values() for arch in known.values() if arch.compiler_target]
+    return tuple(dict.fromkeys(m.group() for arch in described if (m := _PREFIX.match(arch.name))))
 
 
-def _backend(text: str, family: str) -> Told | None:
-    for folder, name in _FOLDERS:
-        if folder in text:
-            return Told(name, folder)
-    return Told(_FAMILY_OF[family], family) if family in _FAMILY_OF else None
+def _devices(arches: _Arches) -> list[str]:
+    """A pattern for each spelling that a driver has for a device: those that are words, and not the arch's own name."""
+    globs = [
+        glob for known in arches.values() for arch in known.values() for glob in arch.devices if glob[:1].isalpha()
+    ]
+    # A glob's `*` would run over what follows the name.
+    return [rf"\b(?P<chip>{glob.replace('?', '[0-9A-Za-z]').replace('*', '[0-9A-Za-z]*')})\b" for glob in globs]
+
+
+def _arch_of(kind: str, chip: str, arches: _Arches) -> tuple[str, str] | None:
+    """(backend, arch) of a chip by any name: sm_90a, 90 and sm_90 are one, so are Ascend910B2 and ascend910b2."""
+    for name in (chip, chip.lower(), _VARIANT.sub("", chip)):
+        for backend, known in arches.items():
+            for arch in known.values():
+                target = arch.compiler_target
+                if kind and (target is None or target[0] != kind):
+                    continue
+                if name not in (chip, chip.lower()) and not _is_numbered(arch):
+                    continue
+                if name == arch.name or (target and kind and name == str(target[1])) or arch.is_device(name):
+                    return backend, arch.name
+    return None
+
+
+def _is_numbered(arch: Arch) -> bool:
+    """Whether Triton has a number for the arch: then letters after it in a name are a variant's, and no other chip."""
+    return arch.compiler_target is not None and isinstance(arch.compiler_target[1], int)
+
+
+def _spelled(kind: str, chip: str, arches: _Arches) -> str:
+    """An unknown chip's name as an arch of its kind is named: 75 is sm_75."""
+    numbered = [arch for known in arches.values() for arch in known.values() if _is_numbered(arch)]
+    for arch in numbered:
+        assert arch.compiler_target is not None, "_is_numbered asks"
+        if arch.compiler_target[0] == kind and chip.isdigit():
+            return arch.name.replace(str(arch.compiler_target[1]), chip)
+        prefix = _PREFIX.match(arch.name)
+        if prefix and chip.startswith(prefix.group()):
+            return _VARIANT.sub("", chip)
+    return chip.lower()
+
+
+def _backend(text: str, family: str, registry: Registry) -> Told | None:
+    """The backend by the folder of its compiler, or by whose wording the failure has."""
+    for name, backend in registry.backends.items():
+        for folder in backend.compiler_folders:
+            if folder in text:
+                return Told(name, folder)
+    owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
+    return Told(owners[0], family) if owners else None
 
 
 def _version(text: str, name: str) -> Told | None:

@@ -21,10 +21,11 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import KernelCall, kernel_calls, meta_call
 from portattn.planning.backend import Variant
+from portattn.planning.compiler_options import check_launch_values, options
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OPTIONS, check_launch_values
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import OPS, Problem
 from portattn.schema.quirk import Quirk
@@ -82,8 +83,8 @@ def parse(text: str) -> Planned:
 
 def _start(text: str) -> tuple[str, bool | int | str]:
     name, equals, value = text.partition("=")
-    kind = int if name in LAUNCH_FIELDS else OPTIONS.get(name)
-    known = [*LAUNCH_FIELDS, *OPTIONS, *CHOICES]
+    kind = int if name in LAUNCH_FIELDS else options().get(name)
+    known = [*LAUNCH_FIELDS, *options(), *CHOICES]
     if not equals or name not in known:
         raise ArgumentError("probe", "--start", text, f"must be NAME=VALUE, with one of {', '.join(known)}")
     if name in CHOICES and value not in CHOICES[name]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fnmatch
 import time
 from collections.abc import Callable
 
@@ -158,7 +157,8 @@ def _no_device(needs: str, where: Target) -> str:
     """Why a probe that needs a device cannot run: there is none of the kind, or its compiler is another one."""
     from portattn.planning.detect import devices
 
-    here = [device for device in devices() if fnmatch.fnmatchcase(device.name, needs) and device.name == where.name]
+    owner, _, pattern = needs.partition(":")
+    here = [d for d in devices() if d.backend == owner and d.arch.matches(pattern) and d.name == where.name]
     if not here:
         return f"needs {needs}"
     if str(here[0].toolchain) != str(where.toolchain):

@@ -15,7 +15,7 @@ from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
 from portattn.backends.rocm.emulator.amdgpu.isa import ARCHES, VECTOR
 from portattn.backends.rocm.emulator.amdgpu.machine import Machine
 
-ARCH_NAMES = tuple(ARCHES)
+ARCH_NAMES = tuple(name for name, arch in ARCHES.items() if not arch.same_as)  # one of each set of instructions
 JUNK = 0xA5A5A5A5
 
 

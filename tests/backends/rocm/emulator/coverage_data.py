@@ -73,9 +73,9 @@ def executed() -> dict[str, list[str]]:
 
 def compiled() -> dict[str, set[str]]:
     """arch → mnemonics of the slice and of the quick set, compiled now."""
+    from asmkit import ARCH_NAMES
     from emulated_slice import SLICE
 
-    from portattn.backends.rocm.emulator.amdgpu import ARCHES
     from portattn.backends.rocm.emulator.executor import EmulatorExecutor
     from portattn.launch import KernelCall
     from portattn.planning.planner import plan
@@ -92,7 +92,7 @@ def compiled() -> dict[str, set[str]]:
             return found
 
     with Worker(runs="") as compiling, Worker(runs="kernels") as running:
-        for arch in ARCHES:
+        for arch in ARCH_NAMES:
             where = parse_target(f"rocm:{arch}", str(installed()))
             for problem in (*SLICE.values(), *(named.problem for named in quick())):
                 seen = Recording(600.0).check(plan(problem, where), where, compiling, running)

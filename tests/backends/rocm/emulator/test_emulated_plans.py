@@ -10,10 +10,10 @@ import coverage_data as coverage
 import msgspec
 import pytest
 import support
+from asmkit import ARCH_NAMES
 from emulated_slice import SLICE
 
 from portattn import Problem, Target
-from portattn.backends.rocm.emulator.amdgpu import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.coverage import used
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.launch import KernelCall
@@ -27,7 +27,7 @@ from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
 SECONDS = 120.0
-CASES = [(arch, name) for arch in ARCHES for name in SLICE]
+CASES = [(arch, name) for arch in ARCH_NAMES for name in SLICE]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_rows_that_are_not_real_do_not_let_hidden_values_in(workers: tuple[Worke
 
 
 @pytest.mark.parametrize("toolchain", ["triton==3.4.0", "triton==3.6.0", "triton==3.9.0"])
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", ARCH_NAMES)
 def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain: str) -> None:
     """Kernels and lowerings of the matrix's full set, which has every operation, dtype, head size and feature."""
     where = parse_target(f"rocm:{arch}", toolchain)

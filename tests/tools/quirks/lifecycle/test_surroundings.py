@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from lifecycle_logs import facts_of, read
 
@@ -36,7 +38,7 @@ def test_what_a_log_says(name: str, registry) -> None:
     text = read(name)
     failure = recognise(text)
     assert failure is not None
-    found = surroundings(text, failure.family, registry.arches)
+    found = surroundings(text, failure.family, registry)
     value = lambda told: told.value if told else ""  # noqa: E731
     assert (value(found.backend), value(found.arch), found.compiler, value(found.function)) == TOLD[name]
     for told in (found.arch, found.function, *found.versions.values()):
@@ -60,8 +62,8 @@ def test_what_a_log_says(name: str, registry) -> None:
         ("triton==banana", "triton", None),
     ],
 )
-def test_versions(text: str, name: str, version: str | None) -> None:
-    told = surroundings(text, "mlir", {}).versions.get(name)
+def test_versions(text: str, name: str, version: str | None, registry: Any) -> None:
+    told = surroundings(text, "mlir", registry).versions.get(name)
     assert (told.value if told else None) == version
 
 
@@ -76,14 +78,14 @@ def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry) -> None:
 
 
 def test_two_chips_in_a_log_are_no_chip(registry) -> None:
-    found = surroundings("built for gfx942 and gfx950", "mlir", registry.arches)
+    found = surroundings("built for gfx942 and gfx950", "mlir", registry)
     assert found.arch is None
-    assert surroundings("built for gfx942, gfx942", "mlir", registry.arches).arch.value == "gfx942"
+    assert surroundings("built for gfx942, gfx942", "mlir", registry).arch.value == "gfx942"
 
 
 def test_a_chip_that_portattn_does_not_know_is_said(registry) -> None:
-    found = surroundings('module attributes {ttg.target = "hip:gfx1151"} {', "mlir", registry.arches)
-    assert (found.backend.value, found.arch, found.chip) == ("rocm", None, "gfx1151")
+    found = surroundings('module attributes {ttg.target = "hip:gfx1153"} {', "mlir", registry)
+    assert (found.backend.value, found.arch, found.chip) == ("rocm", None, "gfx1153")
 
 
 def test_what_is_named_counts_more_than_the_log(registry) -> None:
@@ -187,3 +189,23 @@ def test_a_tombstone_is_known_too(registry) -> None:
     [found] = known(facts_of("triton-3.4-kpack", registry, toolchain="triton==3.6.0"), now)
     assert (found.exact, found.in_range) == (True, False)
     assert "retired on 2026-11-01, fixed in triton==3.5.1: it is back" in found.says
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "arch", "chip"),
+    [
+        ('ttg.target = "hip:gfx90c"', "rocm", None, "gfx90c"),  # another chip than gfx90a, and no variant of one
+        ('ttg.target = "cuda:75"', "cuda", None, "sm_75"),
+        (".target sm_121a, debug", "cuda", "sm_121", ""),
+        (".target sm_88a", None, None, "sm_88"),
+        ("GPUTarget('npu', 'Ascend910B3', 0)", "ascend", "ascend910b3", ""),
+        ("on an Ascend910B2C of ours", "ascend", "ascend910b2", ""),
+        ("on an Ascend910_9362 of ours", "ascend", "ascend910_93", ""),
+        ("clang -mcpu=native -mcpu=gfx1200", "rocm", "gfx1200", ""),  # what begins like no arch is no chip
+        ('{"name": "x86", "version": "3"}', None, None, ""),
+    ],
+)
+def test_other_names_of_chips(registry, text: str, backend: str | None, arch: str | None, chip: str) -> None:
+    found = surroundings(text, "mlir", registry)
+    told = [part.value if part else None for part in (found.backend, found.arch)]
+    assert (*told, found.chip) == (backend, arch, chip)
