@@ -53,6 +53,7 @@ _PUBLIC = {
     "QuirkConflict": "portattn.errors",
     "PathUnavailable": "portattn.errors",
     "TracingError": "portattn.errors",
+    "UnknownArgument": "portattn.errors",
     "FallbackWarning": "portattn.errors",
     "CompileWarning": "portattn.errors",
     "PluginWarning": "portattn.errors",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from portattn.errors import QuirkConflict as QuirkConflict
     from portattn.errors import SettingError as SettingError
     from portattn.errors import TracingError as TracingError
+    from portattn.errors import UnknownArgument as UnknownArgument
     from portattn.planning.registry import Registry as Registry
     from portattn.planning.registry import parse_target
     from portattn.schema.lowering import Launch as Launch

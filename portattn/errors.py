@@ -32,6 +32,20 @@ class ArgumentError(PortattnError, ValueError):
         return type(self), (self.op, self.argument, self.value, self.limit)
 
 
+class UnknownArgument(ArgumentError, TypeError):
+    """A call names an argument that its operation does not have. The text says what the argument is called here.
+
+    A TypeError too, as Python's own error for an unknown keyword is.
+    """
+
+    def __init__(self, op: str, argument: str, hint: str) -> None:
+        self.op, self.argument, self.value, self.limit = op, argument, None, hint
+        PortattnError.__init__(self, f"{op} has no argument {argument!r}{hint}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.op, self.argument, self.limit)
+
+
 class SettingError(PortattnError, ValueError):
     """An environment variable or a setting is unknown or holds a value outside its vocabulary."""
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+from portattn.api.unknown_arguments import operation, require, unknown_argument
 from portattn.errors import ArgumentError
 
 OP = "merge_states"
 
 
+@operation
 def merge_states(
-    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+    outs: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over parts of the keys into attention over all of them: exact, in any order.
 
@@ -26,6 +31,9 @@ def merge_states(
 
     For packed results, out (Tq, Hq, Dv) and LSE (Hq, Tq), pass out.transpose(0, 1). Raises ArgumentError.
     """
+    if unknown:
+        raise unknown_argument(OP, unknown)
+    require(OP, {"outs": outs, "lses": lses})
     for name, several in (("outs", outs), ("lses", lses)):
         if not isinstance(several, (torch.Tensor, Sequence)) or (
             isinstance(several, torch.Tensor) and not several.ndim

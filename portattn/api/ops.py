@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,6 +11,7 @@ from portattn.api.page_table import PageTable
 from portattn.api.perform import again, perform, plan_request
 from portattn.api.prepare import Prepared
 from portattn.api.request import Request, Result, collecting, settings_for
+from portattn.api.unknown_arguments import operation, unknown_argument
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan as plan_problem
@@ -22,6 +23,7 @@ from portattn.validate.values import reads
 Window = tuple[int | None, int | None]
 
 
+@operation
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,6 +46,7 @@ def attention(
     layout: str = "bhsd",
     backend: str | None = None,
     validate: bool | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Attention of dense queries over dense keys and values: softmax(q·kᵀ·scale + mask)·v.
 
@@ -80,6 +83,8 @@ def attention(
     Raises ArgumentError (argument, value, limit), PathUnavailable when a named path cannot run this or falling
     back is forbidden, QuirkConflict when the registry contradicts itself.
     """
+    if unknown:
+        raise unknown_argument("attention", unknown)
     found = again(
         "attention",
         (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
@@ -103,6 +108,7 @@ def attention(
     return perform(request)
 
 
+@operation
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,6 +127,7 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str | None = None,
     validate: bool | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Attention of packed sequences: all their rows one after the other, without padding.
 
@@ -136,6 +143,8 @@ def varlen_attention(
     The rest as in `attention`. Returns out (Tq, Hq, Dv) and, with return_lse, the LSE (Hq, Tq). Rows after the last
     sequence give 0 and -inf.
     """
+    if unknown:
+        raise unknown_argument("varlen_attention", unknown)
     found = again(
         "varlen_attention",
         (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
@@ -158,6 +167,7 @@ def varlen_attention(
     return perform(request)
 
 
+@operation
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -178,6 +188,7 @@ def decode_attention(
     layout: str = "bhsd",
     backend: str | None = None,
     validate: bool | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Attention of a few queries a sequence over a contiguous key/value cache.
 
@@ -194,6 +205,8 @@ def decode_attention(
     The rest as in `attention`. Where keys are split over programs, float32 partial results of
     splits·B·Hq·Sq·(Dv + 2) elements are allocated beside the output. Raises as `attention` does.
     """
+    if unknown:
+        raise unknown_argument("decode_attention", unknown)
     found = again(
         "decode_attention",
         (q, k_cache, v_cache, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
@@ -217,6 +230,7 @@ def decode_attention(
     return perform(request)
 
 
+@operation
 def paged_attention(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -240,6 +254,7 @@ def paged_attention(
     page_layout: str = "phd",
     backend: str | None = None,
     validate: bool | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Attention over a paged key/value cache: decoding, chunked prefill, or both in one ragged call.
 
@@ -259,6 +274,8 @@ def paged_attention(
     and with return_lse the LSE (B, Hq, Sq), or (Hq, Tq) of packed queries. Where keys are split over programs, float32
     partial results of splits·B·Hq·Sq·(Dv + 2) elements (packed: splits·Hq·Tq·(Dv + 2)) are allocated beside the output.
     """
+    if unknown:
+        raise unknown_argument("paged_attention", unknown)
     table, seqlens_k = _table("paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate)
     found = again(
         "paged_attention",
@@ -288,6 +305,7 @@ def paged_attention(
     return perform(request)
 
 
+@operation
 def sparse_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -309,6 +327,7 @@ def sparse_attention(
     page_layout: str = "phd",
     backend: str | None = None,
     validate: bool | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Decode attention over tokens that were chosen for each query head.
 
@@ -331,6 +350,8 @@ def sparse_attention(
     A causal mask, a window, a mask or a bias are choices of tokens or log_weights here. The rest as in
     `decode_attention`, with partial results of splits·B·Hq·(Dv + 2) float32 elements where tokens are split.
     """
+    if unknown:
+        raise unknown_argument("sparse_attention", unknown)
     op = "sparse_attention"
     table: Any = None
     if page_table is not None:
@@ -367,6 +388,7 @@ def sparse_attention(
     return perform(request)
 
 
+@operation
 def mla_attention(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -389,6 +411,7 @@ def mla_attention(
     layout: str = "bhsd",
     backend: str | None = None,
     validate: bool | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Multi-head latent attention over a paged latent cache (DeepSeek-V2, arXiv 2405.04434, in its absorbed form).
 
@@ -403,6 +426,8 @@ def mla_attention(
     The rest as in `paged_attention`; all heads share the one latent row. Returns out (B, H, Sq, R), which the value
     up-projection then expands. Memory beyond it as in `paged_attention`, with Dv = R.
     """
+    if unknown:
+        raise unknown_argument("mla_attention", unknown)
     op = "mla_attention"
     table, seqlens_k = _table(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
     found = again(

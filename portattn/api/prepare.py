@@ -10,9 +10,10 @@ import torch
 from portattn.api import dispatch
 from portattn.api.perform import admitted, finished
 from portattn.api.request import Collected, Keeping, Request, Result, waiting
+from portattn.api.unknown_arguments import names_of, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, UnknownArgument
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import Kept, results
 from portattn.launch.run import DescriptorMemory, device_guard
@@ -83,6 +84,9 @@ class Prepared:
         token = waiting.set(running)
         try:
             found = self._op(*args, **kwargs)
+        except UnknownArgument as error:  # says that `out` and `lse` are taken, too
+            unknown = [name for name in kwargs if name not in names_of(error.op)]
+            raise unknown_argument(error.op, unknown, ("out", "lse")) from None
         finally:
             waiting.reset(token)
         if not running:

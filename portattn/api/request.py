@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from portattn.api.sizing import Recipe
+from portattn.api.unknown_arguments import require
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
@@ -57,6 +58,10 @@ class Request:
     tensors: dict[str, Any]
     values: dict[str, Any]
     asked: tuple[Any, Any] = (None, None)
+
+    def __post_init__(self) -> None:
+        """Raise TypeError where an argument that must be given is not."""
+        require(self.op, self.named_tensors | self.values)
 
     def build(self) -> Call:
         """Validate, and make the Call. Raises ArgumentError."""
