@@ -6,16 +6,11 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-from portattn import moved
+from portattn import moved, source_tree
 from portattn.version import __version__ as __version__
 
+source_tree.install(os.path.dirname(os.path.abspath(__file__)))
 moved.install()
-
-# An installed portattn holds backends/ and quirks/; in a source tree they lie beside it. A Python started in the
-# tree's root imports this very folder, whatever is installed: let it find them.
-_here = os.path.dirname(os.path.abspath(__file__))
-if not os.path.isdir(os.path.join(_here, "backends")) and os.path.isdir(os.path.join(_here, os.pardir, "backends")):
-    __path__.append(os.path.dirname(_here))
 
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {
