@@ -97,4 +97,8 @@ class FallbackWarning(UserWarning):
 
 
 class PluginWarning(UserWarning):
-    """An installed backend package is broken, and portattn plans without it. Given once for each package."""
+    """An installed backend package is broken, and portattn plans without it. Given once for each package.
+
+    Where warnings are errors (`-W error`), one call raises it, for all broken packages together, before anything of the
+    call runs; the same call made again runs.
+    """

@@ -1,8 +1,10 @@
-"""Reading a backend's arches and tuning; quirks are read by quirk_files."""
+"""Reading a backend's arches, tuning and evidence; quirks are read by quirk_files."""
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -10,6 +12,29 @@ from portattn.errors import DataError
 from portattn.schema import toml_reader
 from portattn.schema.target import Arch
 from portattn.schema.tuning import Tuning, load_tuning
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
+
+    arch: tuple[str, ...]
+    toolchain: str
+    level: Literal["runs", "measured"]
+    date: datetime.date
+    what: str
+
+
+class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seen: tuple[Seen, ...]
+
+
+def load_verified(folder: Path) -> tuple[Seen, ...]:
+    """Read a backend folder's verified.toml; nothing where it has none. Raises DataError (file, line, key)."""
+    path = folder / "verified.toml"
+    if not path.exists():
+        return ()
+    data, text = toml_reader.read(path)
+    return toml_reader.convert(data, _Verified, path, text).seen
 
 
 def load_arches(path: Path) -> dict[str, Arch]:

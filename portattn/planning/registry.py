@@ -16,7 +16,7 @@ from portattn.planning.data_files import load_arches as load_arches
 from portattn.planning.data_files import load_tunings
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import load_quirks
-from portattn.schema.quirk import Quirk
+from portattn.schema.quirk import Quirk, parse_overrides
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed
 from portattn.schema.tuning import Tuning
@@ -71,6 +71,16 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
             retired={name: quirk for name, quirk in known.items() if quirk.retired is not None},
             broken=broken,
         )
+
+    def overrides(self, text: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The setting `quirks` as ids forced on and off. Raises SettingError on an id that does not exist.
+
+        To switch off a quirk of a package that is left out is a warning: whoever needed that is not to be stopped once
+        the package breaks.
+        """
+        if self.broken and text:
+            text = plugins.without_left_out(text, self.quirks, self.broken)
+        return parse_overrides(text, self.quirks)
 
     def unknown(self, backend: str) -> str:
         """Why there is no backend of this name: a limit, as of an ArgumentError."""
