@@ -28,6 +28,13 @@ class Prepared:
     plan   how it runs
     run    `run(*args, out=None, lse=None, **kwargs)` with the operation's own arguments
 
+    `portattn.prepare` makes one.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> portattn.prepare("attention", q, q, q).plan.path
+    'reference'
+
     Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
     handle: use one handle on one stream at a time.
     From its second run on, a run of portattn's kernels (the core's or a variant's) allocates nothing when `out` is
@@ -75,10 +82,24 @@ class Prepared:
     ) -> Result:
         """Run with these arguments, as the operation itself takes them.
 
-        out   where the result goes: contiguous, in the operation's shape and q's dtype; allocated when None
-        lse   where the LSE goes, float32, if the operation returns one
+        args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only
+        out   where the result goes: contiguous, in the operation's shape, as (B, Hq, Sq, Dv), and q's dtype; allocated
+              when None
+        lse   where the LSE goes, float32, as (B, Hq, Sq), if the operation returns one; allocated when None
 
-        Raises ArgumentError where an argument differs from the prepared call's in anything but its data.
+        Returns what the operation returns: `out`, or (out, lse) with return_lse.
+
+        Raises ArgumentError where an argument differs from the prepared call's in anything but its data, or `out` or
+        `lse` is not as it must be; UnknownArgument for a keyword that neither the operation nor `run` has.
+
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> handle = portattn.prepare("attention", q, q, q)
+        >>> other, out = torch.randn(1, 2, 5, 16), torch.empty(1, 2, 5, 16)
+        >>> handle.run(other, q, q, out=out) is out
+        True
+        >>> torch.equal(out, portattn.attention(other, q, q))
+        True
         """
         running = _Running(self, out, lse)
         token = waiting.set(running)

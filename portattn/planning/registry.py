@@ -27,7 +27,16 @@ BUILTIN = "portattn.backends"  # by name, as those of other packages: a plan nee
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
     """Backends with their arches and tuning, and the quirks by id: those that live, and the tombstones of others.
 
-    broken  installed backend packages that are left out: plans are made as if they were not installed
+    backends  by name
+    arches    of each backend, by name
+    tunings   of each backend, by arch
+    quirks    by id
+    retired   tombstones, by id
+    broken    installed backend packages that are left out: plans are made as if they were not installed
+
+    >>> import portattn
+    >>> portattn.Registry.load().arches["cuda"]["sm_90"].cores
+    132
     """
 
     backends: dict[str, Backend]
@@ -122,11 +131,17 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_target(text: str, toolchain: str | Toolchain | None = None) -> Target:
-    """Read `rocm:gfx942`, with a toolchain such as `triton==3.6.0`; this machine's toolchain when None.
+    """The target that a text names: a machine to plan for, which need not be here.
 
-    An arch that only one backend has may stand alone (`gfx942`), and so may a chip (`mi300x`).
+    text       `rocm:gfx942`; an arch that only one backend has may stand alone (`gfx942`), and so may a chip (`mi300x`)
+    toolchain  `triton==3.6.0`, with components `triton==3.6.0,ptxas==13.3.33`, `none`, or a Toolchain; None for this
+               machine's
+
+    Returns the Target: backend, arch and toolchain.
+
     Raises ArgumentError naming an unknown backend or arch, or a malformed toolchain.
 
+    >>> import portattn
     >>> portattn.target("rocm:gfx942", "triton==3.6.0").arch.cores
     304
     """

@@ -58,6 +58,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
 
     Raises ArgumentError, naming the field, when a size is out of range.
+
+    >>> import portattn
+    >>> sizes = dict(batch=1, heads_q=8, heads_k=2, seq_q=128, seq_k=128, head_dim=64)
+    >>> print(portattn.Problem(**sizes, causal="bottom_right", dtype="bf16"))
+    attention q (1,8,128,64) kv (1,2,128,64) bf16 causal bottom-right
     """
 
     op: Op = "attention"
