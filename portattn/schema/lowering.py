@@ -74,10 +74,12 @@ OPTIONS: dict[str, type] = {name: kind for known in BACKEND_OPTIONS.values() for
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Block sizes and compiler options of one launch.
 
-    block_m   query rows a program works on        block_n    keys a loop step reads
-    num_warps warps a program                      num_stages depth of Triton's load pipeline (1 = none)
-    splits    programs that share one row's keys (decode); 1 elsewhere
-    options   backend compiler options, (name, value) pairs in name order
+    block_m     query rows a program works on
+    block_n     keys a loop step reads
+    num_warps   warps a program
+    num_stages  depth of Triton's load pipeline (1 = none)
+    splits      programs that share one row's keys (decode); 1 elsewhere
+    options     backend compiler options, (name, value) pairs in name order
 
     >>> import portattn
     >>> portattn.Launch(block_m=128).changed({"num_warps": 8, "maxnreg": 128}).options

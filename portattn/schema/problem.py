@@ -33,6 +33,7 @@ UNLIMITED = -1  # a side of a window that hides nothing
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
+    op            the operation
     batch, heads_q, heads_k, seq_q, seq_k   sizes; seq_k is a cache's capacity for the ops that read one, and of packed
                   tensors seq_q and seq_k are the longest sequence's
     head_dim, head_dim_v                    width of Q and K, and of V; for mla_attention of the latent row, and of its
