@@ -6,16 +6,11 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-from portattn import moved
+from portattn import moved, source_tree
 from portattn.version import __version__ as __version__
 
+source_tree.install(os.path.dirname(os.path.abspath(__file__)))
 moved.install()
-
-# An installed portattn holds backends/ and quirks/; in a source tree they lie beside it. A Python started in the
-# tree's root imports this very folder, whatever is installed: let it find them.
-_here = os.path.dirname(os.path.abspath(__file__))
-if not os.path.isdir(os.path.join(_here, "backends")) and os.path.isdir(os.path.join(_here, os.pardir, "backends")):
-    __path__.append(os.path.dirname(_here))
 
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {
@@ -53,6 +48,7 @@ _PUBLIC = {
     "QuirkConflict": "portattn.errors",
     "PathUnavailable": "portattn.errors",
     "TracingError": "portattn.errors",
+    "UnknownArgument": "portattn.errors",
     "FallbackWarning": "portattn.errors",
     "CompileWarning": "portattn.errors",
     "PluginWarning": "portattn.errors",
@@ -89,6 +85,7 @@ if TYPE_CHECKING:
     from portattn.errors import QuirkConflict as QuirkConflict
     from portattn.errors import SettingError as SettingError
     from portattn.errors import TracingError as TracingError
+    from portattn.errors import UnknownArgument as UnknownArgument
     from portattn.planning.registry import Registry as Registry
     from portattn.planning.registry import parse_target
     from portattn.schema.lowering import Launch as Launch

@@ -113,10 +113,21 @@ def current() -> Settings:
 def settings(**changes: Any) -> Iterator[Settings]:
     """Change settings inside a block, in this thread or task only.
 
-    Blocks nest: a block changes what it names and keeps the rest. Raises SettingError on an unknown name or value.
+    changes  settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
+             validate, monitor, compile_seconds
 
-    >>> with portattn.settings(fallback="error", quirks="-cuda-0012-serialised-wgmma"):
-    ...     out = portattn.attention(q, k, v)
+    Blocks nest: a block changes what it names and keeps the rest.
+
+    Returns a context manager, which yields the Settings inside the block.
+
+    Raises SettingError on an unknown name or value, as the block is entered.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> with portattn.settings(backend="reference", fallback="error") as now:
+    ...     out = portattn.attention(q, q, q)
+    >>> portattn.last_plan().requested, now.fallback
+    ('reference', 'error')
     """
     known = Settings.__struct_fields__
     for name, value in changes.items():

@@ -18,11 +18,28 @@ class Rejected(Protocol):
 
 
 class PortattnError(Exception):
-    """Base class: `except portattn.PortattnError` catches what portattn itself refuses, and nothing else."""
+    """Base class: `except portattn.PortattnError` catches what portattn itself refuses, and nothing else.
+
+    >>> import portattn
+    >>> try:
+    ...     portattn.target("cuda:sm_1")
+    ... except portattn.PortattnError as error:
+    ...     print(type(error).__name__)
+    ArgumentError
+    """
 
 
 class ArgumentError(PortattnError, ValueError):
-    """A call's argument is out of its limits. The text names the operation, the argument, the value and the limit."""
+    """A call's argument is out of its limits. The text names the operation, the argument, the value and the limit.
+
+    op, argument, value, limit  the same as attributes
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> portattn.attention(q, q, q, layout="sbhd")
+    Traceback (most recent call last):
+    portattn.errors.ArgumentError: attention: layout is 'sbhd', but must be one of bhsd, bshd
+    """
 
     def __init__(self, op: str, argument: str, value: object, limit: str) -> None:
         self.op, self.argument, self.value, self.limit = op, argument, value, limit
@@ -32,12 +49,48 @@ class ArgumentError(PortattnError, ValueError):
         return type(self), (self.op, self.argument, self.value, self.limit)
 
 
+class UnknownArgument(ArgumentError, TypeError):
+    """A call names an argument that its operation does not have. The text says what the argument is called here.
+
+    A TypeError too, as Python's own error for an unknown keyword is.
+
+    op, argument  the operation, and the first argument that it does not have
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> portattn.attention(q, q, q, sm_scale=0.25)
+    Traceback (most recent call last):
+    portattn.errors.UnknownArgument: attention has no argument 'sm_scale': from FlashInfer: sm_scale -> scale (...)
+    """
+
+    def __init__(self, op: str, argument: str, hint: str) -> None:
+        self.op, self.argument, self.value, self.limit = op, argument, None, hint
+        PortattnError.__init__(self, f"{op} has no argument {argument!r}{hint}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.op, self.argument, self.limit)
+
+
 class SettingError(PortattnError, ValueError):
-    """An environment variable or a setting is unknown or holds a value outside its vocabulary."""
+    """An environment variable or a setting is unknown or holds a value outside its vocabulary.
+
+    >>> import portattn
+    >>> with portattn.settings(fallback="never"):
+    ...     pass
+    Traceback (most recent call last):
+    portattn.errors.SettingError: setting fallback is 'never', but must be one of warn, error, silent
+    """
 
 
 class DataError(PortattnError, ValueError):
-    """A data file (quirk, arch, tuning, results) breaks its schema. The text starts with file:line."""
+    """A data file (quirk, arch, tuning, results) breaks its schema. The text starts with file:line.
+
+    path, line, problem  the same as attributes; line is None where it is not known
+
+    >>> import portattn
+    >>> print(portattn.DataError("quirks/cuda/cuda-0001.toml", 3, "misses `when`"))
+    quirks/cuda/cuda-0001.toml:3: misses `when`
+    """
 
     def __init__(self, path: object, line: int | None, problem: str) -> None:
         self.path, self.line, self.problem = str(path), line, problem
@@ -48,7 +101,15 @@ class DataError(PortattnError, ValueError):
 
 
 class QuirkConflict(PortattnError):
-    """Two active quirks set one choice differently, so no plan can be made."""
+    """Two active quirks set one choice differently, so no plan can be made.
+
+    choice, quirks  what they set, and their ids
+
+    >>> import portattn
+    >>> error = portattn.QuirkConflict("lowering load", ("cuda-0001", "pointer"), ("cuda-0002", "descriptor"))
+    >>> error.quirks
+    ('cuda-0001', 'cuda-0002')
+    """
 
     def __init__(self, choice: str, first: tuple[str, object], second: tuple[str, object]) -> None:
         self.choice, self.quirks, self._settings = choice, (first[0], second[0]), (first, second)
@@ -62,11 +123,29 @@ class QuirkConflict(PortattnError):
 
 
 class TracingError(PortattnError, RuntimeError):
-    """A call is recorded by a tracer, or transformed by torch.func: neither would see what is written to its output."""
+    """A call is recorded by a tracer, or transformed by torch.func: neither would see what is written to its output.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(3, 1, 2, 5, 16)
+    >>> torch.func.vmap(portattn.attention)(q, q, q)
+    Traceback (most recent call last):
+    portattn.errors.TracingError: attention: ...
+    """
 
 
 class PathUnavailable(PortattnError):
-    """No path is left for this call: one was named that cannot run it, or falling back is forbidden."""
+    """No path is left for this call: one was named that cannot run it, or falling back is forbidden.
+
+    rejected  a Rejection for each path: path, reason, hint
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> try:
+    ...     portattn.attention(q, q, q, dropout_p=0.1, backend="interpreter")
+    ... except portattn.PathUnavailable as error:
+    ...     print(error.rejected[0].path)
+    interpreter
+    """
 
     def __init__(self, message: str, rejected: Sequence[Rejected] = ()) -> None:
         self.rejected = tuple(rejected)
@@ -83,4 +162,8 @@ class FallbackWarning(UserWarning):
 
 
 class PluginWarning(UserWarning):
-    """An installed backend package is broken, and portattn plans without it. Given once for each package."""
+    """An installed backend package is broken, and portattn plans without it. Given once for each package.
+
+    Where warnings are errors (`-W error`), one call raises it, for all broken packages together, before anything of the
+    call runs; the same call made again runs.
+    """

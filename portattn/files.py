@@ -17,6 +17,7 @@ import filelock
 import platformdirs
 
 _PART = re.compile(r"\..*\.[0-9a-z_]{8}\.part")
+_TRIAL_BYTES = 1 << 16  # more than a file system keeps beside a file's name: a full disk does not take it
 _LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
 
 
@@ -82,6 +83,19 @@ def read_open(handle: int, path: Path, most: int) -> bytes:
         parts.append(part)
         place += len(part)
     return b"".join(parts)
+
+
+def takes_no_files(folder: Path) -> str:
+    """Why a folder takes no files; empty where it does. Makes the folder, and writes a file that is removed again."""
+    if folder.exists() and not folder.is_dir():
+        return "it is not a folder"
+    trial = folder / f".trial.{secrets.token_hex(4)}"
+    try:
+        write_whole(trial, bytes(_TRIAL_BYTES), parents=True)
+        trial.unlink(missing_ok=True)
+    except OSError as error:
+        return f"{type(error).__name__}: {error.strerror}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -31,19 +31,26 @@ MOVED = {
 
 
 class _Moved:
-    """The last finder: asked for what no other has found."""
+    """The last finder: asked for what no other has found.
+
+    `importlib.util.find_spec` gives a spec for an old name, whose `origin` is the new one: whoever only asks whether
+    there is such a module is not met by an exception. Importing it raises ModuleNotFoundError with the new name.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, old = name.partition(".")
-        if package != "portattn":
+        if package != "portattn" or old not in MOVED:
             return None
-        for known, new in MOVED.items():
-            if old == known or old.startswith(known + "."):
-                # No `name`: `from portattn import lab` would take it for a missing attribute, and say nothing.
-                raise ModuleNotFoundError(f"{name} is now {new}{old.removeprefix(known)}")
-        return None
+        return ModuleSpec(name, self, origin=MOVED[old])  # type: ignore[arg-type]  # what a loader must have, it has
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        # No `name`: `from portattn import lab` would take it for a missing attribute, and say nothing.
+        raise ModuleNotFoundError(f"{spec.name} is now {spec.origin}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Never reached: there is no module."""
 
 
 def install() -> None:

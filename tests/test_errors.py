@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 
-from portattn.errors import ArgumentError, DataError, PathUnavailable, PortattnError, QuirkConflict
+from portattn.errors import ArgumentError, DataError, PathUnavailable, PortattnError, QuirkConflict, UnknownArgument
 from portattn.schema.plan import Rejection
 
 ERRORS = (
     ArgumentError("attention", "q.dtype", ("float64", 1), "must be one of float16, float32"),
+    UnknownArgument("attention", "sclae", ": did you mean scale?"),
     DataError("quirks/a.toml", 3, "misses when"),
     DataError("quirks/a.toml", None, "misses when"),
     QuirkConflict("load", ("cuda-0001", "pointer"), ("cuda-0002", "descriptor")),

@@ -49,7 +49,7 @@ def test_the_arguments_of_other_libraries_are_ours() -> None:
     page = (EXAMPLES.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
     rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("|") and "---" not in line]
     given = {name for row in rows for name in re.findall(r"`(\w+)(?:=|`)", row)}
-    operations = ("attention", "varlen_attention", "decode_attention", "paged_attention")
+    operations = ("attention", "varlen_attention", "decode_attention", "paged_attention", "merge_states")
     known = {name for op in operations for name in inspect.signature(getattr(portattn, op)).parameters}
     words = {"None", "prepare", "run", *operations}  # a value, and functions
     assert given - words <= known, sorted(given - words - known)

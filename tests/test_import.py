@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +28,16 @@ importlib.util.find_spec = lambda name, package=None: None if name in {names!r} 
 """
 
 
-def python(program: str, *, without: tuple[str, ...] = ()) -> str:
+def python(program: str, *, without: tuple[str, ...] = (), path: Path | None = None) -> str:
+    """What a program prints. without: packages that it cannot import; path: where it finds portattn first."""
     hide = (HIDE + MISSING).format(names=set(without)) if without else ""
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), environment.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, "-c", hide + textwrap.dedent(program)], capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-c", hide + textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=300, env=environment, cwd=path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -110,6 +117,64 @@ def test_old_names_of_modules_say_the_new_ones() -> None:
             print(error)
     """)
     assert said == "portattn.lab is now portattn.tools.lab"
+
+
+def test_asking_for_an_old_name_raises_nothing() -> None:
+    said = python("""
+        import importlib.util
+        import portattn
+        from portattn.moved import MOVED
+        for old, new in MOVED.items():
+            spec = importlib.util.find_spec(f"portattn.{old}")
+            assert spec.origin == new, spec
+        print(importlib.util.find_spec("portattn.never_there"))
+    """)
+    assert said == "None"
+
+
+ONE_COPY = """
+    import importlib
+    import os
+    import portattn, portattn.backends.cuda, portattn.quirks
+    from portattn.errors import PortattnError
+    for second in ("portattn.portattn", "portattn.portattn.errors", "portattn.tests", "portattn.docs"):
+        try:
+            importlib.import_module(second)
+        except ModuleNotFoundError as error:
+            assert "is now" not in str(error), error
+        else:
+            raise SystemExit(f"{second} is there")
+    for part in (portattn, portattn.backends.cuda, portattn.quirks):
+        print(os.path.dirname(part.__file__))
+    assert len(portattn.__path__) == 1
+    assert portattn.target("cuda:sm_90", "none").arch.cores
+    assert len(portattn.Registry.load().quirks) > 10
+"""
+
+
+def test_the_source_tree_has_one_copy_of_everything() -> None:
+    root = Path(__file__).parents[1]
+    folders = python(ONE_COPY).splitlines()
+    assert folders == [str(root / part) for part in ("portattn", "backends/cuda", "quirks")]
+
+
+def test_another_tree_than_the_installed_one_is_itself(tmp_path: Path) -> None:
+    """A Python that is started in a tree imports its backends too, not those of an editable install elsewhere."""
+    root = Path(__file__).parents[1]
+    for part in ("portattn", "backends", "quirks"):
+        (tmp_path / part).symlink_to(root / part)
+    (tmp_path / "tests").mkdir()
+    folders = python(ONE_COPY, path=tmp_path).splitlines()
+    assert folders == [str(tmp_path / part) for part in ("portattn", "backends/cuda", "quirks")]
+
+
+def test_an_installed_copy_holds_its_parts(tmp_path: Path) -> None:
+    root, package = Path(__file__).parents[1], tmp_path / "portattn"
+    package.mkdir()
+    for part in [*(root / "portattn").iterdir(), root / "backends", root / "quirks"]:
+        (package / part.name).symlink_to(part)
+    folders = python(ONE_COPY, path=tmp_path).splitlines()
+    assert folders == [str(package / part) for part in (".", "backends/cuda", "quirks")]
 
 
 def test_every_public_name_is_there() -> None:

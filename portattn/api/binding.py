@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from portattn.api.unknown_arguments import unknown_argument
+
 Binder = Callable[..., dict[str, Any]]
 
 
@@ -15,9 +17,9 @@ Binder = Callable[..., dict[str, Any]]
 def named_arguments(op: str) -> Binder:
     """A function with the operation's own signature that returns its arguments by name, defaults included.
 
-    It raises the TypeError that a call of the operation would raise. `inspect.Signature.bind` does the same in some ten
-    microseconds, which is more than all else that a run of a prepared call costs: so the function is made once, by
-    `exec` of its signature, as dataclasses are.
+    It raises the TypeError or UnknownArgument that a call of the operation raises. `inspect.Signature.bind` does the
+    same in some ten microseconds, which is more than all else that a run of a prepared call costs: so the function is
+    made once, by `exec` of its signature, as dataclasses are.
     """
     function = getattr(importlib.import_module("portattn.api.ops"), op)
     parameters = inspect.signature(function).parameters.values()
@@ -27,7 +29,8 @@ def named_arguments(op: str) -> Binder:
         if p.kind is p.KEYWORD_ONLY and "*" not in words:
             words.append("*")
         words.append(f"{p.name}=_defaults['{p.name}']" if p.name in defaults else p.name)
-    made: dict[str, Any] = {"_defaults": defaults}
-    exec(f"def {op}({', '.join(words)}): return locals()", made)
+    made: dict[str, Any] = {"_defaults": defaults, "_unknown": unknown_argument}
+    body = f"    if unknown: raise _unknown({op!r}, unknown)\n    return locals()"
+    exec(f"def {op}({', '.join([*words, '**unknown'])}):\n{body}", made)
     found: Binder = made[op]
     return found

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+from portattn.api.unknown_arguments import operation, require, unknown_argument
 from portattn.errors import ArgumentError
 
 OP = "merge_states"
 
 
+@operation
 def merge_states(
-    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+    outs: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over parts of the keys into attention over all of them: exact, in any order.
 
-    outs  N partial results, each (..., Sq, Dv) (B, Hq, Sq, Dv), or one tensor with N as its first axis
+    outs  N partial results, each (..., Sq, Dv), as (B, Hq, Sq, Dv), of one shape and floating-point dtype; or one
+          tensor with N as its first axis. Of packed results (Tq, Hq, Dv) give out.transpose(0, 1)
     lses  their log-sum-exps, natural logarithm, float32: each outs' shape without the last axis
 
-    Returns (out in outs' dtype, lse float32). Parts are added one after the other in float32; beside the results a few
-    float32 tensors of one part's size are held. Weights are exp(lseᵢ − max lse); a part that attended nothing (−inf)
-    has none, whatever its out holds, and a row that no part attended gives 0 and −inf; an LSE of +inf gives NaN.
-    With sinks, let one part alone have them. Runs as torch operations on any device, and is differentiable.
+    Weights are exp(lseᵢ − max lse). A part that attended nothing (−inf) has none, whatever its out holds. With sinks,
+    let one part alone have them. Runs as torch operations on any device, and is differentiable.
 
-    For packed results, out (Tq, Hq, Dv) and LSE (Hq, Tq), pass out.transpose(0, 1). Raises ArgumentError.
+    Returns (out, lse): out (..., Sq, Dv) in outs' dtype, lse (..., Sq) float32. A row that no part attended gives 0 and
+    −inf; an LSE of +inf gives NaN.
+
+    Memory beyond the inputs: the results, and a few float32 tensors of one part's size. Parts are added one after the
+    other in float32.
+
+    Raises ArgumentError where shapes, dtypes or devices do not go together, UnknownArgument for another keyword.
+
+    >>> import torch, portattn
+    >>> q, k, v = torch.randn(3, 1, 4, 50, 64).unbind()
+    >>> parts = [portattn.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(20), slice(20, 50))]
+    >>> out, lse = portattn.merge_states([out for out, _ in parts], [lse for _, lse in parts])
+    >>> torch.allclose(out, portattn.attention(q, k, v), atol=1e-6)
+    True
     """
+    if unknown:
+        raise unknown_argument(OP, unknown)
+    require(OP, {"outs": outs, "lses": lses})
     for name, several in (("outs", outs), ("lses", lses)):
         if not isinstance(several, (torch.Tensor, Sequence)) or (
             isinstance(several, torch.Tensor) and not several.ndim

@@ -30,11 +30,24 @@ _OURS = ("portattn.kernels.", "portattn.backends.")
 def monitor(on: bool = True) -> None:
     """Warn from now on (CompileWarning) when a call compiles a kernel, or loads one from Triton's cache; or no more.
 
+    on  True to warn, False to warn no more
+
     `warmup` does this by itself. Each kernel's specialisation is warned about once; the warning names the call, the
     seconds it took, the plan's key, and in what the call differs from the nearest one that was kept: an argument's
     shape, strides, type, alignment, or another argument's value.
 
     The setting `monitor` (PORTATTN_MONITOR) overrules it: "always" warns from the first call on, "never" never.
+
+    Returns nothing.
+
+    Raises nothing. A call warns as Python's `warnings` does: where warnings are errors, it raises CompileWarning.
+
+    >>> import torch, portattn
+    >>> portattn.monitor()
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> portattn.attention(q, q, q).shape  # compiles nothing on a CPU, and warns of nothing
+    torch.Size([1, 2, 5, 16])
+    >>> portattn.monitor(False)
     """
     global _armed
     _armed = bool(on)

@@ -20,6 +20,14 @@ class PageTable:
     pages          (B, pages a sequence) int32; what lies past a sequence's own pages is not read (from_csr: -1)
     counts         (B,) int32: pages of each sequence
     last_page_len  (B,) int32: tokens in each sequence's last page
+
+    Raises ArgumentError where one is no int32 tensor of these axes, or they are of different numbers of sequences.
+
+    >>> import torch, portattn
+    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> table = portattn.PageTable(pages=ints([3, 1], [0, -1]), counts=ints(2, 1), last_page_len=ints(8, 1))
+    >>> table.seqlens(page_size=16).tolist()
+    [24, 1]
     """
 
     pages: torch.Tensor
@@ -51,7 +59,18 @@ class PageTable:
         max_pages      most pages of one sequence. None: found by reading the lengths back, which waits for the device
                        once, and checks them
 
-        All on one device. Raises ArgumentError.
+        All on one device.
+
+        Returns the PageTable: pages (B, max_pages), each row filled up with -1.
+
+        Raises ArgumentError on what is no such tensor, and, where the lengths are read back, on the first value that
+        cannot be.
+
+        >>> import torch, portattn
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> table = portattn.PageTable.from_csr(ints(0, 2, 3), ints(3, 1, 0), ints(8, 1))
+        >>> table.pages.tolist()
+        [[3, 1], [0, -1]]
         """
         for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.ndim != 1:
@@ -77,14 +96,40 @@ class PageTable:
         return cls(torch.where(own, pages, NO_PAGE), counts, last_page_len)
 
     def check(self, op: str, page_size: int) -> None:
-        """Read the lengths of last pages back. Raises ArgumentError on one that does not fit its page."""
+        """Read the lengths of last pages back, which waits for the device.
+
+        op         the operation that asks, for the error's text
+        page_size  tokens a page
+
+        Returns nothing.
+
+        Raises ArgumentError on the first length (B,) that does not fit its page.
+
+        >>> import torch, portattn
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> portattn.PageTable(ints([0]), ints(1), ints(17)).check("paged_attention", 16)
+        Traceback (most recent call last):
+        portattn.errors.ArgumentError: paged_attention: page_table.last_page_len[0] is 17, but must be in 1..16, ...
+        """
         for index, (count, length) in enumerate(zip(self.counts.tolist(), self.last_page_len.tolist(), strict=True)):
             if count and not 1 <= length <= page_size:
                 limit = f"must be in 1..{page_size}, the tokens of a page"
                 raise ArgumentError(op, f"page_table.last_page_len[{index}]", length, limit)
 
     def seqlens(self, page_size: int) -> torch.Tensor:
-        """Tokens of each sequence (B,) int32, computed where the table is."""
+        """Tokens of each sequence, computed where the table is: nothing waits for the device.
+
+        page_size  tokens a page
+
+        Returns a (B,) int32 tensor.
+
+        Raises nothing.
+
+        >>> import torch, portattn
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> portattn.PageTable(ints([3, 1]), ints(2), ints(8)).seqlens(page_size=16)
+        tensor([24], dtype=torch.int32)
+        """
         full = (self.counts - 1).clamp(min=0) * page_size + self.last_page_len
         return torch.where(self.counts > 0, full, 0).to(torch.int32)
 

@@ -11,9 +11,10 @@ from portattn.api import dispatch
 from portattn.api.binding import named_arguments
 from portattn.api.perform import admitted, finished
 from portattn.api.request import Keeping, Request, Result, request_of
+from portattn.api.unknown_arguments import names_of, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, UnknownArgument
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import Kept, results
 from portattn.launch.run import DescriptorMemory, device_guard
@@ -27,6 +28,13 @@ class Prepared:
 
     plan   how it runs
     run    `run(*args, out=None, lse=None, **kwargs)` with the operation's own arguments
+
+    `portattn.prepare` makes one.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> portattn.prepare("attention", q, q, q).plan.path
+    'reference'
 
     Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
     handle: use one handle on one stream at a time.
@@ -75,12 +83,30 @@ class Prepared:
     ) -> Result:
         """Run with these arguments, as the operation itself takes them.
 
-        out   where the result goes: contiguous, in the operation's shape and q's dtype; allocated when None
-        lse   where the LSE goes, float32, if the operation returns one
+        args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only
+        out   where the result goes: contiguous, in the operation's shape, as (B, Hq, Sq, Dv), and q's dtype; allocated
+              when None
+        lse   where the LSE goes, float32, as (B, Hq, Sq), if the operation returns one; allocated when None
 
-        Raises ArgumentError where an argument differs from the prepared call's in anything but its data.
+        Returns what the operation returns: `out`, or (out, lse) with return_lse.
+
+        Raises ArgumentError where an argument differs from the prepared call's in anything but its data, or `out` or
+        `lse` is not as it must be; UnknownArgument for a keyword that neither the operation nor `run` has.
+
+        >>> import torch, portattn
+        >>> q = torch.randn(1, 2, 5, 16)
+        >>> handle = portattn.prepare("attention", q, q, q)
+        >>> other, out = torch.randn(1, 2, 5, 16), torch.empty(1, 2, 5, 16)
+        >>> handle.run(other, q, q, out=out) is out
+        True
+        >>> torch.equal(out, portattn.attention(other, q, q))
+        True
         """
-        request = request_of(self._op, self._bind(*args, **kwargs))
+        try:
+            request = request_of(self._op, self._bind(*args, **kwargs))
+        except UnknownArgument as error:  # says that `out` and `lse` are taken, too
+            unknown = [name for name in kwargs if name not in names_of(error.op)]
+            raise unknown_argument(error.op, unknown, ("out", "lse")) from None
         found = self._try_cached(request, out, lse)
         if found is not None:
             return found

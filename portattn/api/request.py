@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from portattn.api.sizing import Recipe
+from portattn.api.unknown_arguments import require
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
@@ -114,9 +115,11 @@ class Request:
 def request_of(op: str, given: Mapping[str, Any]) -> Request:
     """The request of a call with these arguments, by the names of the operation's parameters; others are passed over.
 
-    Nothing is validated but `backend`, `validate` and what stands for several tensors. Raises ArgumentError.
+    Nothing is validated but `backend`, `validate` and what stands for several tensors. Raises ArgumentError, and
+    TypeError where an argument that must be given is not.
     """
     row, given = ROWS[op], dict(given)
+    require(op, given)
     if row.arguments:
         row.load("arguments")(given)
     backend, validate = given["backend"], given["validate"]

@@ -108,12 +108,21 @@ def warmup(
     Each spec is run once here, and where sizes vary once for each class of them (up to MAX_CLASSES): the largest first,
     then what no class that was run covers. Serving meets no class for the first time then, which would cost it
     milliseconds, and seconds where another kernel is compiled. A spec that no path can run, or whose tensors do not fit
-    the device, is reported with `failed`, and warned about (CompileWarning); the others are warmed up. Raises
-    ArgumentError on a spec that is none, before anything is compiled.
+    the device, is reported with `failed`, and warned about (CompileWarning); the others are warmed up.
 
-    >>> tensors = {"q": "bf16[B,32,1,128]", "k_cache": "bf16[B,8,S,128]", "v_cache": "bf16[B,8,S,128]"}
-    >>> lengths = {"seqlens_k": "i32[B]", "sizes": {"B": [1, 2, 4, 8], "S": "1..8192"}}
-    >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths])
+    Returns a Warmup: for each spec and class of sizes what was compiled, loaded and kept, and why not.
+
+    Memory: described tensors of one spec at a time, at their largest sizes.
+
+    Raises ArgumentError on a spec that is none, before anything is compiled.
+
+    >>> import portattn
+    >>> tensors = {"q": "fp32[B,8,1,64]", "k_cache": "fp32[B,2,S,64]", "v_cache": "fp32[B,2,S,64]"}
+    >>> lengths = {"seqlens_k": "i32[B]", "sizes": {"B": [1, 2, 4, 8], "S": "1..512"}}
+    >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths], device="cpu")
+    >>> print(report.specs[0].call, report.specs[0].path)
+    decode_attention q (8,8,1,64) kv (8,2,512,64) fp32 seqlens_k; B = 8, S = 512 reference
+    >>> portattn.monitor(False)  # warmup arms it
     """
     begun, say = time.perf_counter(), say or _nothing
     if jobs is not None and (type(jobs) is not int or jobs < 1):

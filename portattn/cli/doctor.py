@@ -18,8 +18,8 @@ def doctor(emulate: str | None, as_json: bool) -> None:
 
     What cannot be found out is reported as such: one broken part never hides the rest.
 
-    Exit status 1: a call gave wrong numbers or failed, a part of the report could not be made, or an installed backend
-    package is broken.
+    Exit status 1: a call gave wrong numbers or failed, a part of the report could not be made, the cache folder takes
+    no files, or an installed backend package is broken.
     """
     from rich.console import Console
 

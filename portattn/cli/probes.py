@@ -6,11 +6,14 @@ import functools
 import importlib.metadata as metadata
 import os
 import platform
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from portattn.cli.checked import Check
+from portattn.errors import PluginWarning
+from portattn.files import cache_folder, takes_no_files
 from portattn.version import __version__
 
 CALL_SECONDS = 180.0  # limit of one real call: a first compile may be part of it
@@ -60,11 +63,28 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
         ("quirks that apply here", quirks),
         ("paths taken here", paths),
     ]
-    sections = []
-    for title, probe in probes:
-        say(f"looking at {title}")
-        sections.append(guarded(title, probe))
-    return Report(sections=tuple(sections), checks=tuple(calls(say, emulate)))
+    sections: list[Section] = []
+    with warnings.catch_warnings():
+        # The report itself says what they would: a broken package, and a cache folder that takes no files.
+        warnings.simplefilter("ignore", PluginWarning)
+        warnings.filterwarnings("ignore", "verdicts cannot be kept under")
+        for title, probe in probes:
+            say(f"looking at {title}")
+            sections.append(said_once(guarded(title, probe), sections))
+        checks = [said_before(check, sections) for check in calls(say, emulate)]
+    return Report(sections=tuple(sections), checks=tuple(checks))
+
+
+def said_once(section: Section, before: Sequence[Section]) -> Section:
+    """A section that could not be made for the reason that an earlier one has: it names that one."""
+    first = next((one.title for one in before if section.error and one.error == section.error), "")
+    return msgspec.structs.replace(section, error=f"the same as of `{first}`") if first else section
+
+
+def said_before(check: Check, sections: Sequence[Section]) -> Check:
+    """A call that failed for the reason for which a section could not be made: it names that one."""
+    first = next((one.title for one in sections if one.error and one.error == check.detail), "")
+    return msgspec.structs.replace(check, detail=f"the same as of `{first}`") if first else check
 
 
 def guarded(title: str, probe: Callable[[], Section]) -> Section:
@@ -99,19 +119,19 @@ def toolchain() -> Section:
     items = [Item("compiler", str(found)), Item("path", found.path)]
     items.append(Item("claimed by", ", ".join(f"{name}=={version}" for name, version in claims) or "no distribution"))
     items += [Item(name, version) for name, version in found.components]
-    warnings = []
+    attention = []
     if len(claims) > 1:
         last = f"{claims[-1][0]}=={claims[-1][1]}"
-        warnings.append(
+        attention.append(
             f"{len(claims)} distributions claim triton/, and one overwrote another (last written: {last}): "
             "uninstall all of them, and install the one that is wanted"
         )
     if not claims:
-        warnings.append(
+        attention.append(
             "no installed distribution owns triton/: its version cannot be told, and no quirk's range holds"
         )
-    warnings += shadowed(Path(found.path))
-    return Section(title="toolchain", items=tuple(items), warnings=tuple(warnings))
+    attention += shadowed(Path(found.path))
+    return Section(title="toolchain", items=tuple(items), warnings=tuple(attention))
 
 
 def shadowed(folder: object) -> list[str]:
@@ -130,23 +150,25 @@ def shadowed(folder: object) -> list[str]:
 
 
 def backends() -> Section:
-    from portattn.planning.registry import Registry
+    from portattn.planning import plugins
+    from portattn.planning.registry import Registry, own_backends
 
-    items, warnings = [], []
+    items, errors = [], []
     registry = Registry.load()
+    own = own_backends()
     for name, backend in registry.backends.items():
         try:
-            arch = backend.detect()
-            components = backend.machine_components() if arch else {}
+            arch = plugins.asked(backend, "detect", own)
+            components = (plugins.asked(backend, "machine_components", own) or {}) if arch else {}
         except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others
-            warnings.append(f"{name}: {type(error).__name__}: {error}")
+            errors.append(f"{name}: {type(error).__name__}: {error}")
             continue
         vendors = ", ".join(v.name for v in backend.vendor)
         paths = f"paths: {', '.join(p for p in (backend.core_path, vendors, 'reference') if p)}"
         versions = "".join(f", {component} {version}" for component, version in components.items())
         items.append(Item(name, f"{arch}{versions}; {paths}" if arch else "no device here"))
-    errors = tuple(one.told() for one in registry.broken)
-    return Section(title="backends", items=tuple(items), warnings=tuple(warnings), errors=errors)
+    errors += [one.told() for one in (*registry.broken, *plugins.disabled())]
+    return Section(title="backends", items=tuple(items), errors=tuple(errors))
 
 
 def settings() -> Section:
@@ -177,7 +199,9 @@ def cache() -> Section:
     items += [
         Item(incident.id, f"{incident.symptom} on {incident.target}: {incident.message}") for incident in incidents[-5:]
     ]
-    return Section(title="cache", items=tuple(items))
+    why = takes_no_files(found.folder)
+    errors = (f"no file can be written there ({why}): set PORTATTN_CACHE_DIR to a folder that takes files",)
+    return Section(title="cache", items=tuple(items), errors=errors if why else ())
 
 
 def launches() -> Section:
@@ -188,17 +212,19 @@ def launches() -> Section:
     directory = current().cache_dir
     module, why = native.load(directory)
     items = [Item("by", "C functions" if module else "Python, through ctypes: some microseconds a call more")]
+    if not module and takes_no_files(cache_folder(directory)):
+        why = "no file can be written to the cache folder"  # what the section `cache` says
     items.append(Item("library", str(native.path(directory)) if module else f"none: {why}"))
-    warnings = []
+    attention = []
     try:
         known = triton_compat.version() in triton_compat.KNOWN
     except ImportError:
         known = True
     if not known:
-        warnings.append(
+        attention.append(
             "this Triton has not been checked: it launches every call itself, which takes tens of microseconds"
         )
-    return Section(title="launches", items=tuple(items), warnings=tuple(warnings))
+    return Section(title="launches", items=tuple(items), warnings=tuple(attention))
 
 
 def quirks() -> Section:
@@ -226,7 +252,7 @@ def paths() -> Section:
     from portattn.planning.registry import Registry
     from portattn.testing.canary import CASES
 
-    items, warnings = [], []
+    items, fallen = [], dict[str, list[str]]()
     known = Registry.load().quirks
     for target in devices():
         for op, problems in CASES.items():
@@ -239,8 +265,9 @@ def paths() -> Section:
                 lines.append(f"{name}" + (f" costs: {cost}" if cost else ""))
             items.append(Item(f"{target.name} {op}", "\n".join(lines)))
             if made.fell_back:
-                warnings.append(f"{op} on {target.name} falls back to {made.path}: {made.rejected[0].reason}")
-    return Section(title="paths taken here", items=tuple(items), warnings=tuple(warnings))
+                fallen.setdefault(f"on {target.name} to the {made.path} path", []).append(op)
+    told = tuple(f"falls back {where}: {', '.join(ops)}" for where, ops in fallen.items())
+    return Section(title="paths taken here", items=tuple(items), warnings=told)
 
 
 def calls(say: Callable[[str], None], emulate: str = "") -> list[Check]:

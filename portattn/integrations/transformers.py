@@ -83,12 +83,23 @@ _registered: dict[str, Registration] = {}
 
 
 def register(name: str = "portattn", backend: str | None = None) -> Registration:
-    """Make portattn an attention implementation of transformers, under `name`.
+    """Make portattn an attention implementation of transformers: `attn_implementation="portattn"`.
 
-    backend   as in `portattn.attention`: a path that every call must take, or None for the setting
+    name     under which models find it; none of transformers' own names, nor a part of one
+    backend  as in `portattn.attention`: a path that every call must take, or None for the setting
 
-    Returns a handle with remove(). The same arguments again give the same handle. Raises ArgumentError for a name
-    that transformers or somebody else uses, and for a name registered with another backend.
+    Calls come as transformers makes them: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D).
+
+    Returns a Registration, a handle with remove(). The same arguments again give the same handle.
+
+    Raises ArgumentError for a name that transformers or somebody else uses, and for a name registered with another
+    backend.
+
+    >>> from portattn.integrations.transformers import register
+    >>> registered = register("portattn_reference", backend="reference")
+    >>> registered
+    Registration(name='portattn_reference', backend='reference', registered)
+    >>> registered.remove()
     """
     if not isinstance(name, str) or not name or any(word in name for word in RESERVED):
         raise ArgumentError(WHO, "name", name, f"must be a string that holds none of {', '.join(RESERVED)}")

@@ -18,7 +18,7 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import Verdicts
 from portattn.schema.plan import Applied, CoreChoice, Rejection
 from portattn.schema.problem import ASKED, Problem
-from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning, parse_overrides
+from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, TRIED
@@ -155,7 +155,7 @@ class _Quirked:
         Hard limits are applied before each round, so that quirks are judged by the lowering that would run, and after
         the last one, so that no quirk undoes them. Cautions change nothing: they are judged by what comes out.
         """
-        forced_on, forced_off = parse_overrides(settings.quirks, registry.quirks)
+        forced_on, forced_off = registry.overrides(settings.quirks)
         found = concerning(registry.quirks.values(), self.kernel.name, self.target)
         concerned = [q for q in found if q.id not in forced_off and self._touches(q)]
         waiting = [q for q in concerned if q.effect.kind != "note"]

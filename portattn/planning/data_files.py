@@ -1,11 +1,12 @@
-"""Reading a backend's arches and tuning; quirks are read by quirk_files."""
+"""Reading a backend's arches, tuning and evidence; quirks are read by quirk_files."""
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -80,6 +81,29 @@ def _by_number(name: str) -> list[tuple[bool, int, str]]:
 def load_tuning(path: Path, backend: str) -> Tuning:
     """Read one tuning file of a backend. Raises DataError (file, line, key)."""
     return read_tuning(path, backend, backend_options())
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
+
+    arch: tuple[str, ...]
+    toolchain: str
+    level: Literal["runs", "measured"]
+    date: datetime.date
+    what: str
+
+
+class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seen: tuple[Seen, ...]
+
+
+def load_verified(folder: Path) -> tuple[Seen, ...]:
+    """Read a backend folder's verified.toml; nothing where it has none. Raises DataError (file, line, key)."""
+    path = folder / "verified.toml"
+    if not path.exists():
+        return ()
+    data, text = toml_reader.read(path)
+    return toml_reader.convert(data, _Verified, path, text).seen
 
 
 def load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:

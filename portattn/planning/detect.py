@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+from portattn.planning import plugins
 from portattn.planning.backend import Backend
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, own_backends
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed
 
@@ -21,27 +23,32 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
     if device_type == "meta" and not candidates:
         return registry.target("cpu:generic"), ""  # shapes without data: the reference computes them
     for backend in candidates:
-        arch = backend.detect(index)
+        arch = _asked(backend, "detect", index)
         if arch is None:
             continue
-        toolchain = installed().with_components(backend.machine_components())
+        toolchain = installed().with_components(_asked(backend, "machine_components") or {})
         if arch in registry.arches[backend.name]:
             return registry.target(f"{backend.name}:{arch}", toolchain), ""
         return _unknown_arch(backend, arch, f"arch {arch}, which is none of its arches", toolchain), ""
     # Several backends can share a device type: the one that can say something about the device has it.
-    owner = next((b for b in candidates if b.describe(index)), None)
+    owner = next((b for b in candidates if _asked(b, "describe", index)), None)
+    candidates = [b for b in candidates if b.name not in {one.name for one in plugins.disabled()}]
     if owner is None and index is not None and len(candidates) == 1:
         owner = candidates[0]  # a tensor's device: it is there
     if owner is not None:
-        seen = owner.describe(index) or f"device {device_type}:{index or 0}"
-        toolchain = installed().with_components(owner.machine_components())
+        seen = _asked(owner, "describe", index) or f"device {device_type}:{index or 0}"
+        toolchain = installed().with_components(_asked(owner, "machine_components") or {})
         return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
     target = registry.target("cpu:generic")
     known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))
     seen = f"no backend knows device {device_type}:{index or 0}; device types of backends: {known}"
     # One that failed before it said its device type may be the one that is missing here.
-    perhaps = [b.told() for b in registry.broken if b.device_type in ("", device_type)]
+    perhaps = [b.told() for b in (*registry.broken, *plugins.disabled()) if b.device_type in ("", device_type)]
     return target, ". ".join([seen, *perhaps])
+
+
+def _asked(backend: Backend, question: str, *given: int | None) -> Any:
+    return plugins.asked(backend, question, own_backends(), *given)
 
 
 def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:

@@ -19,7 +19,6 @@ from portattn.planning.registry import Registry
 from portattn.schema.outcome import NO_VERDICTS, Verdicts
 from portattn.schema.plan import Applied, CoreChoice, Plan, Rejection
 from portattn.schema.problem import Problem
-from portattn.schema.quirk import parse_overrides
 from portattn.schema.target import Target
 
 __all__ = ["Applied", "CoreChoice", "Plan", "Rejection", "plan"]
@@ -50,7 +49,7 @@ def plan(
     """
     registry = registry or Registry.load()
     settings = settings or Settings()
-    parse_overrides(settings.quirks, registry.quirks)  # a misspelt id is an error on every path
+    registry.overrides(settings.quirks)  # a misspelt id is an error on every path
     backend = registry.backends[target.backend]
     requested = settings.backend
     own = [variant.name for variant in backend.variants]

@@ -9,7 +9,7 @@ import functools
 import importlib.metadata as metadata
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ import msgspec
 
 from portattn.errors import DataError, PluginWarning, PortattnError
 from portattn.planning.backend import ENTRY_POINT_GROUP, Backend, Variant, VendorPath
-from portattn.planning.data_files import load_arches, load_tuning
+from portattn.planning.data_files import load_arches, load_tuning, load_verified
 from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
+from portattn.schema import quirk_names
 from portattn.schema.problem import DEMANDS, OPS
 
 _NAME = re.compile(r"[\w-]+")
 _warned: set[str] = set()
+_disabled: dict[str, Broken] = {}  # by the backend's name
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,19 +47,24 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     package       its distribution and version, as far as they are known, and its entry point, for people
     faults        what is wrong with it, at least one thing
     device_type   torch's device type of its tensors; empty where it did not come to say
+    means         what follows from it
+    quirks        ids of its quirk files, as far as they are known
     """
 
     name: str
     package: str
     faults: tuple[Fault, ...]
     device_type: str = ""
+    means: str = "portattn plans as if it were not installed"
+    quirks: tuple[str, ...] = ()
+
+    def has_quirk(self, name: str) -> bool:
+        """Whether an id, whole or up to its number, is one of the package's, or begins with its backend's name."""
+        return bool(quirk_names.matching(name, self.quirks)) or name.startswith(f"{self.name}-")
 
     def told(self) -> str:
         """What is wrong, and what it means: goes on after "but", as an ArgumentError's limit does."""
-        return (
-            f"backend package {self.package} is broken: {'; '.join(map(str, self.faults))}. "
-            "portattn plans as if it were not installed"
-        )
+        return f"backend package {self.package} is broken: {'; '.join(map(str, self.faults))}. {self.means}"
 
 
 class _Loaded(msgspec.Struct, kw_only=True):
@@ -75,7 +82,7 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     """
     broken: list[Broken] = []
     loaded: dict[str, _Loaded] = {}
-    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for point in _points():
         package = _package(point)
         try:
             value = point.load()
@@ -94,7 +101,8 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
         faults = tuple(_data_faults(one.backend, names, taken, found))
         if faults:
             kind = one.backend.device_type
-            broken.append(Broken(name=name, package=one.package, faults=faults, device_type=kind))
+            quirks = tuple(sorted(found))
+            broken.append(Broken(name=name, package=one.package, faults=faults, device_type=kind, quirks=quirks))
         else:
             usable[name] = one.backend
             taken |= found
@@ -103,10 +111,87 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
 
 def warn(broken: Collection[Broken]) -> None:
     """Warn about each package that is left out, once in this process."""
-    for one in broken:
-        if one.package not in _warned:
-            _warned.add(one.package)
-            warnings.warn(f"{one.told()}; `portattn doctor` shows it too", PluginWarning, stacklevel=3)
+    _warn_once({one.package: f"{one.told()}; `portattn doctor` shows it too" for one in broken})
+
+
+def _warn_once(texts: Mapping[str, str]) -> None:
+    """Give the warnings whose keys were not warned about before.
+
+    Where warnings are errors (`-W error`) they are raised as one, which names all: one call is stopped, as was asked
+    for, and not one call for each package; the next call runs.
+    """
+    new = {key: text for key, text in texts.items() if key not in _warned}
+    _warned.update(new)
+    raised = []
+    for text in new.values():
+        try:
+            warnings.warn(text, PluginWarning, stacklevel=4)
+        except PluginWarning as error:
+            raised.append(str(error))
+    if raised:
+        raise PluginWarning("\n".join(raised))
+
+
+def without_left_out(overrides: str, known: Collection[str], broken: Collection[Broken]) -> str:
+    """The setting `quirks` without what switches off quirks of packages that are left out: a warning says so.
+
+    known  ids of the quirks that are there
+    """
+    kept = []
+    for part in overrides.split(","):
+        sign, name = part.strip()[:1], part.strip()[1:].strip()
+        asked_off = sign == "-" and not quirk_names.matching(name, known)
+        owner = next((one for one in broken if asked_off and one.has_quirk(name)), None)
+        if owner is None:
+            kept.append(part)
+        else:
+            text = f"quirk override '-{name}' switches nothing off: {owner.told()}"
+            _warn_once({f"{owner.package} {name}": text})
+    return ",".join(kept)
+
+
+def asked(backend: Backend, question: str, own: Collection[str], *given: Any) -> Any:
+    """The answer of a backend about this machine: of its method `question`. None where it has been disabled.
+
+    own  names of portattn's own backends, whose exceptions go through
+
+    A package's backend that raises, which it must not, is disabled in this process: it is asked about devices no more,
+    and its tensors' calls take the reference. Plans for its chips by name, which need its data alone, go on.
+    """
+    if backend.name in _disabled:
+        return None
+    try:
+        return getattr(backend, question)(*given)
+    except Exception as error:
+        if backend.name in own:
+            raise
+        _disable(backend, question, error)
+        return None
+
+
+def _disable(backend: Backend, question: str, error: Exception) -> None:
+    package = next((_package(point) for point in _points() if _is_of(backend, point)), type(backend).__module__)
+    fault = Fault(text=f"{question}() raised {type(error).__name__}: {error}")
+    one = Broken(
+        name=backend.name, package=package, faults=(fault,), device_type=backend.device_type,
+        means="Its devices are not used in this process",
+    )  # fmt: skip
+    _disabled[backend.name] = one
+    warn([one])
+
+
+def disabled() -> tuple[Broken, ...]:
+    """Backends of packages that raised when they were asked about this machine."""
+    return tuple(_disabled.values())
+
+
+def _points() -> Iterable[Any]:
+    return metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _is_of(backend: Backend, point: Any) -> bool:
+    """Whether a backend's class is of the entry point's package: what is loaded is not loaded once more to tell."""
+    return bool(point.value.partition(":")[0].partition(".")[0] == type(backend).__module__.partition(".")[0])
 
 
 def _package(point: Any) -> str:
@@ -156,6 +241,7 @@ def _data_faults(backend: Backend, names: tuple[str, ...], taken: Collection[str
     yield from _caught(functools.partial(load_arches, backend.folder))
     for path in sorted((backend.folder / "tuning").glob("*.toml")):
         yield from _caught(functools.partial(load_tuning, path, backend.name))
+    yield from _caught(functools.partial(load_verified, backend.folder))
     try:
         folder = _quirk_folder(backend)
     except Exception as error:  # noqa: BLE001 - as in `find`

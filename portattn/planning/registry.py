@@ -16,7 +16,7 @@ from portattn.planning.data_files import load_arches as load_arches
 from portattn.planning.data_files import load_tunings
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import load_quirks
-from portattn.schema.quirk import Quirk
+from portattn.schema.quirk import Quirk, parse_overrides
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed
 from portattn.schema.tuning import Tuning
@@ -27,7 +27,16 @@ BUILTIN = "portattn.backends"  # by name, as those of other packages: a plan nee
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
     """Backends with their arches and tuning, and the quirks by id: those that live, and the tombstones of others.
 
-    broken  installed backend packages that are left out: plans are made as if they were not installed
+    backends  by name
+    arches    of each backend, by name
+    tunings   of each backend, by arch
+    quirks    by id
+    retired   tombstones, by id
+    broken    installed backend packages that are left out: plans are made as if they were not installed
+
+    >>> import portattn
+    >>> portattn.Registry.load().arches["cuda"]["sm_90"].cores
+    132
     """
 
     backends: dict[str, Backend]
@@ -71,6 +80,16 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
             retired={name: quirk for name, quirk in known.items() if quirk.retired is not None},
             broken=broken,
         )
+
+    def overrides(self, text: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The setting `quirks` as ids forced on and off. Raises SettingError on an id that does not exist.
+
+        To switch off a quirk of a package that is left out is a warning: whoever needed that is not to be stopped once
+        the package breaks.
+        """
+        if self.broken and text:
+            text = plugins.without_left_out(text, self.quirks, self.broken)
+        return parse_overrides(text, self.quirks)
 
     def unknown(self, backend: str) -> str:
         """Why there is no backend of this name: a limit, as of an ArgumentError."""
@@ -116,11 +135,17 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_target(text: str, toolchain: str | Toolchain | None = None) -> Target:
-    """Read `rocm:gfx942`, with a toolchain such as `triton==3.6.0`; this machine's toolchain when None.
+    """The target that a text names: a machine to plan for, which need not be here.
 
-    An arch that only one backend has may stand alone (`gfx942`), and so may a chip (`mi300x`).
+    text       `rocm:gfx942`; an arch that only one backend has may stand alone (`gfx942`), and so may a chip (`mi300x`)
+    toolchain  `triton==3.6.0`, with components `triton==3.6.0,ptxas==13.3.33`, `none`, or a Toolchain; None for this
+               machine's
+
+    Returns the Target: backend, arch and toolchain.
+
     Raises ArgumentError naming an unknown backend or arch, or a malformed toolchain.
 
+    >>> import portattn
     >>> portattn.target("rocm:gfx942", "triton==3.6.0").arch.cores
     304
     """

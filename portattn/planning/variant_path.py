@@ -19,7 +19,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.outcome import Verdicts
 from portattn.schema.plan import Applied, Rejection
 from portattn.schema.problem import Problem
-from portattn.schema.quirk import Quirk, concerning, parse_overrides
+from portattn.schema.quirk import Quirk, concerning
 from portattn.schema.sizes import pinned
 from portattn.schema.target import Target
 from portattn.version import __version__
@@ -72,7 +72,7 @@ def choose(
 
 def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, settings: Settings) -> list[Quirk]:
     """The quirks that speak against a variant, or caution about it, for a problem on a target."""
-    on, off = parse_overrides(settings.quirks, registry.quirks)
+    on, off = registry.overrides(settings.quirks)
     return [
         quirk
         for quirk in concerning(registry.quirks.values(), name, target)

@@ -34,6 +34,10 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
                    mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
                    head, which takes tiles that are no power of two
+
+    >>> import portattn
+    >>> portattn.Lowering(load="descriptor").exp
+    'exp2'
     """
 
     load: Literal["pointer", "block_ptr", "descriptor"] = "pointer"
@@ -65,10 +69,16 @@ BackendOptions = Mapping[str, Mapping[str, type]]
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Block sizes and compiler options of one launch.
 
-    block_m   query rows a program works on        block_n    keys a loop step reads
-    num_warps warps a program                      num_stages depth of Triton's load pipeline (1 = none)
-    splits    programs that share one row's keys (decode); 1 elsewhere
-    options   backend compiler options, (name, value) pairs in name order
+    block_m     query rows a program works on
+    block_n     keys a loop step reads
+    num_warps   warps a program
+    num_stages  depth of Triton's load pipeline (1 = none)
+    splits      programs that share one row's keys (decode); 1 elsewhere
+    options     backend compiler options, (name, value) pairs in name order
+
+    >>> import portattn
+    >>> portattn.Launch(block_m=128).changed({"num_warps": 8, "maxnreg": 128}).options
+    (('maxnreg', 128),)
     """
 
     block_m: int = 64

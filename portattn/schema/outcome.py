@@ -28,6 +28,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wait      seconds that a failure that does not last stands
     until     when they are over
     limit     seconds that were not enough
+
+    >>> import datetime, portattn
+    >>> seen = dict(key="0", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles")
+    >>> failed = portattn.Verdict(**seen, passed=False, date=datetime.date(2026, 1, 31), reason="it hung")
+    >>> failed.told()
+    'failed here on 2026-01-31: it hung'
     """
 
     key: str
@@ -77,6 +83,14 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     specialisation  what the compiler saw (launch.Signature), as plain data
     problem, lowering, launch, environment_set   what was planned, so that it can be planned and compiled again; None
                  in an incident of an older release, or of a path that has no kernel of ours
+
+    `portattn doctor` lists the latest ones.
+
+    >>> import datetime, portattn
+    >>> where = dict(key="0", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", stage="ttgir")
+    >>> what = dict(symptom="hang", message="no answer in 120 s", log="", command="", environment={})
+    >>> portattn.Incident(id="1", **where, **what, date=datetime.datetime(2026, 1, 31)).symptom
+    'hang'
     """
 
     id: str

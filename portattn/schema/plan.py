@@ -62,6 +62,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     quirks     those that changed the plan, in the order in which they were applied
     rejected   every path that comes before `path`, with its reason
     key        identifies the specialisation, target and toolchain; empty without a kernel of portattn's
+
+    `portattn.plan` makes one.
+
+    >>> import portattn
+    >>> problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=128, seq_k=128, head_dim=64)
+    >>> plan = portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0"))
+    >>> plan.path, plan.fell_back, plan.launch.num_warps
+    ('triton', False, 4)
     """
 
     problem: Problem

@@ -34,6 +34,7 @@ UNLIMITED = -1  # a side of a window that hides nothing
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
+    op            the operation
     batch, heads_q, heads_k, seq_q, seq_k   sizes; seq_k is a cache's capacity for the ops that read one, and of packed
                   tensors seq_q and seq_k are the longest sequence's
     head_dim, head_dim_v                    width of Q and K, and of V; for mla_attention of the latent row, and of its
@@ -59,6 +60,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
 
     Raises ArgumentError, naming the field, when a size is out of range.
+
+    >>> import portattn
+    >>> sizes = dict(batch=1, heads_q=8, heads_k=2, seq_q=128, seq_k=128, head_dim=64)
+    >>> print(portattn.Problem(**sizes, causal="bottom_right", dtype="bf16"))
+    attention q (1,8,128,64) kv (1,2,128,64) bf16 causal bottom-right
     """
 
     op: Op = "attention"

@@ -155,7 +155,13 @@ class Retired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the registry. See docs/quirks.md for the file format."""
+    """One entry of the registry. See docs/quirks.md for the file format.
+
+    >>> import portattn
+    >>> quirk = portattn.Registry.load().quirks["cuda-0012-serialised-wgmma"]
+    >>> quirk.when.backend, quirk.symptom, quirk.effect.kind
+    ('cuda', 'slow', 'launch')
+    """
 
     id: str
     title: str

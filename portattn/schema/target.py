@@ -86,7 +86,17 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A backend, one of its arches, and the toolchain that would compile for it."""
+    """A backend, one of its arches, and the toolchain that would compile for it. `portattn.target` makes one of a text.
+
+    backend    its name
+    arch       the chip's limits
+    toolchain  the compiler, and its components as far as they are known
+
+    >>> import portattn
+    >>> target = portattn.target("mi300x", "triton==3.6.0")
+    >>> print(target, target.arch.warp_size)
+    rocm:gfx942 with triton==3.6.0 64
+    """
 
     backend: str
     arch: Arch

@@ -49,6 +49,11 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     version       that distribution's version (PEP 440)
     path          folder of the installed `triton` package; empty for a toolchain that is only named
     components    (name, version) pairs of what else takes part: ptxas, cuda, rocm, cann, driver, torch …
+
+    >>> import portattn
+    >>> toolchain = portattn.Toolchain.parse("triton==3.6.0,ptxas==13.3.33")
+    >>> toolchain.within("triton", ">=3.5"), toolchain.component("ptxas")
+    (True, '13.3.33')
     """
 
     distribution: str

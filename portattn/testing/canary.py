@@ -12,7 +12,6 @@ import hashlib
 import re
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -24,10 +23,10 @@ from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable, PortattnError
 from portattn.planning.core_path import kernel_source_digest
+from portattn.planning.data_files import Seen, load_verified
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.planning.variant_path import source_digest
-from portattn.schema import toml_reader
 from portattn.schema.ops import ROWS
 from portattn.schema.outcome import Incident, Verdict
 from portattn.schema.plan import Plan
@@ -58,27 +57,7 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
 }
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
-
-    arch: tuple[str, ...]
-    toolchain: str
-    level: Literal["runs", "measured"]
-    date: datetime.date
-    what: str
-
-
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seen: tuple[Seen, ...]
-
-
-@functools.lru_cache(maxsize=16)
-def _seen(folder: Path) -> tuple[Seen, ...]:
-    path = folder / "verified.toml"
-    if not path.exists():
-        return ()
-    data, text = toml_reader.read(path)
-    return toml_reader.convert(data, _File, path, text).seen
+_seen = functools.lru_cache(maxsize=16)(load_verified)
 
 
 def seen_to_run(target: Target) -> Seen | None:

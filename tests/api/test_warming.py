@@ -79,7 +79,7 @@ def test_words_for_a_tensor(text: str, shape: Any, strides: Any, dtype: Any) -> 
         ([SMALL | {"v": "fp32[1,2,8,16]:1,1"}], r"specs\[0\].v .* must have as many strides as its 4 axes"),
         ([{"op": "attend"}], r"specs\[0\].op is 'attend', but must be one of attention"),
         (["attention"], r"specs\[0\] is 'attention', but must be a mapping"),
-        ([SMALL | {"casual": True}], r"specs\[0\] is .*casual.*, but attention\(\) got an unexpected keyword"),
+        ([SMALL | {"casual": True}], r"specs\[0\] is .*casual.*, but attention has no argument 'casual': did you mean"),
         ([{"op": "attention", "q": "fp32[1,2,8,16]"}], r"missing 2 required positional arguments"),
         ([SMALL | {"q": "fp32[1,2,S,16]"}], r"specs\[0\].q's size is 'S', but must be a number or one of the"),
         ([SMALL | {"sizes": {"S": [1]}}], r"specs\[0\].sizes is 'S', but must be the size of a tensor, or an argument"),

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
+import subprocess
+import sys
+
 import pytest
 
 from portattn.cli import calls, probes
@@ -50,7 +56,7 @@ def test_a_misspelt_variable_is_said(portattn, monkeypatch):
     monkeypatch.setenv("PORTATTN_FALBACK", "error")
     called = portattn("doctor")
     assert called.status == 1
-    assert "unknown environment variable PORTATTN_FALBACK" in called.out
+    assert called.out.count("unknown environment variable PORTATTN_FALBACK") == 1, "said once, of all that need it"
 
 
 def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):
@@ -91,3 +97,70 @@ def test_real_calls_pass_here():
     for check in (*calls.device_checks(120), *calls.interpreter_check(120)):
         assert check.outcome == "PASS", check
         assert 0 < check.error <= check.budget
+
+
+def no_folder(path):
+    path.write_text("")
+
+
+def read_only(path):
+    if os.geteuid() == 0:
+        pytest.skip("nothing is read-only for root")
+    path.mkdir(mode=0o500)
+
+
+def full(path):
+    """A disk that takes no data: files have at most no byte."""
+    path.mkdir()
+    return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))}
+
+
+def kernels_own(path):
+    path.symlink_to("/proc/self/fdinfo")  # a folder that takes no files, of root's neither
+
+
+@pytest.mark.parametrize(
+    ("broken", "as_json"), [(no_folder, False), (read_only, False), (full, True), (kernels_own, True)]
+)
+def test_a_cache_folder_that_takes_no_files_is_red(tmp_path, broken, as_json):
+    """By the command itself. What follows from it is not said again."""
+    folder = tmp_path / "cache"
+    options = broken(folder) or {}
+    done = subprocess.run(
+        [sys.executable, "-m", "portattn", "doctor", *(["--json"] if as_json else [])],
+        env={**os.environ, "PORTATTN_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300, **options,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    said = "no file can be written there ("
+    assert done.stdout.count(said) == 1
+    assert "cannot be kept" not in done.stdout + done.stderr
+    if as_json:
+        (cache,) = [s for s in json.loads(done.stdout)["sections"] if s["title"] == "cache"]
+        assert [error.endswith("set PORTATTN_CACHE_DIR to a folder that takes files") for error in cache["errors"]] == [
+            True
+        ]
+    if broken is not full:
+        assert "FAIL" not in done.stdout
+
+
+@pytest.mark.usefixtures("quick_calls")
+def test_a_cache_folder_that_takes_files_is_left_as_it_was(portattn, tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "new"))
+    assert portattn("doctor").status == 0
+    assert [path.name for path in (tmp_path / "new").iterdir() if path.name != "native"] == []
+
+
+def test_one_cause_is_said_once(portattn, monkeypatch):
+    """What several parts, and the calls, fail of."""
+
+    def fails(*given):
+        raise OSError("planted")
+
+    monkeypatch.setattr(probes, "quirks", fails)
+    monkeypatch.setattr(probes, "paths", fails)
+    monkeypatch.setattr(calls, "device_checks", fails)
+    monkeypatch.setattr(calls, "interpreter_check", lambda seconds: [])
+    called = portattn("doctor")
+    assert called.status == 1
+    assert called.out.count("OSError: planted") == 1
+    assert called.out.count("the same as of `quirks that apply here`") == 2

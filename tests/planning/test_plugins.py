@@ -86,6 +86,8 @@ KINDS: dict[str, tuple[str, str | bytes | None, str]] = {
     "arches_unreadable": ("arches.toml", "[", "arches.toml:9: not TOML"),
     "arches_schema": ("arches.toml", "colour = 'red'", "arches.toml:9: key 'arches_schema1.colour': "),
     "tuning_schema": ("tuning/acme1.toml", "colour = 'red'", "acme1.toml"),
+    "verified_schema": ("verified.toml", "[[seen]]\narch = 'acme1'\n", "verified.toml:2: key 'seen.0.arch'"),
+    "verified_unreadable": ("verified.toml", "[", "verified.toml:1: not TOML"),
     "no_quirk_folder": ("__init__.py", "Plugin.quirk_folder = lambda self: Path('gone')", "gone: the folder of its"),
     "quirk_folder_raises": ("__init__.py", "Plugin.quirk_folder = lambda self: 1 / 0", "ZeroDivisionError"),
     "quirk_unreadable": ("quirks/quirk_unreadable-0001-planted.toml", "'", "quirk_unreadable-0001-planted.toml:"),
@@ -240,3 +242,118 @@ def test_packages_that_are_whole_are_not_warned_about(tmp_path: Path) -> None:
     assert set(found["backends"][-2:]) == {"acme", "umbra"}
     assert found["quirks"] == ["acme-0001-planted", "acme-0002-planted", "umbra-0001-planted"]
     assert [found[key][0] for key in ("doctor", "audit")] == [0, 0]
+
+
+def ran(folder: Path, script: str, **variables: str) -> list[str]:
+    """The lines that a process prints where the folder's packages are installed."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PORTATTN_CACHE_DIR": str(folder / "cache"), **variables}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+RAISES = """
+import json, warnings
+import click.testing, torch
+import portattn
+from portattn.cli import calls, main, probes
+from portattn.planning.detect import detect_target, devices
+calls.device_checks = calls.interpreter_check = lambda seconds: []
+probes.launches = lambda: probes.Section(title="launches")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        print([target.name for target in devices()])
+    print(detect_target("acme", 0)[1])
+    q = torch.randn(1, 2, 5, 16)
+    portattn.attention(q, q, q)
+    print(portattn.plan(portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=8, seq_k=8, head_dim=64),
+                        portattn.target("acme:acme1", "none")).path)
+print(json.dumps([str(w.message) for w in caught if w.category is portattn.PluginWarning]))
+done = click.testing.CliRunner().invoke(main, ["doctor"], prog_name="portattn")
+print(json.dumps([done.exit_code, done.output]))
+"""
+
+
+@pytest.mark.parametrize("question", ["detect", "describe", "machine_components"])
+def test_a_backend_that_raises_is_disabled(tmp_path: Path, question: str) -> None:
+    """Its package is whole, and it raises when it is asked about this machine, which it must not."""
+    package = install(tmp_path, "acme")
+    with (package / "__init__.py").open("a") as module:
+        if question == "machine_components":
+            module.write("Plugin.detect = lambda self, index=None: 'acme1'\n")
+        module.write(f"def fails(*given):\n    raise OSError('no driver')\n\nPlugin.{question} = fails\n")
+    first, second, unknown, path, warned, doctor = ran(tmp_path, RAISES)
+    said = (
+        f"backend package portattn-acme 0.1 (acme = portattn_acme:Plugin) is broken: {question}() raised "
+        "OSError: no driver. Its devices are not used in this process"
+    )
+    assert json.loads(warned) == [f"{said}; `portattn doctor` shows it too"]
+    assert "cpu:generic" in first
+    if question != "machine_components":  # what was detected then is there, of unknown versions
+        assert "acme" not in first
+        assert said in unknown
+    assert first == second
+    assert path == "acme_attention"
+    status, report = json.loads(doctor)
+    assert status == 1
+    assert report.count("no driver") == 1, report
+
+
+STRICT = """
+import warnings
+import torch
+import portattn
+warnings.simplefilter("error", portattn.PluginWarning)
+q = torch.randn(1, 2, 5, 16)
+for ask in (lambda: portattn.attention(q, q, q), lambda: portattn.attention(q, q, q).shape):
+    try:
+        print("ran", ask())
+    except portattn.PluginWarning as error:
+        print("raised", str(error).count("is broken"), "acme" in str(error), "umbra" in str(error))
+"""
+
+
+def test_where_warnings_are_errors_one_call_is_stopped(tmp_path: Path) -> None:
+    """By one error, however many packages are broken."""
+    for name in ("acme", "umbra"):
+        (install(tmp_path, name) / "arches.toml").unlink()
+    assert ran(tmp_path, STRICT) == ["raised 2 True True", "ran torch.Size([1, 2, 5, 16])"]
+
+
+OVERRIDES = """
+import json, warnings
+import portattn
+problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=8, seq_k=8, head_dim=64)
+target = portattn.target("cuda:sm_90", "triton==3.6.0")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for text in ("-acme-0001-planted", "-acme-0001", "-acme-0001,-cuda-0007", "-gone-0003", "+acme-0001", "-acme"):
+        try:
+            with portattn.settings(quirks=text):
+                portattn.plan(problem, target), portattn.plan(problem, target)
+            print(text, "planned")
+        except portattn.SettingError as error:
+            print(text, error)
+print(json.dumps([str(w.message) for w in caught if "override" in str(w.message)]))
+"""
+
+
+def test_a_quirk_of_a_broken_package_is_switched_off_with_a_warning(tmp_path: Path) -> None:
+    """Known by its file's name, or, where the package was not even loaded, by its backend's name. A misspelt id is an
+    error all the same, and so is one that should be applied."""
+    (install(tmp_path, "acme") / "arches.toml").unlink()
+    (install(tmp_path, "gone") / "__init__.py").write_text("raise OSError('no libgone.so')")
+    *planned, warned = ran(tmp_path, OVERRIDES)
+    assert planned[:4] == [
+        "-acme-0001-planted planned", "-acme-0001 planned", "-acme-0001,-cuda-0007 planned", "-gone-0003 planned",
+    ]  # fmt: skip
+    assert planned[4].startswith("+acme-0001 quirk override '+acme-0001' names no quirk")
+    assert planned[5] == "-acme planned"
+    texts = json.loads(warned)
+    assert [text.split(":")[0] for text in texts[:3]] == [
+        f"quirk override '-{name}' switches nothing off" for name in ("acme-0001-planted", "acme-0001", "gone-0003")
+    ]
+    assert len(texts) == 4, "each once"
+    assert "backend package portattn-acme 0.1" in texts[0]

@@ -150,7 +150,7 @@ def test_the_good_calls_are_good(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_unknown_keyword_is_pythons_own_error(op: str) -> None:
+def test_an_unknown_keyword_is_a_type_error(op: str) -> None:
     with pytest.raises(TypeError, match="is_causal"):
         perform(op, good(op), is_causal=True)
 

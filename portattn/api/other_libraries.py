@@ -1,0 +1,153 @@
+"""What other libraries call the arguments of attention: the rows of docs/coming-from.md, as data.
+
+An error about an unknown argument quotes them (unknown_arguments.py), and a test compares them with the page.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_CODE = re.compile(r"`([^`]+)`")
+_NAME = re.compile(r"(\w+)(?:=|$)")
+
+
+class Row(NamedTuple):
+    """One argument, or several that go together, in Markdown as the page has it.
+
+    theirs  what the other library calls it
+    ours    what it is called here, or what to do instead
+    """
+
+    theirs: str
+    ours: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments of the other library that the row is about."""
+        return _names(self.theirs)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments and operations of portattn that it names."""
+        return _names(self.ours)
+
+    def __str__(self) -> str:
+        return f"{self.theirs} -> {self.ours}".replace("`", "")
+
+
+class Table(NamedTuple):
+    """One table of the page.
+
+    library  the page's heading
+    head     what is called: theirs, and ours
+    ops      the operations that take what `ours` names
+    rows     its arguments
+    """
+
+    library: str
+    head: Row
+    ops: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def _names(cell: str) -> tuple[str, ...]:
+    found = (_NAME.match(code) for code in _CODE.findall(cell))
+    return tuple(dict.fromkeys(match[1] for match in found if match))
+
+
+TABLES = (
+    Table(
+        "torch: scaled_dot_product_attention",
+        Row("SDPA", "`portattn.attention`"),
+        ("attention",),
+        (
+            Row("`query`, `key`, `value`", "`q`, `k`, `v`, in the same layout"),
+            Row("`attn_mask`, boolean", "`mask`: True = attend, too"),
+            Row("`attn_mask`, floating", "`bias`; both may be given, and `causal` beside them"),
+            Row(
+                "`is_causal=True`",
+                '`causal="top_left"`; the same as `causal=True` where there are as many queries as keys',
+            ),
+            Row("`scale`, `dropout_p`", "the same; dropout is run by SDPA or the reference"),
+            Row("`enable_gqa=True`", "not needed"),
+        ),
+    ),
+    Table(
+        "flash-attn",
+        Row("`flash_attn_func`, `flash_attn_varlen_func`", "`attention`, `varlen_attention`"),
+        ("attention", "varlen_attention"),
+        (
+            Row("`q`, `k`, `v` (B, S, H, D)", '`layout="bshd"`; packed tensors are the same'),
+            Row(
+                "`cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, `max_seqlen_k`",
+                "the same, in the same order, of `varlen_attention`",
+            ),
+            Row("`softmax_scale`", "`scale`"),
+            Row("`causal`", "the same: bottom right since flash-attn 2.1"),
+            Row("`window_size=(left, right)`", "`window=(left, right)`; -1 or None for no limit"),
+            Row("`softcap`, 0.0 for none", "the same, or `None`"),
+            Row("`alibi_slopes`", "the same"),
+            Row("`return_attn_probs=True`", "`return_lse=True`"),
+        ),
+    ),
+    Table(
+        "flash-attn",
+        Row("`flash_attn_with_kvcache`", "`decode_attention`, `paged_attention`"),
+        ("decode_attention", "paged_attention"),
+        (
+            Row("`k_cache`, `v_cache` (B, S, H, D)", 'the same with `layout="bshd"`'),
+            Row("`cache_seqlens`", "`seqlens_k`"),
+            Row("`cache_leftpad`", "`leftpad_k`"),
+            Row(
+                "`block_table`, with pages (P, page, H, D)",
+                '`page_table`, and `layout="bshd"`, of `paged_attention`',
+            ),
+            Row("`k`, `v`, `rotary_cos`, `rotary_sin`", "no: write the new keys into the cache first"),
+            Row("`num_splits`", "the same; 1 is bitwise the same whatever else is in the batch"),
+        ),
+    ),
+    Table(
+        "FlashInfer",
+        Row("a paged decode wrapper's `plan` and `run`", "`paged_attention`, or `prepare` once and `run` often"),
+        ("paged_attention",),
+        (
+            Row(
+                "`indptr`, `indices`, `last_page_len`",
+                "`page_table=portattn.PageTable.from_csr(indptr, indices, last_page_len)`",
+            ),
+            Row(
+                "`paged_kv_indptr`, `paged_kv_indices`, `paged_kv_last_page_len`",
+                "`page_table=portattn.PageTable.from_csr(…)`",
+            ),
+            Row("`qo_indptr`", "`cu_seqlens_q`"),
+            Row("`sm_scale`", "`scale`"),
+            Row("`logits_soft_cap`", "`softcap`"),
+            Row("`window_left=W`", "`window=(W, None)`"),
+            Row('`kv_layout="NHD"`, `"HND"`', '`page_layout="phd"`, `"hpd"`'),
+            Row("LSE in base 2", "natural: divide by log₂ e"),
+        ),
+    ),
+    Table(
+        "FlashInfer",
+        Row("`merge_states`", "`merge_states`"),
+        ("merge_states",),
+        (
+            Row("`v` (S, N, H, D)", "`outs`, N tensors or one with N as its first axis, each (..., S, D)"),
+            Row("`s` (S, N, H), in base 2", "`lses`, likewise, natural: divide by log₂ e"),
+        ),
+    ),
+    Table(
+        "xformers",
+        Row("`memory_efficient_attention` (B, S, H, D)", '`attention` with `layout="bshd"`'),
+        ("attention", "varlen_attention"),
+        (
+            Row("`attn_bias=LowerTriangularMask()`", '`causal="top_left"`'),
+            Row("`attn_bias=LowerTriangularFromBottomRightMask()`", "`causal=True`"),
+            Row("`attn_bias=BlockDiagonalMask…`", "`varlen_attention` with `cu_seqlens_q` and `cu_seqlens_k`"),
+            Row("`attn_bias` as a tensor", "`bias`"),
+            Row("`p`", "`dropout_p`"),
+            Row("`scale`", "the same"),
+        ),
+    ),
+)

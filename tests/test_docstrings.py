@@ -1,0 +1,158 @@
+"""Docstrings of the public names: what each must say, and examples that run. A new name without an example is red."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import portattn
+from portattn.schema.problem import OPS
+
+TRANSFORMERS = "integrations.transformers.register"
+# Nothing on every machine gives them.
+NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning")
+METHODS = {"PageTable": ("from_csr", "check", "seqlens"), "Prepared": ("run",)}
+NAMES = [name for name in portattn.__all__ if not name.startswith("__")]
+SHAPE = re.compile(r"\((?:[A-Z]\w*|\.\.\.)(?: \+ 1)?,[^)]*\)")  # (B, Hq, Sq, D), (Tq, Hq, D), (B + 1,), (..., Sq)
+
+
+def found(name: str) -> Any:
+    if name == TRANSFORMERS:
+        from portattn.integrations import transformers
+
+        return transformers.register
+    value: Any = portattn
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+FUNCTIONS = [name for name in NAMES if inspect.isfunction(found(name))]
+FUNCTIONS += [f"{name}.{method}" for name, methods in METHODS.items() for method in methods]
+CLASSES = [name for name in NAMES if inspect.isclass(found(name)) and name not in NO_EXAMPLE]
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+WITH_TRANSFORMERS = [pytest.param(TRANSFORMERS, marks=[pytest.mark.transformers, needs_transformers])]
+
+
+def examples(value: Any) -> doctest.DocTest:
+    text = inspect.getdoc(value) or ""
+    return doctest.DocTestParser().get_doctest(text, {}, getattr(value, "__name__", "example"), None, 0)
+
+
+def lacks_example(value: Any) -> list[str]:
+    found = examples(value).examples
+    if not found:
+        return ["an example"]
+    return [
+        *(["an example that imports what it uses"] if "import " not in found[0].source else []),
+        *(["an example that shows a result"] if not any(one.want for one in found) else []),
+    ]
+
+
+def lacks(function: Callable[..., Any], memory: bool = False) -> list[str]:
+    """What a public function's docstring does not say. memory: whether it must speak of memory."""
+    text = inspect.getdoc(function) or ""
+    summary, *paragraphs = re.split(r"\n\s*\n", text)
+    prose = "\n".join(paragraphs)
+    missing = []
+    if "\n" in summary or not summary.endswith("."):
+        missing.append("a summary of one line")
+    for section in ("Returns ", "Raises ", *(["Memory"] if memory else [])):
+        if not any(paragraph.startswith(section) for paragraph in paragraphs):
+            missing.append(f"a paragraph that begins with {section.strip()}")
+    # Rows of two columns: names, two blanks or more, and what they are.
+    rows = {name for line in prose.splitlines() for name in re.split(r", ", re.split(r" {2,}", line)[0])}
+    signature = inspect.signature(function)
+    own = [name for name in signature.parameters if name not in ("self", "cls")]
+    missing += [f"a row about {name}" for name in own if name not in rows]
+    tensors = any("Tensor" in str(one.annotation) for one in signature.parameters.values())
+    if tensors and not SHAPE.search(prose):
+        missing.append("shapes")
+    return missing + lacks_example(function)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *WITH_TRANSFORMERS])
+def test_a_public_function_says_what_a_caller_must_know(name: str) -> None:
+    assert lacks(found(name), memory=name in (*OPS, "merge_states", "prepare")) == []
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_public_class_has_a_docstring_with_an_example(name: str) -> None:
+    value = found(name)
+    assert value.__doc__
+    assert value.__doc__ != value.__base__.__doc__
+    assert lacks_example(value) == []
+
+
+def test_every_public_name_is_looked_at() -> None:
+    """A name that is added is a function, a class, or one of the few without examples."""
+    assert set(FUNCTIONS) | set(CLASSES) | set(NO_EXAMPLE) >= set(NAMES)
+    assert {"attention", "merge_states", "target", "settings"} <= set(FUNCTIONS)
+    assert all(issubclass(found(name), Warning) and found(name).__doc__ for name in NO_EXAMPLE)
+    assert all(hasattr(found(name), method) for name, methods in METHODS.items() for method in methods)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES, *WITH_TRANSFORMERS])
+def test_the_examples_are_right(name: str) -> None:
+    """On the CPU, whatever this machine has."""
+    test, said = examples(found(name)), list[str]()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore", portattn.FallbackWarning)
+        torch.manual_seed(0)
+        doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    assert said == [], "".join(said)
+
+
+def complete(q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Twice the queries.
+
+    q    (B, Hq, Sq, D)
+    out  where they go, (B, Hq, Sq, D)
+
+    Returns out.
+
+    Raises nothing.
+
+    >>> import torch
+    >>> torch.ones(1) * 2
+    tensor([2.])
+    """
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("removed", "missing"),
+    [
+        ("Twice the queries.\n", "a summary of one line"),
+        ("    Returns out.\n", "a paragraph that begins with Returns"),
+        ("    Raises nothing.\n", "a paragraph that begins with Raises"),
+        ("    out  where they go, (B, Hq, Sq, D)\n", "a row about out"),
+        (", (B, Hq, Sq, D)\n", "shapes"),
+        ("    >>> import torch\n", "an example that imports what it uses"),
+        ("    tensor([2.])\n", "an example that shows a result"),
+    ],
+)
+def test_a_docstring_that_lacks_something_is_red(removed: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacks(complete) == []
+    assert lacks(complete, memory=True) == ["a paragraph that begins with Memory"]
+    text = complete.__doc__ or ""
+    assert removed in text
+    text = text.replace("    q    (B, Hq, Sq, D)\n", "    q    queries\n") if missing == "shapes" else text
+    monkeypatch.setattr(complete, "__doc__", text.replace(removed, "\n" if missing == "shapes" else ""))
+    assert missing in lacks(complete)
+    monkeypatch.setattr(complete, "__doc__", text.partition("    >>>")[0])
+    assert "an example" in lacks(complete)
+    monkeypatch.setattr(complete, "__doc__", text.replace("2.]", "3.]"))
+    said = list[str]()
+    doctest.DocTestRunner(verbose=False).run(examples(complete), out=said.append)
+    assert any("tensor([3.])" in one for one in said)
