@@ -38,7 +38,7 @@ _PUBLIC = {
     "Quirk": "portattn.schema.quirk",
     "Lowering": "portattn.schema.lowering",
     "Launch": "portattn.schema.lowering",
-    "Verdict": "portattn.schema.outcome",
+    "CompileRecord": "portattn.schema.outcome",
     "Incident": "portattn.schema.outcome",
     "Registry": "portattn.planning.registry",
     "PortattnError": "portattn.errors",
@@ -90,8 +90,8 @@ if TYPE_CHECKING:
     from portattn.planning.registry import parse_target
     from portattn.schema.lowering import Launch as Launch
     from portattn.schema.lowering import Lowering as Lowering
+    from portattn.schema.outcome import CompileRecord as CompileRecord
     from portattn.schema.outcome import Incident as Incident
-    from portattn.schema.outcome import Verdict as Verdict
     from portattn.schema.plan import Plan as Plan
     from portattn.schema.problem import Problem as Problem
     from portattn.schema.quirk import Quirk as Quirk

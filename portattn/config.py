@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     isolate      whether a first compile runs in a child process: `auto` does so for what nobody has verified
     canary       whether a kernel family must first have given right numbers here: `auto` asks for that on chips and
                  toolchains where nobody has run the tests
-    cache_dir    where verdicts and incidents are kept; empty for the platform's cache directory
+    cache_dir    where records and incidents are kept; empty for the platform's cache directory
     validate     `auto` reads lengths back to check them only where that needs no device synchronisation (CPU);
                  the transformers adapter still reads a mask of several queries back, once a forward
     monitor      whether a call that compiles a kernel warns: `auto` once `warmup` or `monitor` was called

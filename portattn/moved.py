@@ -25,7 +25,7 @@ MOVED = {
     "registry": "portattn.planning.registry",
     "toolchain": "portattn.schema.toolchain",
     "tune": "portattn.tools.tune",
-    "verdict": "portattn.schema.outcome",
+    "record": "portattn.schema.outcome",
     "verify": "portattn.tools.verify",
 }
 

@@ -67,7 +67,7 @@ def device() -> support.Device:
 
 @pytest.fixture(autouse=True)
 def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No PORTATTN_* of the developer's, and verdicts in a folder of the test's own."""
+    """No PORTATTN_* of the developer's, and records in a folder of the test's own."""
     for name in [n for n in os.environ if n.startswith("PORTATTN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Run by test_differing.py, with fakedriver's library: what a kept call must not be taken for, and what must go by
+"""Run by test_differing.py, with fakedriver's library: what a cached call must not be taken for, and what must go by
 Python, on CPU tensors that count as an H100's.
 
 Every call is made twice, where native.c has the kind and where only Python does. Prints as JSON how each was answered.
@@ -131,7 +131,7 @@ class _Device:
 
 
 def arguments() -> None:
-    """Arguments that differ from those of the only call that is kept."""
+    """Arguments that differ from those of the only call that is cached."""
     given = attention(window=(5, 1), seqlens_k=torch.zeros(2, dtype=torch.int32))
     keep("attention", given)
     q, k = given["q"], given["k"]
@@ -314,7 +314,7 @@ def prepared() -> None:
 
 
 def same_launches(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, bool]:
-    """Whether calls, one after the other, launch by C and by Python what each launches where nothing else is kept."""
+    """Whether calls, one after the other, launch by C and by Python what each launches where nothing else is cached."""
     by_c = [chip.once(*call) for call in calls]
     with only_python():
         by_python = [chip.once(*call) for call in calls]

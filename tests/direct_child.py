@@ -52,7 +52,7 @@ def tell(kernels: Direct) -> None:
 
 
 def compare(name: str, steps: list[Step], others: list[Step], names: list[str], addresses: list[int]) -> list[Direct]:
-    """`steps` are kept; `others` are the same with the tensors that `addresses` are of. Returns the kept launches by
+    """`steps` are kept; `others` are the same with the tensors that `addresses` are of. Returns the cached launches by
     Python and by native.c."""
     direct, by_c = Direct(steps, names), Direct(steps, names, in_c)
     tell(direct)

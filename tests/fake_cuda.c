@@ -1,4 +1,4 @@
-/* A libcuda.so.1 without a device, for the tests of kept launches: modules load, launches are recorded. */
+/* A libcuda.so.1 without a device, for the tests of cached launches: modules load, launches are recorded. */
 #include <cuda.h>
 #include <pthread.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""CPU tensors that count as an H100's: plans are for one, calls are kept, and fakedriver's library takes the launches.
+"""CPU tensors that count as an H100's: plans are for one, calls are cached, fakedriver's library takes the launches.
 
 For programs that run with that library; they install it before Triton is imported.
 """
@@ -33,11 +33,11 @@ def pretend(
     empty: Callable[..., torch.Tensor] = _empty,
     zeros: Callable[[int], torch.Tensor] = _zeros,
 ) -> None:
-    """Calls on CPU tensors are planned for an H100 and kept.
+    """Calls on CPU tensors are planned for an H100 and cached.
 
     current  index of the current device, None as a CPU tensor's is
     stream   the current stream of a device
-    empty    allocates what a kept call needs, from a shape, strides and a dtype
+    empty    allocates what a cached call needs, from a shape, strides and a dtype
     zeros    allocates memory that variants' counters lie in
     """
     import triton
@@ -56,7 +56,7 @@ class Chip:
 
     current         index of the current device, None as a CPU tensor's is
     stream          the current stream
-    allocated       what kept calls allocated, in order
+    allocated       what cached calls allocated, in order
     counters        memory that variants' counters lie in
     allocating      called before each of them, where one is set: what another thread could do meanwhile
     compiled_calls  one item for every call that was planned

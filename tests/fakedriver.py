@@ -47,7 +47,7 @@ def build(folder: Path, include: Path) -> None:
 
 
 def keep_everywhere() -> None:
-    """Let calls of CPU tensors be kept, as an accelerator's are."""
+    """Let calls of CPU tensors be cached, as an accelerator's are."""
     from portattn.api.request import Request
 
     Request._on_accelerator = lambda self: True  # type: ignore[method-assign]

@@ -57,7 +57,7 @@ def calls(name: str, path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def kind_of(op: str) -> cache.Kind:
-    """The kind of the latest call of an operation that was kept."""
+    """The kind of the latest call of an operation that was cached."""
     return [kind for kind in cache.every_kind() if kind.op == op][-1]
 
 
@@ -155,9 +155,9 @@ def concurrent() -> None:
         own = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
         for _ in range(50):
             opcalls.perform(op, own)
-        kept.append(own)
+        cached.append(own)
 
-    kept: list[dict[str, Any]] = []
+    cached: list[dict[str, Any]] = []
     with portattn.settings(isolate="never", canary="never"):
         opcalls.perform(op, arguments)
     settings = portattn.config.current()
@@ -172,7 +172,7 @@ def concurrent() -> None:
     firsts = [launch for launch in launches if len(launch.parameters) == max(len(x.parameters) for x in launches)]
     for launch in firsts:
         owners = {
-            i for i, own in enumerate(kept) for n in ("q", "k_cache", "v_cache")
+            i for i, own in enumerate(cached) for n in ("q", "k_cache", "v_cache")
             if own[n].data_ptr().to_bytes(8, "little") in launch.parameters
         }  # fmt: skip
         if len(owners) != 1:

@@ -130,7 +130,7 @@ def cases() -> dict[str, Iterator[Any]]:
 
 
 def same_as_alone(op: str, arguments: dict[str, Any]) -> tuple[bool, str]:
-    """Whether a call launches what it launches where nothing else was kept, and how it was found."""
+    """Whether a call launches what it launches where nothing else was cached, and how it was found."""
     count = len(chip.compiled_calls)
     shared = chip.once(op, arguments)
     way = "planned" if len(chip.compiled_calls) > count else "kept"
@@ -170,7 +170,7 @@ cache.Kind.match = lambda self, *given: matched.append(self.op) or match(self, *
 
 
 def by_python(op: str, arguments: dict[str, Any]) -> bool:
-    """Whether a kept call's launches by Python are those by C."""
+    """Whether a cached call's launches by Python are those by C."""
     matched.clear()
     by_c = chip.once(op, arguments)
     missed.extend(matched)
@@ -207,10 +207,10 @@ with portattn.settings(isolate="never", canary="never", validate="never"):
             "calls": count, "planned": planned, "wrong": wrong[:3], "wrong calls": len(wrong), "by python": others,
             "missed": len(missed),
             "kinds": len(kinds), "classes": [len(kind.classes) for kind in kinds],
-            "fixed": sorted({kept.why_fixed for kind in kinds for kept in kind.classes}),
+            "fixed": sorted({cached.why_fixed for kind in kinds for cached in kind.classes}),
             "hit": all(kind.hit is not None for kind in kinds),
-            "paths": sorted({kept.plan.path for kind in kinds for kept in kind.classes}),
-            "steps": max(len(kept.program.code) for kind in kinds for kept in kind.classes),
+            "paths": sorted({cached.plan.path for kind in kinds for cached in kind.classes}),
+            "steps": max(len(cached.program.code) for kind in kinds for cached in kind.classes),
         }  # fmt: skip
     if "--time" in sys.argv:
         found["µs"] = {}

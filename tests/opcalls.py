@@ -203,7 +203,7 @@ class _Interpreted:
 
 
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors count as an H100's: plans are for one, calls are kept, and the core's kernels run under the
+    """CPU tensors count as an H100's: plans are for one, calls are cached, and the core's kernels run under the
     interpreter (which has nothing to run a variant's with)."""
     from portattn.api.request import Request
     from portattn.compile import ensure

@@ -13,7 +13,7 @@ import importlib.util, os, sys, time
 spec = importlib.util.spec_from_file_location("serve", sys.argv[2])
 serve = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(serve)
-FITS = {{"local_memory": 1024, "registers": 64, "spills": 0}}
+FITS = {{"scratchpad_bytes": 1024, "registers": 64, "spills": 0}}
 def answer(request, say):
     arch = str(request["target"][1])
     say({{"stage": "ttgir"}})

@@ -14,12 +14,12 @@ from portattn.api import sizing
 from portattn.compile import ensure, variants
 from portattn.config import Settings
 from portattn.launch import kernel_calls, launch_all
-from portattn.launch.cached_launch import Kept
+from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.run import device_guard
 from portattn.launch.variant import launch_tensors
 from portattn.planning.backend import Variant
 from portattn.schema.call import Call
-from portattn.schema.outcome import Verdict
+from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 
@@ -33,11 +33,11 @@ class Candidate(Protocol):
         """What a compiler sees of its launches."""
         ...
 
-    def known_failure(self, settings: Settings) -> Verdict | None:
+    def known_failure(self, settings: Settings) -> CompileRecord | None:
         """Why its launches are known not to compile here. Nothing is compiled."""
         ...
 
-    def failure(self, target: Target, settings: Settings) -> Verdict | None:
+    def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         """Why its launches do not compile here, tried if nobody has; None when they do."""
         ...
 
@@ -49,7 +49,7 @@ class Candidate(Protocol):
         """Launch by Triton's own way, into `results`."""
         ...
 
-    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> Kept:
+    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
         """Its launches for calls of the same kind. On the call's device."""
         ...
 
@@ -68,10 +68,10 @@ class CoreCandidate:
     def compiled(self) -> Sequence[ensure.Compiled]:
         return [] if self._interpreted else self._launches
 
-    def known_failure(self, settings: Settings) -> Verdict | None:
+    def known_failure(self, settings: Settings) -> CompileRecord | None:
         return None if self._interpreted else ensure.known_failure(self._plan, self._launches, settings)
 
-    def failure(self, target: Target, settings: Settings) -> Verdict | None:
+    def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         if self._interpreted:
             return None
         return ensure.ensure(self._plan, self._launches, self._call.q, target, settings)
@@ -82,8 +82,10 @@ class CoreCandidate:
     def run(self) -> None:
         launch_all(self._launches, self._plan, self._call.q)
 
-    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> Kept:
-        return sizing.keep_core(recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device)
+    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
+        return sizing.cache_core(
+            recipe, inputs, self._plan, given, self._launches, *self.results(), self._call.q.device
+        )
 
 
 class VariantCandidate:
@@ -97,10 +99,10 @@ class VariantCandidate:
     def compiled(self) -> Sequence[ensure.Compiled]:
         return variants.seen(self._variant, self._plan, self._call)
 
-    def known_failure(self, settings: Settings) -> Verdict | None:
+    def known_failure(self, settings: Settings) -> CompileRecord | None:
         return variants.known_failure(self._variant, self._plan, self._call, settings)
 
-    def failure(self, target: Target, settings: Settings) -> Verdict | None:
+    def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         return variants.failure(self._variant, self._plan, self._call, target, settings)
 
     def results(self) -> Results:
@@ -118,9 +120,9 @@ class VariantCandidate:
         with device_guard(self._call.q):
             launcher(tensors)
 
-    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> Kept:
+    def cached(self, recipe: sizing.Recipe, inputs: Sequence[int], given: Sequence[str]) -> CachedLaunch:
         tensors, launcher = self._described()
-        return sizing.keep_variant(
+        return sizing.cache_variant(
             recipe, inputs, self._plan, given, self._variant, launcher, tensors, self._call.q.device
         )
 

@@ -18,14 +18,14 @@ from portattn.api.candidate import Candidate, candidate
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable
 from portattn.launch import cache
-from portattn.launch.cached_launch import Kept
+from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.run import device_guard
 from portattn.planning.detect import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.schema.outcome import Verdict
+from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -34,13 +34,13 @@ _last = cache.last_plan
 _warned: set[tuple[str, str, str, str]] = set()
 # Keys of plans, under a canary setting, whose families gave right numbers here or need not show it.
 _trusted: set[tuple[str, str]] = set()
-PLAN_CACHE = 4096  # plans kept, by problem, device and settings
+PLAN_CACHE = 4096  # plans cached, by problem, device and settings
 
 
 def last_plan() -> Plan | None:
     """The plan of the last call that ran in this thread or task, as it ran, fall-backs included; None before any.
 
-    A kept call plans nothing: its plan is made when it is asked for here.
+    A cached call plans nothing: its plan is made when it is asked for here.
 
     Returns the Plan.
 
@@ -62,7 +62,7 @@ def last_plan() -> Plan | None:
 
 
 def note(made: Any) -> None:
-    """Remember as the last one a plan that ran by other means than `run`, or what makes it (Kept.note)."""
+    """Remember as the last one a plan that ran by other means than `run`, or what makes it (CachedLaunch.note)."""
     _last.set(made)
 
 
@@ -79,14 +79,14 @@ def _planned(problem: Problem, device_type: str, index: int | None, settings: Se
 
 
 def forget_plans() -> None:
-    """Drop every cached plan: verdicts or data have changed."""
+    """Drop every cached plan: records or data have changed."""
     _planned.cache_clear()
     _trusted.clear()
     cache.forget()
 
 
-class Keeper(Protocol):
-    """What keeps the launches of a call (request.Keeping).
+class Cacher(Protocol):
+    """What keeps the launches of a call (request.Caching).
 
     given   names of the tensors that the call brings, in order
     inputs  its sizes and strides
@@ -95,9 +95,9 @@ class Keeper(Protocol):
     given: tuple[str, ...]
     inputs: list[int]
 
-    def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> sizing.Recipe: ...
+    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> sizing.Recipe: ...
 
-    def keep(self, kept: Kept, seconds: float) -> None:
+    def keep(self, cached: CachedLaunch, seconds: float) -> None:
         """seconds  that it may be kept"""
         ...
 
@@ -110,7 +110,7 @@ def plan_call(call: Call, settings: Settings) -> Plan:
     return made
 
 
-def prepared(call: Call, settings: Settings, keeping: Keeper) -> tuple[Plan, Kept | None]:
+def prepared(call: Call, settings: Settings, caching: Cacher) -> tuple[Plan, CachedLaunch | None]:
     """A call's plan, its kernels compiled and found right here, and its launches; None where no kernel of portattn's
     runs, as after a compile that failed, also one that may pass: what is prepared is not prepared again. Nothing is
     launched, and nothing kept for other calls.
@@ -119,23 +119,23 @@ def prepared(call: Call, settings: Settings, keeping: Keeper) -> tuple[Plan, Kep
     with _without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
         made, own, failed = _compilable(call, settings)
     _refuse(made, settings)
-    return made, None if own is None else _cached(own, call, keeping, failed)
+    return made, None if own is None else _cached(own, call, caching, failed)
 
 
-def _cached(own: Candidate, call: Call, keeping: Keeper, failed: Mapping[str, Verdict]) -> Kept:
-    recipe = keeping.recipe(_target(call), failed)
+def _cached(own: Candidate, call: Call, caching: Cacher, failed: Mapping[str, CompileRecord]) -> CachedLaunch:
+    recipe = caching.recipe(_target(call), failed)
     with device_guard(call.q):
-        return own.cached(recipe, keeping.inputs, keeping.given)
+        return own.cached(recipe, caching.inputs, caching.given)
 
 
 def _target(call: Call) -> Target:
     return detect_target(call.q.device.type, call.q.device.index)[0]
 
 
-def run(call: Call, settings: Settings, keeping: Keeper | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(call: Call, settings: Settings, caching: Cacher | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a call by the plan for it: (out (B,Hq,Sq,Dv), LSE (B,Hq,Sq) float32 or None).
 
-    keeping  keeps the launches of portattn's own kernels for calls of the same kind
+    caching  keeps the launches of portattn's own kernels for calls of the same kind
 
     A compile that fails becomes an Incident, and the call is planned again without that path; where that was a variant,
     the core runs, which is no fall-back. Nothing is kept where what failed may pass; what is kept after a time-out is
@@ -144,7 +144,7 @@ def run(call: Call, settings: Settings, keeping: Keeper | None = None) -> tuple[
     Every path computes in the dtypes that it is given: autocast, which kernels do not see, is off for the others too.
     """
     with _without_autocast(call.q.device.type):
-        return _run(call, settings, keeping)
+        return _run(call, settings, caching)
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -154,42 +154,42 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext()
 
 
-def _run(call: Call, settings: Settings, keeping: Keeper | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run(call: Call, settings: Settings, caching: Cacher | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     made, own, failed = _compilable(call, settings)
     if not _settled(failed):
-        keeping = None
+        caching = None
     _refuse(made, settings)
     _warn(made, settings)
     if own is None:
         result = _run_elsewhere(made, call)
     else:
         result = own.results()
-        if keeping is None or call.copied or not result[0].numel():
+        if caching is None or call.copied or not result[0].numel():
             own.run()
         else:
-            first = _cached(own, call, keeping, failed)
+            first = _cached(own, call, caching, failed)
             if first.direct is None:
                 own.run()
             else:
                 del own  # and with it the buffers between its kernels: the cached launch has its own
-                _run_kept(first, call, *result)
-            keeping.keep(first, _seconds(failed))
+                _run_cached(first, call, *result)
+            caching.keep(first, _seconds(failed))
     _last.set(made)
     return result
 
 
-def _run_kept(first: Kept, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def _run_cached(first: CachedLaunch, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Run a call by what is kept of it, without Triton's launchers, which would have to be made first."""
     inputs = [getattr(call, name) for name in first.given]
     first(inputs, [tensor.data_ptr() for tensor in inputs], first.sizes, out, lse)
 
 
-def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None, dict[str, Verdict]]:
-    """The plan of a call; what it runs of portattn's own, which compiles here as far as is known; and the verdicts on
+def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None, dict[str, CompileRecord]]:
+    """The plan of a call; what it runs of portattn's own, which compiles here as far as is known; and the records on
     what does not."""
     device = call.q.device
     made = _planned(call.problem, device.type, device.index, settings)
-    failed: dict[str, Verdict] = {}
+    failed: dict[str, CompileRecord] = {}
     while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
         target = _target(call)
         own = candidate(made, call, target)
@@ -197,22 +197,22 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None,
         if failure is None:
             return made, own, failed
         failed[made.key] = failure
-        made = plan(call.problem, target, verdicts=failed, settings=settings)
+        made = plan(call.problem, target, records=failed, settings=settings)
     return made, None, failed
 
 
-def _settled(failed: Mapping[str, Verdict]) -> bool:
+def _settled(failed: Mapping[str, CompileRecord]) -> bool:
     """Whether the plan holds for later calls too: no failure that may pass has led to it."""
-    return all(verdict.standing != "passing" for verdict in failed.values())
+    return all(record.standing != "passing" for record in failed.values())
 
 
-def _seconds(failed: Mapping[str, Verdict]) -> float:
+def _seconds(failed: Mapping[str, CompileRecord]) -> float:
     """How long the plan holds: until the first time-out that has led to it is over."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return min(((v.until - now).total_seconds() for v in failed.values() if v.until is not None), default=math.inf)
 
 
-def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
     """Why a candidate must not run this call here, tried if nobody has; None when it may, as under the interpreter."""
     if made.path == "interpreter":
         return None
@@ -224,8 +224,8 @@ def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: S
     return _untrusted(made, target, settings, call.q.device) if failure is None else failure
 
 
-def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
-    """The verdict that quarantines the plan's family here, its canaries run if nobody has; None when it may run."""
+def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
+    """The record that quarantines the plan's family here, its canaries run if nobody has; None when it may run."""
     if settings.canary == "never" or (made.key, settings.canary) in _trusted:
         return None
     from portattn.testing import canary  # only where it may be needed: it brings the worker and the oracle

@@ -33,7 +33,7 @@ def monitor(on: bool = True) -> None:
     on  True to warn, False to warn no more
 
     `warmup` does this by itself. Each kernel's specialisation is warned about once; the warning names the call, the
-    seconds it took, the plan's key, and in what the call differs from the nearest one that was kept: an argument's
+    seconds it took, the plan's key, and in what the call differs from the nearest one that was cached: an argument's
     shape, strides, type, alignment, or another argument's value.
 
     The setting `monitor` (PORTATTN_MONITOR) overrules it: "always" warns from the first call on, "never" never.
@@ -124,21 +124,21 @@ Facts = dict[str, Any]
 
 def nearest(request: Request) -> list[str] | None:
     """In what a call differs from the kept one of its operation that differs in least; None where there is none."""
-    if not request.keepable():
+    if not request.cacheable():
         return None
-    from portattn.api.request import Keeping
+    from portattn.api.request import Caching
 
-    mine, found = Keeping(request), None
+    mine, found = Caching(request), None
     for kind in cache.every_kind():
         if kind.op != request.op:
             continue
-        for kept in kind.classes:
+        for cached in kind.classes:
             called = ROWS[kind.op].called
-            differing = _differences(_facts(mine.kind, mine.inputs, called), _facts(kind, kept.inputs, called))
+            differing = _differences(_facts(mine.kind, mine.inputs, called), _facts(kind, cached.inputs, called))
             differing += [
-                f"the setting {name}: {getattr(request.settings, name)!r} instead of {getattr(kept.settings, name)!r}"
+                f"the setting {name}: {getattr(request.settings, name)!r} instead of {getattr(cached.settings, name)!r}"
                 for name in request.settings.__struct_fields__
-                if getattr(request.settings, name) != getattr(kept.settings, name) and name != "monitor"
+                if getattr(request.settings, name) != getattr(cached.settings, name) and name != "monitor"
             ]
             if found is None or len(differing) < len(found):
                 found = differing

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch, monitor
-from portattn.api.request import Keeping, Request, Result
+from portattn.api.request import Caching, Request, Result
 from portattn.api.tracing import refuse_what_no_kernel_sees, shapes_alone
 from portattn.config import current
 from portattn.launch import cache
@@ -41,9 +41,9 @@ def try_cached(
         given, addresses, inputs = matched
         its_class = kind.find(inputs)
         if its_class is not None:
-            kept, sizes = its_class
-            dispatch.note(kept.note(inputs))
-            out, lse = kept(given, addresses, sizes)
+            cached, sizes = its_class
+            dispatch.note(cached.note(inputs))
+            out, lse = cached(given, addresses, sizes)
             return out if lse is None else (out, lse)
     return None
 
@@ -54,9 +54,9 @@ def perform(request: Request) -> Result:
     if shapes is not None:
         return shapes
     call = request.build()
-    keeping = Keeping(request) if request.keepable() else None
+    caching = Caching(request) if request.cacheable() else None
     with monitor.watching(request):
-        out, lse = dispatch.run(call, request.settings, keeping)
+        out, lse = dispatch.run(call, request.settings, caching)
     return finished(call, out, lse)
 
 

@@ -10,13 +10,13 @@ import torch
 from portattn.api import dispatch
 from portattn.api.binding import named_arguments
 from portattn.api.perform import admitted, finished
-from portattn.api.request import Keeping, Request, Result, request_of
+from portattn.api.request import Caching, Request, Result, request_of
 from portattn.api.unknown_arguments import names_of, unknown_argument
 from portattn.compile import variants
 from portattn.config import current
 from portattn.errors import ArgumentError, UnknownArgument
 from portattn.launch import cache, has_rows
-from portattn.launch.cached_launch import Kept, results
+from portattn.launch.cached_launch import CachedLaunch, results
 from portattn.launch.run import DescriptorMemory, device_guard
 from portattn.schema.plan import Plan
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -50,7 +50,7 @@ class Prepared:
     def __init__(self, request: Request) -> None:
         call = request.build()
         self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
-        self._kept: Kept | None = None
+        self._cached: CachedLaunch | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
         self._name = f"prepare({self.plan.problem.op!r}).run"  # in errors
@@ -62,17 +62,17 @@ class Prepared:
         if not ours or not request.launched_by_address() or call.copied or not has_rows(self.plan):
             return
         # What must not run here is planned past. A run of what is left then warns, as a plain call does.
-        keeping = Keeping(request, only=True)
-        self.plan, self._kept = dispatch.prepared(call, request.settings, keeping)
-        if self._kept is None:
+        caching = Caching(request, only=True)
+        self.plan, self._cached = dispatch.prepared(call, request.settings, caching)
+        if self._cached is None:
             return
-        self._sizes = self._kept.sizes
+        self._sizes = self._cached.sizes
         with device_guard(q):
-            self._memory = self._kept.memory(self._sizes)
+            self._memory = self._cached.memory(self._sizes)
         self._descriptors = DescriptorMemory(q.device, held={})
-        if request.keepable():
-            keeping.kind.add(self._kept)
-            self._kind = keeping.kind
+        if request.cacheable():
+            caching.kind.add(self._cached)
+            self._kind = caching.kind
 
     def __repr__(self) -> str:
         """Op with problem, target and path."""
@@ -115,7 +115,7 @@ class Prepared:
         self._check_results(out, lse)
         if lse is not None and not request.return_lse:
             raise ArgumentError(self._name, "lse", tuple(lse.shape), "return_lse is False: none is computed")
-        if shapes is None and self._kept is not None:
+        if shapes is None and self._cached is not None:
             if self._settings.validate == "always":
                 request.build()  # reads lengths and ids back, as asked
             dispatch.note(self.plan)
@@ -156,8 +156,8 @@ class Prepared:
     def _again(
         self, given: Sequence[torch.Tensor], addresses: list[int], out: torch.Tensor | None, lse: torch.Tensor | None
     ) -> Result:
-        assert self._kept is not None
-        found, sums = self._kept(given, addresses, self._sizes, out, lse, self._memory, self._descriptors)
+        assert self._cached is not None
+        found, sums = self._cached(given, addresses, self._sizes, out, lse, self._memory, self._descriptors)
         return found if sums is None else (found, sums)
 
     def _check(self, request: Request) -> None:

@@ -16,11 +16,11 @@ from portattn.api.unknown_arguments import require
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError
 from portattn.launch import cache
-from portattn.launch.cached_launch import Kept
+from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import in_mode
 from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
-from portattn.schema.outcome import Verdict
+from portattn.schema.outcome import CompileRecord
 from portattn.schema.target import Target
 from portattn.validate.builders import build_call
 
@@ -72,8 +72,8 @@ class Request:
         """All other arguments, and what the call asked for."""
         return (*(self.values[name] for name in ROWS[self.op].fixed), *self.asked)
 
-    def keepable(self) -> bool:
-        """Whether calls like it may be kept.
+    def cacheable(self) -> bool:
+        """Whether calls like it may be cached.
 
         Not those on a CPU, of what is no tensor, and of tensors that do not simply lie in memory: subclasses (fake
         tensors have no memory at all) and views whose negation is still to be done. Nor calls that are validated each
@@ -135,7 +135,7 @@ def inputs_of(request: Request) -> list[int]:
     return cache.sizes_of(distinct) + [n for n in request.lengths.values() if n is not None]
 
 
-class Keeping:
+class Caching:
     """Keeps what a call launches, for calls of its kind."""
 
     def __init__(self, request: Request, only: bool = False) -> None:
@@ -145,7 +145,7 @@ class Keeping:
         if only:
             self.kind = request.new_kind(self.inputs)
 
-    def recipe(self, target: Target, failed: Mapping[str, Verdict]) -> Recipe:
+    def recipe(self, target: Target, failed: Mapping[str, CompileRecord]) -> Recipe:
         """What makes calls of its kind of their sizes."""
         request = self._request
         return Recipe(
@@ -153,8 +153,8 @@ class Keeping:
             values=request.values, lengths=tuple(request.lengths), target=target, failed=failed,
         )  # fmt: skip
 
-    def keep(self, kept: Kept, seconds: float) -> None:
-        self.kind.add(kept)
+    def keep(self, cached: CachedLaunch, seconds: float) -> None:
+        self.kind.add(cached)
         cache.remember(self.kind, seconds)
 
 

@@ -3,7 +3,7 @@
 A call is validated, planned and described once more with Sizes in place of its sizes and strides (schema/sizes.py).
 Every comparison on the way becomes a condition on other calls' sizes, everything computed a formula. The result is
 compared with what the call itself was planned to launch: where they differ, or something cannot be traced, the call is
-kept for its own sizes alone, and `Kept.why_fixed` says why.
+kept for its own sizes alone, and `CachedLaunch.why_fixed` says why.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from portattn.config import Settings
 from portattn.errors import PortattnError
 from portattn.launch import kernel_calls
-from portattn.launch.cached_launch import Kept, Sized, Templates, core_steps, fixed
+from portattn.launch.cached_launch import CachedLaunch, Sized, Templates, core_steps, fixed
 from portattn.launch.described import constexprs, unspecialised
 from portattn.launch.kernelcall import KernelCall
 from portattn.launch.shaped import Shaped, TensorKind
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.outcome import Verdict
+from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan
 from portattn.schema.sizes import Size, Trace, Untraceable, pinned, unpinned
 from portattn.schema.steps import Buffers, Step, StepLauncher
@@ -45,7 +45,7 @@ class Recipe:
     kinds    of its tensors, each once
     tensors  by name the place among `kinds`; None where it is not given
     values   its other arguments; those named in `lengths` are sizes
-    failed   verdicts that spoke against other paths when it was planned
+    failed   records that rejected other paths when it was planned
     """
 
     op: str
@@ -55,7 +55,7 @@ class Recipe:
     values: Mapping[str, Any]
     lengths: tuple[str, ...]
     target: Target
-    failed: Mapping[str, Verdict]
+    failed: Mapping[str, CompileRecord]
 
     def call(self, numbers: Iterator[int]) -> Call:
         """The validated call of these sizes and strides, tensor by tensor, and then lengths."""
@@ -68,7 +68,7 @@ class Recipe:
         return build_call(self.op, self.settings, tensors, {**self.values, **lengths})
 
     def plan(self, call: Call) -> Plan:
-        return plan(call.problem, self.target, verdicts=self.failed, settings=self.settings)
+        return plan(call.problem, self.target, records=self.failed, settings=self.settings)
 
     def planner(self, inputs: bytes) -> Plan:
         """The plan of a call with these sizes and strides, given as int64."""
@@ -77,10 +77,10 @@ class Recipe:
         return self.plan(self.call(iter(numbers)))
 
 
-def keep_core(
+def cache_core(
     recipe: Recipe, inputs: Sequence[int], made: Plan, given: Sequence[str], launches: Sequence[KernelCall],
     out: torch.Tensor, lse: torch.Tensor | None, device: torch.device,
-) -> Kept:  # fmt: skip
+) -> CachedLaunch:  # fmt: skip
     """Keep a core plan's launches."""
     steps, buffers = core_steps(launches, out, lse)
 
@@ -89,13 +89,15 @@ def keep_core(
 
     sized = _sized(recipe, inputs, made, steps, buffers, describe)
     descriptors = any(launch.constexprs.get("LOAD") == "descriptor" for launch in launches)
-    return Kept(made, recipe.settings, given, device, Templates(steps), steps, sized, recipe.planner, descriptors)
+    return CachedLaunch(
+        made, recipe.settings, given, device, Templates(steps), steps, sized, recipe.planner, descriptors
+    )
 
 
-def keep_variant(
+def cache_variant(
     recipe: Recipe, inputs: Sequence[int], made: Plan, given: Sequence[str], variant: Variant,
     launch: Callable[[Mapping[str, Any]], None], tensors: Mapping[str, Any], device: torch.device,
-) -> Kept:  # fmt: skip
+) -> CachedLaunch:  # fmt: skip
     """Keep a variant's launches: directly where its launcher is a StepLauncher, and else by calling it.
 
     tensors  the Call's tensors by name, "out" and "lse" among them
@@ -107,7 +109,7 @@ def keep_variant(
 
     if not isinstance(launch, StepLauncher):
         alone = fixed(inputs, problem, [], {}, f"{made.path} does not describe its launches")
-        return Kept(made, settings, given, device, by_name, [], alone, recipe.planner)
+        return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
     fresh = launch.fresh(tensors["q"])
     steps = launch.steps({**tensors, **fresh})
 
@@ -123,11 +125,11 @@ def keep_variant(
     sized = _sized(recipe, inputs, made, steps, launch.buffers, describe)
     # What `by_name` launches has its own buffers; it is for the sizes of this call alone, and is called where no Direct
     # could be made.
-    kept = Kept(made, settings, given, device, by_name, steps, sized, recipe.planner, each=launch.each)
-    if kept.direct is None:
+    cached = CachedLaunch(made, settings, given, device, by_name, steps, sized, recipe.planner, each=launch.each)
+    if cached.direct is None:
         alone = fixed(inputs, problem, [], {}, "Triton launches it")
-        return Kept(made, settings, given, device, by_name, [], alone, recipe.planner)
-    return kept
+        return CachedLaunch(made, settings, given, device, by_name, [], alone, recipe.planner)
+    return cached
 
 
 def _sized(

@@ -40,7 +40,7 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     spec      its place among the specs; one whose sizes vary has a report for each class of them
     call      the problem, in words, and the sizes that vary
     path      that it takes
-    key       of its kernels' specialisation, as in plans and verdicts; empty on a vendor's or the reference path
+    key       of its kernels' specialisation, as in plans and records; empty on a vendor's or the reference path
     way       how it is launched from now on: "native" (C), "driver" (Python, through ctypes), "compiled" (Triton's
               launcher of the kept kernel), "triton" (Triton's own way); empty where no kernel of portattn's runs
     why       why it is not "native"
@@ -61,7 +61,7 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     loaded: tuple[str, ...] = ()
     seconds: float = 0.0
-    kept: bool = False
+    cached: bool = False
     sizes: str = ""
     failed: str = ""
 
@@ -110,7 +110,7 @@ def warmup(
     milliseconds, and seconds where another kernel is compiled. A spec that no path can run, or whose tensors do not fit
     the device, is reported with `failed`, and warned about (CompileWarning); the others are warmed up.
 
-    Returns a Warmup: for each spec and class of sizes what was compiled, loaded and kept, and why not.
+    Returns a Warmup: for each spec and class of sizes what was compiled, loaded and cached, and why not.
 
     Memory: described tensors of one spec at a time, at their largest sizes.
 
@@ -155,13 +155,13 @@ class _Warming:
 
     def __init__(self, spec: Spec, sizes: Mapping[str, int], device: torch.device) -> None:
         self.spec, self.sizes, self.device = spec, dict(sizes), device
-        self.call, self.failed, self.why, self.compiled, self.kept, self.seconds = "", "", "", False, False, 0.0
+        self.call, self.failed, self.why, self.compiled, self.cached, self.seconds = "", "", "", False, False, 0.0
         self.loaded: tuple[str, ...] = ()
         self.made: Plan | None = None
         self.launches: list[Signature] = []
         self.settings: Settings | None = None
         self.kind: Kind | None = None
-        self._kept: Any = None
+        self._cached: Any = None
 
     def request(self, device: torch.device, sizes: Mapping[str, int]) -> Request:
         """The request of a call with tensors on a device; allocates what is described."""
@@ -181,7 +181,7 @@ class _Warming:
             made = dispatch.plan_call(call, request.settings)
             self.made, self.settings = made, request.settings
             own = candidate(made, call, self.target)
-            self.launches = [] if own is None else [ensure.seen_of(launch) for launch in own.compiled()]
+            self.launches = [] if own is None else [ensure.signature_of(launch) for launch in own.compiled()]
 
     @property
     def target(self) -> Target:
@@ -197,11 +197,11 @@ class _Warming:
         with self._failures(), monitor.counting() as loaded:
             request = self.request(self.device, self.sizes)
             perform(request)
-            if request.keepable():
+            if request.cacheable():
                 self.kind = request.kind()
                 found = self.kind.find(inputs_of(request))
-                self._kept = None if found is None else found[0]
-            self.kept, self.made = self._kept is not None, dispatch.last_plan()
+                self._cached = None if found is None else found[0]
+            self.cached, self.made = self._cached is not None, dispatch.last_plan()
             _synchronise(request.tensors["q"].device)
         self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
 
@@ -214,7 +214,7 @@ class _Warming:
     @property
     def why_not(self) -> str:
         """Why a call of other sizes is not launched by what was kept; empty where it is."""
-        return "" if self._kept is None else self._kept.why_fixed
+        return "" if self._cached is None else self._cached.why_fixed
 
     @contextlib.contextmanager
     def _failures(self) -> Any:
@@ -232,14 +232,14 @@ class _Warming:
             self.failed = f"out of memory: {ensure.first_line(str(error))}; {hint}"
 
     def report(self) -> Warmed:
-        kept = self._kept
-        direct = None if kept is None else kept.direct
+        cached = self._cached
+        direct = None if cached is None else cached.direct
         return Warmed(
             spec=self.spec.place, call=self.call, path=self.made.path if self.made else "",
             key=self.made.key if self.made else "",
-            way="" if kept is None else "triton" if direct is None else direct.way,
+            way="" if cached is None else "triton" if direct is None else direct.way,
             why="" if direct is None else direct.reason, compiled=self.compiled, loaded=self.loaded,
-            seconds=round(self.seconds, 3), kept=self.kept, sizes=self.why or self.why_not,
+            seconds=round(self.seconds, 3), cached=self.cached, sizes=self.why or self.why_not,
             failed=self.failed,
         )  # fmt: skip
 
@@ -281,8 +281,8 @@ def _compile_one(free: list[Worker], same: list[_Warming]) -> list[_Warming]:
 def _classes(first: _Warming, say: Say) -> list[_Warming]:
     """A spec at its largest sizes, which has run, and at sizes of every further class; runs those.
 
-    Stops where sizes decide something else than a class: a call that fails, or is not kept (on a CPU, and on paths that
-    are not portattn's own), and one that is kept for its own sizes alone.
+    Stops where sizes decide something else than a class: a call that fails, or is not cached (on a CPU, and on paths
+    that are not portattn's own), and one that is cached for its own sizes alone.
     """
     made, kinds, spec = [first], [first.kind], first.spec
     meta, said = torch.device("meta"), time.monotonic()
@@ -290,7 +290,7 @@ def _classes(first: _Warming, say: Say) -> list[_Warming]:
         return made
     for count, sizes in enumerate(spec.combinations()):
         last = made[-1]
-        if last.failed or not last.kept or last.why_not:
+        if last.failed or not last.cached or last.why_not:
             break
         if time.monotonic() - said > SAY_SECONDS:
             said = time.monotonic()

@@ -105,7 +105,7 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 def show(result: Result, written: list[Path]) -> None:
     """A result as text: where it comes from, every contender of every case, the sets and the goals."""
-    from portattn.tools.bench.goals import verdicts
+    from portattn.tools.bench.goals import goal_results
     from portattn.tools.bench.summary import summaries
 
     for run in result.runs:
@@ -148,7 +148,7 @@ def show(result: Result, written: list[Path]) -> None:
                 f"{'≤' if v.goal.at_most else '≥'} {v.goal.limit:g}", f"{v.cells}/{v.of}",
                 f"{v.worst.case} {v.worst.value:.2f}" if v.worst else "; ".join(v.missing),
             )
-            for v in verdicts(result)
+            for v in goal_results(result)
         ],
     )  # fmt: skip
     for path in written:

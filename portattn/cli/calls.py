@@ -27,7 +27,7 @@ def device_checks(seconds: float) -> list[Check]:
     """The planned path on each device of this machine."""
     found = []
     for target in devices():
-        made = plan(PROBLEM, target, verdicts=store(current()), settings=current())
+        made = plan(PROBLEM, target, records=store(current()), settings=current())
         kind = Registry.load().backends[target.backend].device_type
         with Worker(runs="kernels") as worker:
             reply = worker.request(COMPARE, seconds, **request_of(made, PROBLEM, made.path, target.name, kind))

@@ -87,7 +87,7 @@ def run(
     seconds: float,
     resume: bool,
     emulate: bool,
-    run_older: bool | None,
+    run_ptx_compat: bool | None,
     as_json: bool,
 ) -> None:
     """Make every cell, and write results.jsonl and index.html into --out.
@@ -117,12 +117,12 @@ def run(
         _create(select.missing(where, pythons))
     specs = select.specs(select.problems(which, _commas(ops)), where)
     here = tuple(devices())
-    if run_older:
+    if run_ptx_compat:
         _older(where, here)
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")
     command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn matrix run"
     made = provenance.this_run(specs, which, command, here, tuple(pythons))
-    left_out = tuple(name for name, off in {"emulated": not emulate, "older": run_older is False}.items() if off)
+    left_out = tuple(name for name, off in {"emulated": not emulate, "older": run_ptx_compat is False}.items() if off)
     options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here, left_out=left_out)
     with results.Results(out) as file:
         cells = file.resume(made) if resume else []

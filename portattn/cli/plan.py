@@ -67,7 +67,7 @@ def plan(
     from portattn.errors import ArgumentError
     from portattn.planning.planner import plan as plan_problem
     from portattn.planning.registry import Registry
-    from portattn.schema.outcome import NO_VERDICTS
+    from portattn.schema.outcome import NO_RECORDS
 
     if op not in OPS:
         raise ArgumentError("plan", "OP", op, f"must be one of {', '.join(OPS)}")
@@ -78,8 +78,8 @@ def plan(
     changes = {name: value for name, value in (("backend", backend), ("quirks", quirks)) if value is not None}
     settings = msgspec.structs.replace(current(), **changes)
     named = target is not None or toolchain is not None
-    verdicts = NO_VERDICTS if named else store(settings)
-    made = [plan_problem(problem, where, verdicts=verdicts, settings=settings) for where in places]
+    records = NO_RECORDS if named else store(settings)
+    made = [plan_problem(problem, where, records=records, settings=settings) for where in places]
     if as_json:
         emit_json(made if len(made) > 1 else made[0])
     else:

@@ -67,7 +67,7 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
     with warnings.catch_warnings():
         # The report itself says what they would: a broken package, and a cache folder that takes no files.
         warnings.simplefilter("ignore", PluginWarning)
-        warnings.filterwarnings("ignore", "verdicts cannot be kept under")
+        warnings.filterwarnings("ignore", "compile records cannot be kept under")
         for title, probe in probes:
             say(f"looking at {title}")
             sections.append(said_once(guarded(title, probe), sections))
@@ -195,7 +195,7 @@ def cache() -> Section:
     kept = (
         f"{whole}; {absent} more files are broken, or an older release's, and count as absent" if absent else f"{whole}"
     )
-    items = [Item("folder", str(found.folder)), Item("verdicts", kept), Item("incidents", str(len(incidents)))]
+    items = [Item("folder", str(found.folder)), Item("compile records", kept), Item("incidents", str(len(incidents)))]
     items += [
         Item(incident.id, f"{incident.symptom} on {incident.target}: {incident.message}") for incident in incidents[-5:]
     ]
@@ -256,7 +256,7 @@ def paths() -> Section:
     known = Registry.load().quirks
     for target in devices():
         for op, problems in CASES.items():
-            made = plan(problems[0], target, verdicts=store(current()), settings=current())
+            made = plan(problems[0], target, records=store(current()), settings=current())
             lines = [f"{made.path} path"]
             for no in made.rejected:
                 lines.append(f"not {no.path}: {no.reason}" + (f" (hint: {no.hint})" if no.hint else ""))

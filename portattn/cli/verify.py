@@ -43,7 +43,7 @@ def verify(
     target: str | None,
     toolchain: str | None,
     emulate: bool,
-    run_older: bool | None,
+    run_ptx_compat: bool | None,
     seconds: float,
     as_json: bool,
 ) -> None:
@@ -67,7 +67,7 @@ def verify(
             raise ArgumentError("verify", "OP", op, f"must be one of {', '.join(OPS)}")
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
-        rows = list(verified(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_older))
+        rows = list(verified(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_ptx_compat))
     red = [row for row in rows if row.verdict in DIFFERS]
     if as_json:
         counts = {"levels": Counter(row.level for row in rows), "labels": Counter(r.label for r in rows if r.label)}

@@ -26,7 +26,7 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
 
     A size that varies is a name: "k": "bf16[2,8,S,128]" with "sizes": {"S": "1..4096"}, or a list of sizes.
 
-    What is kept on disk (Triton's cache, verdicts, canaries, the launcher in C) spares later processes the compiles;
+    What is on disk (Triton's cache, compile records, canaries, the launcher in C) spares later processes the compiles;
     what is kept in memory ends with this one: in the serving process, call portattn.warmup with the same specs.
 
     Exit status 1: a call could not be warmed up.
@@ -77,4 +77,4 @@ def _done(one: Any) -> str:
         return f"failed: {one.failed}"
     did = ["compiled"] if one.compiled else []
     did += [f"loaded {', '.join(one.loaded)}"] if one.loaded else []
-    return "; ".join(did) or ("nothing was left to do" if one.kept else "runs no kernel of portattn's")
+    return "; ".join(did) or ("nothing was left to do" if one.cached else "runs no kernel of portattn's")

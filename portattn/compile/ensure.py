@@ -1,6 +1,6 @@
 """Making sure that a planned kernel compiles here, before it is launched: in a child process when nobody has seen it.
 
-A compiler error, crash or hang becomes an Incident and a negative Verdict; the caller's process lives on.
+A compiler error, crash or hang becomes an Incident and a negative CompileRecord; the caller's process lives on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import msgspec
 import torch
 
 from portattn.compile import failures
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 from portattn.launch import KernelCall, Signature, has_rows, load_kernels, loading, signature
 from portattn.launch.run import device_guard
 from portattn.planning.registry import Registry
-from portattn.schema.outcome import Incident, Verdict
+from portattn.schema.outcome import CompileRecord, Incident
 from portattn.schema.plan import Plan
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
@@ -48,27 +48,27 @@ _own_worker: ContextVar[Worker | None] = ContextVar("portattn_own_worker", defau
 Compiled = KernelCall | Signature
 
 
-def seen_of(launch: Compiled) -> Signature:
+def signature_of(launch: Compiled) -> Signature:
     """What a compiler sees of a launch."""
     return launch if isinstance(launch, Signature) else signature(launch)
 
 
 def code_key(plan: Plan, launches: Sequence[Compiled]) -> str:
-    """What a verdict is about: the plan's key, and the signature of every launch (types, divisibility, constants)."""
-    signatures = msgspec.json.encode([seen_of(launch) for launch in launches], order="deterministic")
+    """What a record is about: the plan's key, and the signature of every launch (types, divisibility, constants)."""
+    signatures = msgspec.json.encode([signature_of(launch) for launch in launches], order="deterministic")
     return hashlib.sha256(plan.key.encode() + signatures).hexdigest()[:32]
 
 
-def known_failure(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> Verdict | None:
-    """The negative verdict on these launches, if this machine has seen them fail."""
+def known_failure(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> CompileRecord | None:
+    """The negative record on these launches, if this machine has seen them fail."""
     seen = store(settings).get(code_key(plan, launches), settings.compile_seconds)
     return seen if seen is not None and not seen.passed else None
 
 
 def ensure(
     plan: Plan, launches: list[KernelCall], q: torch.Tensor, target: Target, settings: Settings
-) -> Verdict | None:
-    """Return None when a core plan's launches compile for this target and fit it; otherwise the negative Verdict."""
+) -> CompileRecord | None:
+    """Return None when a core plan's launches compile for this target and fit it; else the negative record."""
 
     def load(launch: Compiled) -> None:
         assert isinstance(launch, KernelCall)
@@ -86,12 +86,12 @@ def ensure_all(
     q: torch.Tensor,
     target: Target,
     settings: Settings,
-) -> Verdict | None:
-    """Return None when the launches compile for this target and fit it; otherwise the negative Verdict.
+) -> CompileRecord | None:
+    """Return None when the launches compile for this target and fit it; otherwise the negative CompileRecord.
 
     load  compiles a launch in this process and loads it, on q's device
 
-    What this process or a verdict on disk has seen is not compiled again, while it counts (failures.py). With
+    What this process or a record on disk has seen is not compiled again, while it counts (failures.py). With
     isolate="never" the first compile runs in this process, where a compiler that aborts takes it down. Errors of memory
     and the device pass through.
     """
@@ -99,20 +99,20 @@ def ensure_all(
     ready = (key, str(q.device))
     if ready in _ready:
         return None
-    verdicts, seconds = store(settings), settings.compile_seconds
+    records, seconds = store(settings), settings.compile_seconds
     always = settings.isolate == "always"
-    if settings.isolate != "never" and (always or verdicts.get(key, seconds) is None):
-        with verdicts.lock(key, _longest(launches, settings)):
+    if settings.isolate != "never" and (always or records.get(key, seconds) is None):
+        with records.lock(key, _longest(launches, settings)):
             # Another process may have tried it while this one waited for the lock.
-            tried = None if always else verdicts.get(key, seconds)
-            failed = _in_child(key, plan, launches, target, settings, verdicts) if tried is None else None
+            tried = None if always else records.get(key, seconds)
+            failed = _in_child(key, plan, launches, target, settings, records) if tried is None else None
         if failed is not None:
             return failed
-    # The verdict may be another process's: what failed there must not be compiled in this one.
-    seen = verdicts.get(key, seconds)
+    # The record may be another process's: what failed there must not be compiled in this one.
+    seen = records.get(key, seconds)
     if seen is not None and not seen.passed:
         return seen
-    failed = _in_this_process(key, plan, launches, load, q, target, verdicts)
+    failed = _in_this_process(key, plan, launches, load, q, target, records)
     if failed is None:
         _ready.add(ready)
     return failed
@@ -131,13 +131,13 @@ def unseen(plan: Plan, launches: Sequence[Compiled], settings: Settings) -> bool
 
 
 def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, worker: Worker) -> None:
-    """What `ensure_all` does in a child process, in this worker: the verdict is kept, also a negative one."""
-    key, verdicts = code_key(plan, launches), store(settings)
+    """What `ensure_all` does in a child process, in this worker: the record is kept, also a negative one."""
+    key, records = code_key(plan, launches), store(settings)
     token = _own_worker.set(worker)
     try:
-        with verdicts.lock(key, _longest(launches, settings)):
-            if verdicts.get(key, settings.compile_seconds) is None:
-                _in_child(key, plan, launches, target, settings, verdicts)
+        with records.lock(key, _longest(launches, settings)):
+            if records.get(key, settings.compile_seconds) is None:
+                _in_child(key, plan, launches, target, settings, records)
     finally:
         _own_worker.reset(token)
 
@@ -158,8 +158,8 @@ def compile_in(
 ) -> Reply:
     """Compile one launch for a target in a worker; `facts` is "basic" or "full" (registers, spills, instructions).
 
-    again  a compiler that dies is asked once more, for `seconds` again: some die now and then
-           (ascend-0109-adapter-dies), and a verdict would keep it. If it compiles then, the facts say `deaths`; if
+    again  a compiler that dies is retried once, for `seconds` again: some die now and then
+           (ascend-0109-adapter-dies), and a record would keep it. If it compiles then, the facts say `deaths`; if
            not, the log begins with how it died first
     """
     fields = compile_fields(launch, plan, target)
@@ -173,7 +173,7 @@ def compile_in(
 def compile_fields(launch: Compiled, plan: Plan, target: Target) -> dict[str, Any]:
     """What a request to compile a launch of a plan for a target says (worker/serve.py has the protocol)."""
     return {
-        "signature": msgspec.to_builtins(seen_of(launch)),
+        "signature": msgspec.to_builtins(signature_of(launch)),
         "target": list(Registry.load().backends[target.backend].triton_target(target.arch)),
         "env": plan.env,
     }
@@ -193,16 +193,16 @@ def _twice(ask: Callable[[], Reply]) -> Reply:
 
 def over_limit(reply: Reply, target: Target) -> str:
     """Why compiled code does not fit the chip; empty when it does."""
-    used = int(reply.facts.get("local_memory", 0))
-    if used > target.arch.local_memory:
-        kind = target.arch.local_memory_kind
-        return f"out of resource: {kind}, required {used} bytes, {target.arch.name} has {target.arch.local_memory}"
+    used = int(reply.facts.get("scratchpad_bytes", 0))
+    if used > target.arch.scratchpad_bytes:
+        kind = target.arch.scratchpad_kind
+        return f"out of resource: {kind}, required {used} bytes, {target.arch.name} has {target.arch.scratchpad_bytes}"
     return ""
 
 
 def _in_child(
-    key: str, plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, verdicts: VerdictStore
-) -> Verdict | None:
+    key: str, plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, records: CompileStore
+) -> CompileRecord | None:
     facts: dict[str, int | str] = {}
     with loading.meanwhile(target.backend, settings.cache_dir):
         for launch in launches:
@@ -211,9 +211,9 @@ def _in_child(
             if problem:
                 reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=problem)
             if reply.outcome != "ok":
-                return _record(key, reply, launch, plan, target, verdicts, settings.compile_seconds)
+                return _record_failure(key, reply, launch, plan, target, records, settings.compile_seconds)
             facts |= {k: v for k, v in reply.facts.items() if not isinstance(v, float)}
-    verdicts.put(_verdict(key, plan, passed=True, facts=facts))
+    records.put(_record(key, plan, passed=True, facts=facts))
     return None
 
 
@@ -224,8 +224,8 @@ def _in_this_process(
     load: Callable[[Compiled], None],
     q: torch.Tensor,
     target: Target,
-    verdicts: VerdictStore,
-) -> Verdict | None:
+    records: CompileStore,
+) -> CompileRecord | None:
     """Compile and load in this process, so that a launch cannot fail to.
 
     What the child compiled is found in Triton's cache. For Ascend it only lowers: there the compiler runs here.
@@ -234,10 +234,10 @@ def _in_this_process(
         with device_guard(q), compile_environment(plan.env):
             reply = _twice(functools.partial(_loaded, load, launch))
         if reply.outcome != "ok":
-            return _record(key, reply, launch, plan, target, verdicts)
-        seen = verdicts.get(key)
+            return _record_failure(key, reply, launch, plan, target, records)
+        seen = records.get(key)
         if reply.facts and seen is not None:
-            verdicts.put(msgspec.structs.replace(seen, facts={**seen.facts, **reply.facts}))
+            records.put(msgspec.structs.replace(seen, facts={**seen.facts, **reply.facts}))
     return None
 
 
@@ -264,8 +264,8 @@ def is_compilers(error: Exception) -> bool:
     return not re.search(r"CUDA error|HIP error|Triton Error \[(CUDA|HIP)\]|out of memory", str(error))
 
 
-def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
-    return Verdict(
+def _record(key: str, plan: Plan, passed: bool, **fields: Any) -> CompileRecord:
+    return CompileRecord(
         key=key,
         kernel=plan.kernel or plan.path,
         target=plan.target,
@@ -277,16 +277,16 @@ def _verdict(key: str, plan: Plan, passed: bool, **fields: Any) -> Verdict:
     )
 
 
-def _record(
+def _record_failure(
     key: str,
     reply: Reply,
     launch: Compiled,
     plan: Plan,
     target: Target,
-    verdicts: VerdictStore,
+    records: CompileStore,
     limit: float = 0.0,
-) -> Verdict:
-    """Classify a failure, and keep it for as long as it counts: the Incident with its reproducer, and the Verdict that
+) -> CompileRecord:
+    """Classify a failure, and keep it for as long as it counts: the Incident with its reproducer, and the record that
     calls go by.
 
     limit  seconds that a compile in a child had
@@ -302,21 +302,21 @@ def _record(
         message=f"{reply.kind} at {reply.stage}: {first_line(reply.message)}",
         log=reply.log or reply.message,
         command=reproducer(launch, plan, target),
-        specialisation=msgspec.to_builtins(seen_of(launch)),
+        specialisation=msgspec.to_builtins(signature_of(launch)),
     )
     stands = failures.standing(reply, room=failures.has_room())
-    before = verdicts.happened(key) if stands == "passing" else None
+    before = records.happened(key) if stands == "passing" else None
     if before is not None and before.reason == incident.message:
         name = before.incident  # once a process: a server meets it again every some minutes
     else:
-        name = incident.id if verdicts.add_incident(incident) else ""
-    verdict = _verdict(
+        name = incident.id if records.add_incident(incident) else ""
+    record = _record(
         key, plan, passed=False, reason=incident.message, incident=name, standing=stands,
         limit=limit if stands == "timeout" else 0.0,
     )  # fmt: skip
     if stands == "passing":
-        return verdicts.remember(verdict)
-    return verdicts.put(verdict)
+        return records.remember(record)
+    return records.put(record)
 
 
 def incident_of(plan: Plan, target: Target, label: str, **seen: Any) -> Incident:

@@ -1,6 +1,6 @@
 """How long a failed compile counts: what is shaped like a compiler's failure lasts, anything else passes.
 
-A verdict that lasts is kept on disk and keeps every later process from a kernel, so it must be the compiler's word on
+A record that lasts is kept on disk and keeps every later process from a kernel, so it must be the compiler's word on
 the program. Everything whose shape is not known here, and everything that the machine may have done (a full disk, a
 limit, a missing program, a signal that somebody sent), is only remembered for some time.
 """

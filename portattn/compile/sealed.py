@@ -1,6 +1,6 @@
 """Files that are read back as decisions: JSON in an envelope that says what it stands for, with a checksum.
 
-    {"format": 2, "kind": "verdict", "key": "…", "sha256": "…", "body": {…}}
+    {"format": 2, "kind": "record", "key": "…", "sha256": "…", "body": {…}}
 
 The checksum is of kind, key and the body's bytes as they stand in the file. It finds what disks, half writes and people
 do to files; it is no signature, and nothing that is read this way is run as code (launch/native.py has its own check).

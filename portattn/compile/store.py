@@ -1,4 +1,4 @@
-"""Verdicts and incidents on disk: one sealed JSON file each, written whole or not at all, safe among processes."""
+"""Compile records and incidents on disk: one sealed JSON file each, written whole, safe among processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import msgspec
 from portattn.compile import failures, sealed
 from portattn.config import Settings
 from portattn.files import cache_folder, locked, sweep, write_whole
-from portattn.schema.outcome import Incident, Verdict
+from portattn.schema.outcome import CompileRecord, Incident
 
-VERDICT, INCIDENT = "verdict", "incident"  # kinds of sealed files
+RECORD, INCIDENT = "record", "incident"  # kinds of sealed files
 
 
 class _Passing(msgspec.Struct, frozen=True):
     """A failure of this process that may pass. until: by the monotonic clock."""
 
-    verdict: Verdict
+    record: CompileRecord
     until: float
     surroundings: Hashable
 
@@ -32,10 +32,10 @@ class _Passing(msgspec.Struct, frozen=True):
         return time.monotonic() < self.until and self.surroundings == failures.surroundings()
 
 
-class VerdictStore:
-    """Verdicts by key and incidents by id, under one folder.
+class CompileStore:
+    """CompileRecords by key and incidents by id, under one folder.
 
-    A verdict that fails is kept as well: what did not compile here once is not tried again until the kernels, the
+    A record that fails is kept as well: what did not compile here once is not tried again until the kernels, the
     toolchain or portattn change, which changes the key. One whose `standing` is less than lasting counts for its time.
     A file that cannot be read, or was sealed for another key, counts as absent. Nothing here raises for what is on the
     disk, or for what it does not take.
@@ -43,21 +43,21 @@ class VerdictStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen: dict[str, Verdict] = {}
+        self._seen: dict[str, CompileRecord] = {}
         self._passing: dict[str, _Passing] = {}
         self._complained = self._swept = False
 
-    def get(self, key: str, /, seconds: float = 0.0) -> Verdict | None:
-        """The verdict for a key, or None. What was read once is kept; an absent one is looked for again.
+    def get(self, key: str, /, seconds: float = 0.0) -> CompileRecord | None:
+        """The record for a key, or None. What was read once is kept; an absent one is looked for again.
 
         seconds  time that a compile would have now: a time-out that had less does not count
         """
         passing = self._passing.get(key)
         if passing is not None and passing.counts():
-            return passing.verdict
+            return passing.record
         found = self._seen.get(key)
         if found is None:
-            found = sealed.read(self._verdict_path(key), VERDICT, key, Verdict)
+            found = sealed.read(self._record_path(key), RECORD, key, CompileRecord)
             if found is not None:
                 self._seen[key] = found
         if found is not None and not _stands(found, seconds):
@@ -65,40 +65,40 @@ class VerdictStore:
             return None
         return found
 
-    def put(self, verdict: Verdict) -> Verdict:
-        """Keep a verdict, for other processes too, and return it as it counts: the time of a time-out begins now."""
-        if verdict.standing == "timeout":
+    def put(self, record: CompileRecord) -> CompileRecord:
+        """Keep a record, for other processes too, and return it as it counts: the time of a time-out begins now."""
+        if record.standing == "timeout":
             now = datetime.datetime.now(datetime.timezone.utc)
             until = now + datetime.timedelta(seconds=failures.TIMEOUT_STANDS)
-            verdict = msgspec.structs.replace(verdict, wait=failures.TIMEOUT_STANDS, until=until)
-        self._passing.pop(verdict.key, None)
-        self._seen[verdict.key] = verdict
-        self._save(self._verdict_path(verdict.key), sealed.seal(VERDICT, verdict.key, verdict))
-        return verdict
+            record = msgspec.structs.replace(record, wait=failures.TIMEOUT_STANDS, until=until)
+        self._passing.pop(record.key, None)
+        self._seen[record.key] = record
+        self._save(self._record_path(record.key), sealed.seal(RECORD, record.key, record))
+        return record
 
     def add_incident(self, incident: Incident) -> bool:
         """Keep an incident; whether the disk took it."""
         return self._save(self._incident_path(incident.id), sealed.seal(INCIDENT, incident.id, incident))
 
-    def remember(self, verdict: Verdict) -> Verdict:
-        """Keep a verdict for this process only. A failure counts for a while, and in the surroundings of now: twice as
+    def remember(self, record: CompileRecord) -> CompileRecord:
+        """Keep a record for this process only. A failure counts for a while, and in the surroundings of now: twice as
         long when it happens again."""
-        if verdict.passed:
-            self._seen[verdict.key] = verdict
-            return verdict
-        before, now = self._passing.get(verdict.key), failures.surroundings()
+        if record.passed:
+            self._seen[record.key] = record
+            return record
+        before, now = self._passing.get(record.key), failures.surroundings()
         wait = failures.PASSING_STANDS
         if before is not None and before.surroundings == now:
-            wait = min(2 * before.verdict.wait, failures.PASSING_STANDS_AT_MOST)
+            wait = min(2 * before.record.wait, failures.PASSING_STANDS_AT_MOST)
         until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=wait)
-        verdict = msgspec.structs.replace(verdict, standing="passing", wait=wait, until=until)
-        self._passing[verdict.key] = _Passing(verdict, time.monotonic() + wait, now)
-        return verdict
+        record = msgspec.structs.replace(record, standing="passing", wait=wait, until=until)
+        self._passing[record.key] = _Passing(record, time.monotonic() + wait, now)
+        return record
 
-    def happened(self, key: str) -> Verdict | None:
+    def happened(self, key: str) -> CompileRecord | None:
         """The last failure of this process under a key that might pass, whether it still counts or not."""
         passing = self._passing.get(key)
-        return passing.verdict if passing is not None else None
+        return passing.record if passing is not None else None
 
     def _save(self, path: Path, data: bytes) -> bool:
         """Write, or warn once when the folder takes no files (a read-only home): this process then remembers alone."""
@@ -108,12 +108,12 @@ class VerdictStore:
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             if not self._complained:
                 self._complained = True
-                text = f"verdicts cannot be kept under {self.folder} ({error}): set PORTATTN_CACHE_DIR"
+                text = f"compile records cannot be kept under {self.folder} ({error}): set PORTATTN_CACHE_DIR"
                 warnings.warn(text, stacklevel=2)
             return False
         if not self._swept:
             self._swept = True
-            for folder in ("verdicts", "incidents"):
+            for folder in ("records", "incidents"):
                 sweep(self.folder / folder)
         return True
 
@@ -136,36 +136,36 @@ class VerdictStore:
             yield
 
     def count(self) -> tuple[int, int]:
-        """(verdicts on the disk, files in their place that count as absent)."""
-        names = _names(self.folder / "verdicts")
-        whole = sum(sealed.read(self._verdict_path(name), VERDICT, name, Verdict) is not None for name in names)
+        """(records on the disk, files in their place that count as absent)."""
+        names = _names(self.folder / "records")
+        whole = sum(sealed.read(self._record_path(name), RECORD, name, CompileRecord) is not None for name in names)
         return whole, len(names) - whole
 
     def clear(self) -> int:
-        """Forget every verdict (incidents stay); the number of files that are gone."""
+        """Forget every record (incidents stay); the number of files that are gone."""
         self._seen.clear()
         self._passing.clear()
         gone = 0
-        for name in _names(self.folder / "verdicts"):
+        for name in _names(self.folder / "records"):
             with contextlib.suppress(OSError):  # it stays, and was not counted
-                self._verdict_path(name).unlink()
+                self._record_path(name).unlink()
                 gone += 1
         return gone
 
-    def _verdict_path(self, key: str) -> Path:
-        return self.folder / "verdicts" / f"{key}.json"
+    def _record_path(self, key: str) -> Path:
+        return self.folder / "records" / f"{key}.json"
 
     def _incident_path(self, name: str) -> Path:
         return self.folder / "incidents" / f"{name}.json"
 
 
-def _stands(verdict: Verdict, seconds: float) -> bool:
-    """Whether a verdict still counts for a compile that would have so many seconds."""
-    if verdict.standing != "timeout" or verdict.until is None:
+def _stands(record: CompileRecord, seconds: float) -> bool:
+    """Whether a record still counts for a compile that would have so many seconds."""
+    if record.standing != "timeout" or record.until is None:
         return True
     # The clock may have been set back since: it never counts for longer than it should have.
-    left = (verdict.until - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
-    return 0 < left <= verdict.wait and seconds <= verdict.limit
+    left = (record.until - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
+    return 0 < left <= record.wait and seconds <= record.limit
 
 
 def _names(folder: Path) -> list[str]:
@@ -178,10 +178,10 @@ def _names(folder: Path) -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _store(folder: str) -> VerdictStore:
-    return VerdictStore(Path(folder))
+def _store(folder: str) -> CompileStore:
+    return CompileStore(Path(folder))
 
 
-def store(settings: Settings) -> VerdictStore:
+def store(settings: Settings) -> CompileStore:
     """The store that the settings name, or the platform's user cache."""
     return _store(str(cache_folder(settings.cache_dir)))

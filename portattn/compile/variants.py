@@ -15,7 +15,7 @@ from portattn.launch.run import device_guard
 from portattn.planning.backend import Variant
 from portattn.planning.registry import Registry
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.outcome import Verdict
+from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 
@@ -30,12 +30,12 @@ def variant_of(made: Plan) -> Variant | None:
     return next((v for v in backend.variants if v.name == made.path), None) if backend else None
 
 
-def known_failure(variant: Variant, made: Plan, call: Call, settings: Settings) -> Verdict | None:
+def known_failure(variant: Variant, made: Plan, call: Call, settings: Settings) -> CompileRecord | None:
     """What a compiler said against the variant here; None where none did. Nothing is compiled, nothing run."""
     return ensure.known_failure(made, seen(variant, made, call), settings)
 
 
-def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> Verdict | None:
+def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
     """Why the launches of this call do not compile here, tried if nobody has; None when they do."""
     load_kernels("portattn.kernels.combine", interpreted=False)  # says so where Triton interprets in this process
     launches = seen(variant, made, call)

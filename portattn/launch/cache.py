@@ -2,13 +2,13 @@
 
 A *kind* of call is everything about it but its sizes: the operation, its other arguments, which tensors it has, their
 types, devices and alignment, and the settings. Calls of a kind differ in lengths, batches and strides. For those a kind
-has *classes of sizes* (`Kept`), each with the conditions under which its launches are right. A call whose kind is
-known, and whose sizes are of a class that is known, is validated and planned by nobody: its kind compares it, its class
-computes what its launches take of its sizes, and launches.
+has *classes of sizes* (`CachedLaunch`), each with the conditions under which its launches are right. A call whose kind
+is known, and whose sizes are of a class that is known, is neither validated nor planned: its kind compares it, its
+class computes what its launches take of its sizes, and launches.
 
 `Kind.hit` does all of that in C, where native.c can be built; `Kind.match` and `Kind.find` do the same in Python.
 
-Only core paths and variants on accelerators are kept.
+Only core paths and variants on accelerators are cached.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from portattn.config import Settings
 from portattn.launch import cudadriver
-from portattn.launch.cached_launch import Kept
+from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import guard, in_mode, mode_depth
 from portattn.launch.shaped import TensorKind
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -89,7 +89,7 @@ class Kind:
         whose = {place: self._distinct.index(first[id(t)]) for place, t in zip(present, given, strict=True)}
         self.places = {name: whose.get(place) for place, name in enumerate(self.names)}
         self._only = None if only is None else list(only)
-        self.classes: tuple[Kept, ...] = ()
+        self.classes: tuple[CachedLaunch, ...] = ()
         self._natives: list[Any] = []
         self.hit: Any = None
 
@@ -121,33 +121,33 @@ class Kind:
         inputs = sizes_of(distinct) + [length for length in lengths if length is not None]
         return None if self._only is not None and inputs != self._only else (given, addresses, inputs)
 
-    def find(self, inputs: Sequence[int]) -> tuple[Kept, list[int]] | None:
+    def find(self, inputs: Sequence[int]) -> tuple[CachedLaunch, list[int]] | None:
         """The class of these sizes, and what its launches take of them; None where none is known."""
-        for kept in self.classes:
-            sizes = kept.program(inputs)
+        for cached in self.classes:
+            sizes = cached.program(inputs)
             if sizes is not None:
-                return kept, sizes
+                return cached, sizes
         return None
 
-    def add(self, kept: Kept) -> None:
+    def add(self, cached: CachedLaunch) -> None:
         """Let calls whose sizes are of this class be launched by it."""
         with _lock:
-            native = kept.native()
-            self.classes = (kept, *self.classes[: MAX_CLASSES - 1])
+            native = cached.native()
+            self.classes = (cached, *self.classes[: MAX_CLASSES - 1])
             if native is None:
                 return
             del self._natives[MAX_CLASSES - 1 :]  # native.c keeps the latest used first
             self._natives.insert(0, native)
             if self.hit is None:
-                self.hit = self._native(kept)
+                self.hit = self._native(cached)
 
-    def _native(self, kept: Kept) -> Any:
-        direct, at = kept.direct, kept._runtime
+    def _native(self, cached: CachedLaunch) -> Any:
+        direct, at = cached.direct, cached._runtime
         assert direct is not None
         try:
             return direct.native.Kind(
                 values=self.values, settings=self.settings, guard=self._guard, levels=vars(forward_ad),
-                level_name="_current_level", modes=mode_depth, index=kept._index, current=at.current,
+                level_name="_current_level", modes=mode_depth, index=cached._index, current=at.current,
                 stream=at.stream, empty=at.empty, hooked=direct.hooked, address=_address, shape="shape",
                 strides=_strides, lengths=self._lengths,
                 classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
@@ -184,7 +184,7 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def plain_values(values: Sequence[Any]) -> bool:
-    """Whether arguments can be kept: numbers, strings, None, and tuples of them. Others could hold data, or change."""
+    """Whether arguments can be cached: numbers, strings, None, and tuples of them. Others may hold data or change."""
     return all(isinstance(item, _PLAIN) for value in values for item in (value if type(value) is tuple else (value,)))
 
 
@@ -234,7 +234,7 @@ def _drop(kind: Kind) -> None:
 
 
 def forget() -> None:
-    """Forget every kept call: verdicts or data have changed."""
+    """Forget every cached call: records or data have changed."""
     global _ends
     with _lock:
         _ends = None

@@ -1,4 +1,4 @@
-"""One class of sizes of a kept call: its plan, and its launches with places for another call's tensors and sizes."""
+"""One class of sizes of a cached call: its plan, and its launches with places for another call's tensors and sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Planner = Callable[[bytes], Plan]
 
 
 class Sized:
-    """The launches of a call as its sizes decide them: what `Kept` makes places for other sizes of.
+    """The launches of a call as its sizes decide them: what `CachedLaunch` makes places for other sizes of.
 
     trace     of which the numbers in all of these are
     problem   made of Sizes
@@ -54,7 +54,7 @@ def fixed(inputs: Sequence[int], problem: Problem, steps: Sequence[Step], buffer
     return Sized(trace, problem, steps, buffers, why)
 
 
-class Kept:
+class CachedLaunch:
     """Launches for calls whose sizes are of one class.
 
     plan, settings  as it ran

@@ -1,4 +1,4 @@
-"""What a kept launch asks of torch about a device, by the shortest way that this torch has."""
+"""What a cached launch asks of torch about a device, by the shortest way that this torch has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept launches: kernels that are launched again and again with other addresses and sizes, and nothing else changed.
+"""Cached launches: kernels launched repeatedly with other addresses and sizes, and nothing else changed.
 
 Triton's own way (`kernel[grid](…)`) looks at every argument anew, which takes tens of microseconds for one of 86
 arguments. Here the compiled kernel is found once, and what the driver reads lies ready in memory; a launch writes the
@@ -20,7 +20,7 @@ A variant's kernel is described by `Step`s instead of being launched::
 
 `roles` name the tensors whose addresses change from call to call; everything else is taken from the steps: grid,
 numbers, and of a host-side TensorDescriptor its shape, strides, block and padding. Tensor maps are made once for each
-address and its sizes and kept (`MAPS` of them a descriptor), so a call builds no descriptor. Where a kernel needs a
+address and its sizes and cached (`MAPS` of them a descriptor), so a call builds no descriptor. Where a kernel needs a
 second one's partial results, they are a role as well: allocate them before the call, and give the address. `addresses`
 come in the order of the names given to `Direct`; 0 stands for a tensor that is absent.
 
@@ -70,7 +70,7 @@ class Direct:
     sized, outputs   the same steps made of Sizes, and what those of their numbers are added to that a launch takes
 
     Looks the compiled kernels up, compiling what is not compiled, and loads them. Raises Unsupported where a Triton is
-    not known or a kernel has what cannot be kept.
+    not known or a kernel has what cannot be cached.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Loading compiled kernels with little waiting for C compilers.
 
 Triton, before 3.7, has a C compiler make a launcher for each CUDA kernel as it is loaded, and one library for its
-driver; `native` makes another. Each takes 0.3 to 0.5 s. Kept launches never call Triton's launchers: where native.c is
+driver; `native` makes another. Each takes 0.3 to 0.5 s. Cached launches never call them: where native.c is
 there to launch by, they are made when something else does. The libraries are made while a child compiles the kernels.
 """
 

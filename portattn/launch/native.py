@@ -88,21 +88,21 @@ def _make(place: Path) -> tuple[Any, str]:
 
 
 def _load_or_compile(place: Path) -> Any:
-    found = _kept(place)
+    found = _cached(place)
     if found is not None:
         return found
     with trusted.making(place.parent):  # the lock's file, too, is put where nobody else can put one
         sweep(place.parent)
         with locked(place.with_name(f".{place.name}.lock"), SECONDS + TRIAL_SECONDS):
             # Another process may have made it while this one waited.
-            found = _kept(place)
+            found = _cached(place)
             if found is None:
                 _compile(place)
                 found = _import(place)
     return found
 
 
-def _kept(place: Path) -> Any:
+def _cached(place: Path) -> Any:
     """The module at a place; None where there is none, or none that may be loaded: then it is made anew."""
     try:
         return _import(place)

@@ -1,4 +1,4 @@
-"""What the kept launches rely on inside Triton, by version: one module, so that a new release is checked in one place.
+"""What the cached launches rely on inside Triton, by version: one module, so that a new release is checked once.
 
 Read in the sources of 3.2.0, 3.3.1, 3.4.0, 3.5.1, 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (runtime/jit.py,
 compiler/compiler.py, backends/nvidia/driver.py); a version that is not among KNOWN is launched by Triton's own way.
@@ -187,7 +187,7 @@ def tensor_map(compiled: Any, place: int, descriptor: Any) -> TensorMap:
     if about["fp4_padded"]:
         raise Unsupported("descriptors of padded fp4 are not kept")
     make = getattr(utilities, "fill_tma_descriptor", None) or utilities.fill_tma_descriptor_tiled
-    # Numbers alone: a kept call must hold no tensor, and a descriptor has one.
+    # Numbers alone: a cached call must hold no tensor, and a descriptor has one.
     swizzle, size, block = about["swizzle"], about["elem_size"], tuple(about["block_size"])
     kind, padding = TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]], int(getattr(descriptor, "padding", "zero") == "nan")
     return TensorMap(

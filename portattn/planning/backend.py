@@ -78,7 +78,7 @@ class Variant:
         """What else follows from the problem's sizes: shown in plans, no part of what is compiled. Pure."""
         return {}
 
-    def leaves(self, problem: Problem) -> str:
+    def defers_to_core(self, problem: Problem) -> str:
         """Why a problem that it takes is better left to the core unless somebody asks for it; else empty. Pure."""
         return ""
 

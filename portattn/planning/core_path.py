@@ -15,14 +15,14 @@ from portattn.planning.checks import undeclared
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.outcome import Verdicts
+from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Rejection
 from portattn.schema.problem import ASKED, Problem
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, TRIED
-from portattn.schema.tuning import FULL
+from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.version import __version__
 
 
@@ -34,7 +34,9 @@ class Refused(Exception):
         super().__init__(rejection.reason)
 
 
-def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdicts, settings: Settings) -> CoreChoice:
+def choose(
+    problem: Problem, target: Target, registry: Registry, records: CompileRecords, settings: Settings
+) -> CoreChoice:
     """Kernel, lowering and launch for the problem. Raises Refused with the reason when the path cannot be taken."""
     path = registry.backends[target.backend].core_path
     kernel = CORES[problem.op]
@@ -89,12 +91,12 @@ def choose(problem: Problem, target: Target, registry: Registry, verdicts: Verdi
         # The most restrictive is the one to name: what leads to the reference rules out more than what does not.
         blocker = max(blockers, key=lambda q: PATH_EFFECTS.index(q.effect.path or PATH_EFFECTS[0]))
         raise refuse(blocker.title, hint(blocker), quirk=blocker.id, choice=choice)
-    verdict = verdicts.get(choice.key)
-    if verdict is not None and not verdict.passed:
+    record = records.get(choice.key)
+    if record is not None and not record.passed:
         raise refuse(
-            f"this specialisation {verdict.told()}",
-            f"see incident {verdict.incident}" if verdict.incident else "",
-            incident=verdict.incident,
+            f"this specialisation {record.told()}",
+            f"see incident {record.incident}" if record.incident else "",
+            incident=record.incident,
             choice=choice,
         )
     return choice
@@ -105,8 +107,8 @@ class _Base(msgspec.Struct):
 
     lowering: Lowering
     launch: Launch
-    resident: int
-    full: float
+    occupancy: int
+    split_threshold: float
     notes: list[str]
 
 
@@ -117,18 +119,22 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     entry = tuning.find(kernel.name, problem.features()) if tuning else None
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
-        launch, resident, full = Launch().changed(dict(entry.launch)), entry.resident, entry.full
+        launch, occupancy, split_threshold = (
+            Launch().changed(dict(entry.launch)),
+            entry.occupancy,
+            entry.split_threshold,
+        )
         if not tuning.measured(entry):
             notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
     else:
-        lowering, launch, resident, full = Lowering(), Launch(), 1, FULL
+        lowering, launch, occupancy, split_threshold = Lowering(), Launch(), 1, SPLIT_THRESHOLD
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
     tried = TRIED.get(target.toolchain.distribution)
     if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
         notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
         lowering = msgspec.structs.replace(lowering, dot_precision=target.arch.dot_precisions[0])
-    return _Base(lowering, launch, resident, full, notes)
+    return _Base(lowering, launch, occupancy, split_threshold, notes)
 
 
 class _Quirked:
@@ -141,7 +147,12 @@ class _Quirked:
 
     def __init__(self, kernel: CoreKernel, problem: Problem, target: Target, base: _Base) -> None:
         self.kernel, self.problem, self.target = kernel, problem, target
-        self.lowering, self.launch, self.resident, self.full = base.lowering, base.launch, base.resident, base.full
+        self.lowering, self.launch, self.occupancy, self.split_threshold = (
+            base.lowering,
+            base.launch,
+            base.occupancy,
+            base.split_threshold,
+        )
         self.fitted, self.programs = base.launch, 0
         self.env: dict[str, str] = {}
         self.applied: dict[str, Applied] = {}
@@ -175,7 +186,9 @@ class _Quirked:
         """Fit the launch to the problem's sizes (what a quirk set stays), and apply the hard limits."""
         arch = self.target.arch
         pinned = {name for kind, name in self._set_by if kind == "launch"}
-        self.fitted = self.kernel.fit(self.problem, self.lowering, self.launch, arch, self.resident, pinned, self.full)
+        self.fitted = self.kernel.fit(
+            self.problem, self.lowering, self.launch, arch, self.occupancy, pinned, self.split_threshold
+        )
         tiles = self.programs = self.kernel.tiles(self.problem, self.fitted)
         if tiles > arch.max_programs:
             self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
@@ -204,7 +217,7 @@ class _Quirked:
 
     def _touches(self, quirk: Quirk) -> bool:
         if quirk.effect.path == "core":
-            return False  # speaks against variants
+            return False  # rejects variants
         return bool(self._reached(quirk.effect)) or not quirk.effect.sets
 
     def _holds(self, quirk: Quirk, forced: bool) -> bool:
@@ -234,7 +247,7 @@ class _Quirked:
 
 
 def hint(quirk: Quirk) -> str:
-    """What would help where a quirk speaks against a path."""
+    """What would help where a quirk rejects a path."""
     ranges = ", ".join(f"{name} {spec}" for name, spec in quirk.when.toolchain.items())
     better = f"the {quirk.effect.path} path is the better plan" if quirk.symptom == "slow" else ""
     return "; ".join(part for part in (better, f"concerns {ranges}" if ranges else "") if part)
@@ -246,7 +259,7 @@ OPTIONAL = tuple(name for name in ASKED if name != "softcap")
 
 @functools.lru_cache(maxsize=1)
 def kernel_source_digest() -> str:
-    """Digest of the kernels' source, so that a verdict about other code is never taken for one about this."""
+    """Digest of the kernels' source, so that a record about other code is never taken for one about this."""
     import portattn.kernels
 
     digest = hashlib.sha256()

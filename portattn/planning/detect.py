@@ -54,7 +54,7 @@ def _asked(backend: Backend, question: str, *given: int | None) -> Any:
 def _unknown_arch(backend: Backend, name: str, seen: str, toolchain: Toolchain) -> Target:
     """A target for a device that the backend has, and of whose arch it knows nothing: no kernel is planned for it."""
     arch = Arch(
-        name=name, title=name, cores=1, local_memory=0, local_memory_kind="none", max_programs=1, sources=(),
+        name=name, title=name, cores=1, scratchpad_bytes=0, scratchpad_kind="none", max_programs=1, sources=(),
         refused=f"backend {backend.name} finds {seen}; add it: docs/backends.md",
     )  # fmt: skip
     return Target(backend=backend.name, arch=arch, toolchain=toolchain)

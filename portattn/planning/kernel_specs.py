@@ -12,7 +12,7 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import MAX_SPLITS, UNLIMITED, Problem
 from portattn.schema.sizes import least, most, next_power_of_two
 from portattn.schema.target import Arch
-from portattn.schema.tuning import FULL
+from portattn.schema.tuning import SPLIT_THRESHOLD
 
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
@@ -35,7 +35,7 @@ _MASKED = {"bias", "mask"}
 class CoreKernel:
     """One kernel of portattn/kernels/ as one op uses it, as the planner sees it.
 
-    name         kernel name in quirks, tuning and verdicts
+    name         kernel name in quirks, tuning and records
     function     the function in its source; ops that share one differ by its optional arguments
     op           the op that it serves
     choices      the Lowering fields that it reads
@@ -96,9 +96,9 @@ class CoreKernel:
         lowering: Lowering,
         launch: Launch,
         arch: Arch,
-        resident: int,
+        occupancy: int,
         pinned: Container[str] = frozenset(),
-        full: float = FULL,
+        split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
         """The launch with what follows from the problem's sizes filled in (splits, smaller tiles).
 
@@ -250,18 +250,20 @@ class DecodeSplit(CoreKernel):
         lowering: Lowering,
         launch: Launch,
         arch: Arch,
-        resident: int,
+        occupancy: int,
         pinned: Container[str] = frozenset(),
-        full: float = FULL,
+        split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
-        launch = super().fit(problem, lowering, launch, arch, resident, pinned, full)
+        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
         if "splits" in pinned:
             return launch
         if problem.num_splits:
             return msgspec.structs.replace(launch, splits=problem.num_splits)
         programs = self.tiles(problem, launch)
         key_tiles = ceil_div(self.keys(problem), launch.block_n)
-        return msgspec.structs.replace(launch, splits=self.splits(programs, key_tiles, arch.cores, resident, full))
+        return msgspec.structs.replace(
+            launch, splits=self.splits(programs, key_tiles, arch.cores, occupancy, split_threshold)
+        )
 
     def keys(self, problem: Problem) -> int:
         """Most keys that one row can attend."""
@@ -271,14 +273,14 @@ class DecodeSplit(CoreKernel):
         seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
         return least(problem.seq_k, seen)
 
-    def splits(self, programs: int, key_tiles: int, cores: int, resident: int, full: float) -> int:
+    def splits(self, programs: int, key_tiles: int, cores: int, occupancy: int, split_threshold: float) -> int:
         """Over how many programs to split a row's keys.
 
-        full: programs a core from which on keys are not split, as the cores are full anyway
+        split_threshold: programs a core from which on keys are not split, as the cores are full anyway
         """
-        if programs >= full * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
+        if programs >= split_threshold * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
             return 1
-        return split_evenly(programs, key_tiles, cores * resident, MAX_SPLITS)
+        return split_evenly(programs, key_tiles, cores * occupancy, MAX_SPLITS)
 
 
 class PagedSplit(DecodeSplit):

@@ -1,4 +1,4 @@
-"""plan(problem, target, registry, verdicts, settings) -> Plan: which path runs, how, and why. A pure function.
+"""plan(problem, target, registry, records, settings) -> Plan: which path runs, how, and why. A pure function.
 
 Dispatch, explain, doctor, the matrix, the tests and the docs all call it; it can be asked about any machine.
 """
@@ -16,7 +16,7 @@ from portattn.planning.checks import undeclared
 from portattn.planning.core_path import Refused, choose
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
-from portattn.schema.outcome import NO_VERDICTS, Verdicts
+from portattn.schema.outcome import NO_RECORDS, CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -36,13 +36,13 @@ def plan(
     problem: Problem,
     target: Target,
     registry: Registry | None = None,
-    verdicts: Verdicts = NO_VERDICTS,
+    records: CompileRecords = NO_RECORDS,
     settings: Settings | None = None,
 ) -> Plan:
     """Plan one problem on one target.
 
     Candidates in order: variants for this chip, the core kernel, the vendor's library, the reference. The first that
-    nothing speaks against is the plan's path; `rejected` says what spoke against the others.
+    nothing rejects is the plan's path; `rejected` says what rejected the others.
 
     Raises QuirkConflict when two quirks contradict each other, SettingError on an override that names no quirk,
     ArgumentError on an unknown backend, and PathUnavailable when the path that the caller named cannot run this.
@@ -66,7 +66,7 @@ def plan(
     }
     rejected: list[Rejection] = []
     cause = ""  # the quirk that decided against the core path, if one did
-    applied: tuple[Applied, ...] = ()  # every quirk that speaks against it
+    applied: tuple[Applied, ...] = ()  # every quirk that rejects it
     variants: list[Rejection] = []  # no fall-backs: the core covers everything that a variant does
     left: list[Plan] = []  # what a variant would run, and leaves to the core, which is faster at it
     for variant in backend.variants:
@@ -74,7 +74,7 @@ def plan(
         if requested != variant.name and not (requested == "auto" and concerned):
             continue
         try:
-            taken = variant_path.choose(variant, problem, target, registry, verdicts, settings)
+            taken = variant_path.choose(variant, problem, target, registry, records, settings)
         except Refused as no:
             variants.append(no.rejection)
             continue
@@ -87,7 +87,7 @@ def plan(
             notes=(*map(variant_path.note, variants), *taken.notes),
             key=taken.key,
         )
-        why = variant.leaves(problem) if requested == "auto" else ""
+        why = variant.defers_to_core(problem) if requested == "auto" else ""
         if not why:
             return made
         left.append(made)
@@ -99,7 +99,7 @@ def plan(
     automatic = requested == "auto" and backend.core_path != INTERPRETER
     if backend.core_path and (requested == backend.core_path or automatic):
         try:
-            choice = choose(problem, target, registry, verdicts, settings)
+            choice = choose(problem, target, registry, records, settings)
         except Refused as no:
             if left:
                 return msgspec.structs.replace(left[0], notes=(*left[0].notes, variant_path.note(no.rejection)))

@@ -1,4 +1,4 @@
-"""A variant's part of a plan: its own requirements, then the quirks and verdicts that speak against it."""
+"""A variant's part of a plan: its own requirements, then the quirks and records that reject it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from portattn.planning.checks import undeclared
 from portattn.planning.core_path import OPTIONAL, Refused, hint, kernel_source_digest
 from portattn.planning.data_files import has_arches
 from portattn.planning.registry import Registry
-from portattn.schema.outcome import Verdicts
+from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Quirk, concerning
@@ -33,7 +33,7 @@ class VariantChoice(msgspec.Struct, frozen=True, kw_only=True):
     schedule  as the variant describes it
     quirks    cautions about it
     notes     what else should be known
-    key       identifies the kernels' source, the schedule, target and toolchain for verdicts
+    key       identifies the kernels' source, the schedule, target and toolchain for records
     """
 
     schedule: dict[str, Any]
@@ -43,7 +43,7 @@ class VariantChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(
-    variant: Variant, problem: Problem, target: Target, registry: Registry, verdicts: Verdicts, settings: Settings
+    variant: Variant, problem: Problem, target: Target, registry: Registry, records: CompileRecords, settings: Settings
 ) -> VariantChoice:
     """How the variant runs the problem. Raises Refused with the reason when it does not."""
     no = variant.rejects(problem, target) or undeclared(variant.name, problem, variant.ops, variant.takes)
@@ -55,14 +55,14 @@ def choose(
         raise Refused(Rejection(path=variant.name, reason=blocker.title, hint=hint(blocker), quirk=blocker.id))
     schedule = variant.describe(problem)
     key = key_of(variant, problem, schedule, target)
-    verdict = verdicts.get(key)
-    if verdict is not None and not verdict.passed:
+    record = records.get(key)
+    if record is not None and not record.passed:
         raise Refused(
             Rejection(
                 path=variant.name,
-                reason=f"it {verdict.told()}",
-                hint=f"see incident {verdict.incident}" if verdict.incident else "",
-                incident=verdict.incident,
+                reason=f"it {record.told()}",
+                hint=f"see incident {record.incident}" if record.incident else "",
+                incident=record.incident,
             )
         )
     cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
@@ -71,7 +71,7 @@ def choose(
 
 
 def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, settings: Settings) -> list[Quirk]:
-    """The quirks that speak against a variant, or caution about it, for a problem on a target."""
+    """The quirks that reject a variant, or caution about it, for a problem on a target."""
     on, off = registry.overrides(settings.quirks)
     return [
         quirk
@@ -91,7 +91,7 @@ def note(no: Rejection) -> str:
 
 
 def key_of(variant: Variant, problem: Problem, schedule: dict[str, Any], target: Target) -> str:
-    """What a verdict about the variant's kernels is about, as far as a Problem says it."""
+    """What a record about the variant's kernels is about, as far as a Problem says it."""
     parts = {
         "portattn": __version__,
         "source": source_digest(variant),

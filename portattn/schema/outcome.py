@@ -1,4 +1,4 @@
-"""Verdict: what was seen when one kernel specialisation met one toolchain. Incident: a failure, classified."""
+"""CompileRecord: what was seen when one kernel specialisation met one toolchain. Incident: a failure, classified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from portattn.schema.quirk import Level, Symptom
 Standing = Literal["lasting", "timeout", "passing"]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was seen for (kernel specialisation, target, toolchain).
 
     key       digest of the specialisation, target and toolchain (see ensure.code_key)
@@ -31,7 +31,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     >>> import datetime, portattn
     >>> seen = dict(key="0", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles")
-    >>> failed = portattn.Verdict(**seen, passed=False, date=datetime.date(2026, 1, 31), reason="it hung")
+    >>> failed = portattn.CompileRecord(**seen, passed=False, date=datetime.date(2026, 1, 31), reason="it hung")
     >>> failed.told()
     'failed here on 2026-01-31: it hung'
     """
@@ -113,10 +113,10 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     environment_set: dict[str, str] = {}
 
 
-class Verdicts(Protocol):
-    """Where a plan looks verdicts up: a dict serves, and so does the on-disk store."""
+class CompileRecords(Protocol):
+    """Where a plan looks records up: a dict serves, and so does the on-disk store."""
 
-    def get(self, key: str, /) -> Verdict | None: ...
+    def get(self, key: str, /) -> CompileRecord | None: ...
 
 
-NO_VERDICTS: dict[str, Verdict] = {}
+NO_RECORDS: dict[str, CompileRecord] = {}

@@ -23,7 +23,7 @@ class CoreChoice(msgspec.Struct, frozen=True, kw_only=True):
     """How the core kernel runs, or would have run had it not been rejected.
 
     choices  names of the lowering's fields that the kernel reads
-    key      identifies the specialisation, target and toolchain for verdicts
+    key      identifies the specialisation, target and toolchain for records
     """
 
     kernel: str
@@ -39,7 +39,7 @@ class CoreChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """A path that was not taken: why, and what would change that.
 
-    quirk     id of the quirk that speaks against it, if one does
+    quirk     id of the quirk that rejects it, if one does
     incident  id of the failure seen here, if one was
     choice    for a core path, how it would have run
     """

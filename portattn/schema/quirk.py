@@ -75,7 +75,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     lowering  choice -> value            launch  launch value or compiler option -> value
     path      the path that comes first  env     environment of the compile
-              (`core` speaks against variants only)
+              (`core` rejects variants only)
     note      a caution: changes nothing, and is listed in every plan it concerns
     """
 

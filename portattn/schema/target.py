@@ -30,12 +30,12 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     traits         what distinguishes it for who chooses tiles and loads; see TRAITS
     core_threads, core_registers, register_unit, reserved_memory
                    of one compute unit: threads, registers, registers that are handed out at once, and bytes of
-                   `local_memory_kind` that are taken for each program beside its own; 0 where nobody has looked, and
+                   `scratchpad_kind` that are taken for each program beside its own; 0 where nobody has looked, and
                    how many programs fit is then not known
     cores          compute units that run programs: SMs, CUs, AI cores (of the chip named first in `title`)
     warp_size      lanes a warp or wavefront (0 where the notion does not apply)
     registers      32-bit registers a thread can have (0 where the notion does not apply)
-    local_memory   bytes that one program can have of `local_memory_kind` (shared memory, LDS, UB, or none)
+    scratchpad_bytes   bytes that one program can have of `scratchpad_kind` (shared memory, LDS, UB, or none)
     max_programs   programs in one launch
     matrix         matrix instructions that the compiler uses on it, by the prefix they have in its assembly text
     fp8            fp8 formats that its matrix units take
@@ -63,8 +63,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reserved_memory: int = 0
     warp_size: int = 0
     registers: int = 0
-    local_memory: int
-    local_memory_kind: Literal["shared memory", "LDS", "UB", "none"]
+    scratchpad_bytes: int
+    scratchpad_kind: Literal["shared memory", "LDS", "UB", "none"]
     max_programs: int
     matrix: tuple[str, ...] = ()
     fp8: tuple[str, ...] = ()

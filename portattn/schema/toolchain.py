@@ -174,7 +174,7 @@ def owners(folder: Path) -> list[tuple[str, str]]:
 def _stated(folder: Path) -> tuple[str, str]:
     """Name and version of a folder that no distribution owns, as a source build has: what its __version__ states.
 
-    The version is marked, so that verdicts about the release are not taken for ones about it. ("unowned", "0") where
+    The version is marked, so that records about the release are not taken for ones about it. ("unowned", "0") where
     nothing can be read, and for a fork: forks state the number of the Triton that they started from.
     """
     unknown = ("unowned", "0")

@@ -14,7 +14,7 @@ from portattn.errors import DataError
 from portattn.schema import conditions, toml_reader
 from portattn.schema.lowering import CHOICES, BackendOptions, OptionValue, check_launch_values
 
-FULL = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
+SPLIT_THRESHOLD = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chip       the device's name; of a chip that was not there, its title and "not present"
     measured   True only when the choice was timed on the chip, and then there are figures
     kernels    digest of the kernels' source that was timed
-    registers, spills, local_memory  of its code: a thread's, bytes, bytes a program
+    registers, spills, scratchpad_bytes  of its code: a thread's, bytes, bytes a program
     """
 
     chip: str
@@ -68,7 +68,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     runner_up: str = ""
     registers: int | None = None
     spills: int | None = None
-    local_memory: int | None = None
+    scratchpad_bytes: int | None = None
     figures: tuple[Figures, ...] = ()
 
 
@@ -78,8 +78,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     flags     settings of a variant, by names of its own; a variant's entries name it in full
     core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
     timed     False for a choice that was only compiled, in a file whose others were timed
-    resident  programs that one core runs at a time, as far as the split over keys is concerned (decode)
-    full      programs a core from which on keys are not split
+    occupancy  programs that one core runs at a time, as far as the split over keys is concerned (decode)
+    split_threshold  programs a core from which on keys are not split
     provenance  this entry's own, where it is not the file's
     """
 
@@ -89,8 +89,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     lowering: dict[str, str] = {}
     flags: dict[str, bool | int | str] = {}
     core: bool = False
-    resident: int = 1
-    full: float = FULL
+    occupancy: int = 1
+    split_threshold: float = SPLIT_THRESHOLD
     timed: bool = True
     note: str = ""
     provenance: Source | None = None
@@ -147,7 +147,7 @@ def read_tuning(path: Path, backend: str, options: BackendOptions) -> Tuning:
                 condition = entry.when[asked.index("programs")]
                 raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
             if "splits" in entry.launch:
-                raise ValueError("launch splits is computed from the sizes of a problem; `resident` steers it")
+                raise ValueError("launch splits is computed from the sizes of a problem; `occupancy` steers it")
             check_launch_values(dict(entry.launch), backend, options)
             if entry.flags and set("*?[") & set(entry.kernel):
                 raise ValueError(f"flags belong to a variant, and {entry.kernel!r} must name it in full")

@@ -18,7 +18,7 @@ import msgspec
 
 from portattn.compile import failures
 from portattn.compile.ensure import incident_of
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable, PortattnError
@@ -28,7 +28,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.planning.variant_path import source_digest
 from portattn.schema.ops import ROWS
-from portattn.schema.outcome import Incident, Verdict
+from portattn.schema.outcome import CompileRecord, Incident
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Symptom
@@ -73,26 +73,26 @@ def wanted(target: Target, settings: Settings) -> bool:
     return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target) is None)
 
 
-def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> Verdict | None:
-    """None when the plan's kernel family may run here; otherwise the negative Verdict that quarantines it.
+def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
+    """None when the plan's kernel family may run here; otherwise the negative CompileRecord that quarantines it.
 
     The set is run on this device when nobody has on this target and toolchain; that takes a child process some
     seconds, once.
     """
     if not wanted(target, settings):
         return None
-    verdicts = store(settings)
+    records = store(settings)
     key = key_of(family(made), target)
     seconds = settings.compile_seconds
-    found = verdicts.get(key, seconds)
+    found = records.get(key, seconds)
     if found is None:
-        with verdicts.lock(key, seconds * (len(cases(made)) + 1)):
-            found = verdicts.get(key, seconds) or run(made, target, settings, verdicts, device)
+        with records.lock(key, seconds * (len(cases(made)) + 1)):
+            found = records.get(key, seconds) or run(made, target, settings, records, device)
     return None if found.passed else found
 
 
-def known_failure(made: Plan, target: Target, settings: Settings) -> Verdict | None:
-    """The verdict that quarantines the plan's kernel family here, if there is one. Nothing is run."""
+def known_failure(made: Plan, target: Target, settings: Settings) -> CompileRecord | None:
+    """The record that quarantines the plan's kernel family here, if there is one. Nothing is run."""
     if not made.key or not wanted(target, settings):
         return None
     found = store(settings).get(key_of(family(made), target), settings.compile_seconds)
@@ -111,7 +111,7 @@ def cases(made: Plan) -> tuple[Problem, ...]:
 
 
 def key_of(kernel: str, target: Target) -> str:
-    """What a canary's verdict is about: the family's source, the chip, and every component of the toolchain."""
+    """What a canary's record is about: the family's source, the chip, and every component of the toolchain."""
     found, backend = target.toolchain, Registry.load().backends[target.backend]
     variant = next((variant for variant in backend.variants if variant.name == kernel), None)
     source = source_digest(variant) if variant else kernel_source_digest()
@@ -119,9 +119,9 @@ def key_of(kernel: str, target: Target) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, device: torch.device) -> Verdict:
-    """Run the set of the plan's family on a device of this machine, and keep the verdict."""
-    worst, looked_at, kernel = 0.0, 0, family(made)
+def run(made: Plan, target: Target, settings: Settings, records: CompileStore, device: torch.device) -> CompileRecord:
+    """Run the set of the plan's family on a device of this machine, and keep the record."""
+    worst, analyzed, kernel = 0.0, 0, family(made)
     with Worker(runs="kernels") as worker:
         for problem in cases(made):
             case = planned(problem, target, settings, made.path)
@@ -133,9 +133,9 @@ def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, 
             symptom, cause = judged(reply, target, problem)
             if symptom:
                 incident = _incident(case, target, symptom, cause, reply)
-                kept = verdicts.add_incident(incident)
-                return verdicts.put(
-                    _verdict(
+                kept = records.add_incident(incident)
+                return records.put(
+                    _record(
                         kernel, target, passed=False, level="declared", reason=incident.message,
                         incident=incident.id if kept else "",
                         **{"standing": "timeout", "limit": settings.compile_seconds} if symptom == "hang" else {},
@@ -144,14 +144,14 @@ def run(made: Plan, target: Target, settings: Settings, verdicts: VerdictStore, 
             if cause:
                 warnings.warn(f"canary of {kernel} on {target}: inconclusive: {cause}", stacklevel=2)
                 continue
-            looked_at += 1
+            analyzed += 1
             worst = max(worst, float(reply.facts["error"]))
-    if looked_at:
-        passed = _verdict(kernel, target, passed=True, level="runs", error=worst)
-        verdicts.put(passed)
+    if analyzed:
+        passed = _record(kernel, target, passed=True, level="runs", error=worst)
+        records.put(passed)
     else:  # no evidence: this process goes on, the next one tries again
-        passed = _verdict(kernel, target, passed=True, level="declared")
-        verdicts.remember(passed)
+        passed = _record(kernel, target, passed=True, level="declared")
+        records.remember(passed)
     return passed
 
 
@@ -170,7 +170,7 @@ def planned(problem: Problem, target: Target, settings: Settings, path: str) -> 
 def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Literal[""], str]:
     """(symptom, cause) of a canary's answer: ("", "") when it passed, ("", cause) when it says nothing.
 
-    Only what a kernel did on the device speaks against it: wrong numbers, an access or an instruction that the device
+    Only what a kernel did on the device rejects it: wrong numbers, an access or an instruction that the device
     refused, a signal of the process's own while kernels ran, no end of them. A compile that fails is found by that
     specialisation's own first call, and the machine's failures are not the kernel's.
     """
@@ -191,8 +191,8 @@ def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Li
     return "", seen.reason
 
 
-def _verdict(kernel: str, target: Target, **seen: Any) -> Verdict:
-    return Verdict(
+def _record(kernel: str, target: Target, **seen: Any) -> CompileRecord:
+    return CompileRecord(
         key=key_of(kernel, target),
         kernel=kernel,
         target=target.name,

@@ -18,7 +18,7 @@ LIMITS: frozenset[str] = frozenset({"masked-store", "leftover", "uninitialised-r
 
 
 class KernelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One compiled kernel: registers, spills (bytes), local_memory (bytes), matrix instructions by name …"""
+    """One compiled kernel: registers, spills (bytes), scratchpad_bytes (bytes), matrix instructions by name …"""
 
     function: str
     facts: Facts
@@ -81,5 +81,5 @@ class Lint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def red(self) -> bool:
-        """Whether it speaks against the kernel."""
+        """Whether it rejects the kernel."""
         return self.name in LIMITS and not self.explained_by

@@ -52,9 +52,9 @@ def limits(kernel: KernelFacts, arch: Arch, timed: bool, other: str) -> list[Gat
     other  the compiler that the tile was chosen with, where it is another one: what spills with this one is noted
     """
     facts, gates = kernel.facts, []
-    used = int(facts.get("local_memory", 0))
-    limit = f"{arch.name} has {arch.local_memory}"
-    gates.append(gate_of(f"bytes of {arch.local_memory_kind}", kernel, used, limit, used <= arch.local_memory))
+    used = int(facts.get("scratchpad_bytes", 0))
+    limit = f"{arch.name} has {arch.scratchpad_bytes}"
+    gates.append(gate_of(f"bytes of {arch.scratchpad_kind}", kernel, used, limit, used <= arch.scratchpad_bytes))
     if arch.registers and "registers" in facts:
         used = int(facts["registers"])
         gates.append(gate_of("registers", kernel, used, f"{arch.name} has {arch.registers}", used <= arch.registers))

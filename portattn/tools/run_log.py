@@ -24,7 +24,7 @@ _SUM = re.compile(rb',"sum":"([0-9a-f]{16})"}$')
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Journal:
+class RunLog:
     """The lines of one run. Use it as a context: it holds the lock.
 
     path   the file; its folder is made
@@ -53,7 +53,7 @@ class Journal:
     ) -> None:
         self._lock.release()
 
-    def put_away(self) -> Path | None:
+    def rotate(self) -> Path | None:
         """Give the file that is there a name with its date. Returns where it went, if there was one."""
         if not self.path.exists():
             return None

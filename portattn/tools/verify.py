@@ -33,8 +33,8 @@ from portattn.tools.matrix import variants
 from portattn.tools.matrix.run import core_of
 from portattn.worker.client import Worker
 
-Verdict = Literal["agree", "device", "kernel", "interpreter", "unclear", "unseen", "refused", "compiled", "compiler"]
-SENTENCES: Mapping[Verdict, str] = {
+Conclusion = Literal["agree", "device", "kernel", "interpreter", "unclear", "unseen", "refused", "compiled", "compiler"]
+SENTENCES: Mapping[Conclusion, str] = {
     "agree": "right by every means that ran",
     "device": "right under the interpreter and wrong as machine code: what the compiler made of it, or the chip",
     "kernel": "wrong by every means that ran: the kernel itself, or this lowering of it",
@@ -62,7 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     toolchain: str
     kernel: str
     path: str
-    verdict: Verdict
+    verdict: Conclusion
     sentence: str
     level: Level = "declared"
     label: str = ""
@@ -76,26 +76,26 @@ def verify(
     seconds: float,
     say: Callable[[str], None],
     emulate: bool = False,
-    run_older: bool | None = None,
+    run_ptx_compat: bool | None = None,
 ) -> Iterator[Row]:
     """Verify the canaries of these ops (all when empty) on a target; a row as each is finished.
 
     seconds    time limit of each means
     say        told what is being run
     emulate    also run the machine code in a model of the chip
-    run_older  also run the target's code on a newer chip of its family that is here; None: where there is one
+    run_ptx_compat  also run the target's code on a newer chip of its family that is here; None: where there is one
 
-    Raises ArgumentError when there is no model of the chip, or run_older is True and no newer chip; LabError when the
-    target's compiler is neither installed nor in the lab.
+    Raises ArgumentError when there is no model of the chip, or run_ptx_compat is True and no newer chip; LabError when
+    the target's compiler is neither installed nor in the lab.
     """
     interpreter = Interpreter(seconds)
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
-    for name, asked in (("emulated", emulate), ("older", run_older)):
+    for name, asked in (("emulated", emulate), ("older", run_ptx_compat)):
         if asked and (missing := lacks(name, target, devices())):
             raise ArgumentError("verify", "target", target.name, missing)
     own = executors(target.backend, seconds, devices())
     # Where an older chip's code is not run the row says why, unless that was asked for.
-    wanted = {"older": not here and run_older is not False, "emulated": emulate}
+    wanted = {"older": not here and run_ptx_compat is not False, "emulated": emulate}
     means = [own[name] for name, runs in wanted.items() if runs and name in own]
     compiles = any(not one.lacks(target) for one in means)
     levels: dict[str, Level] = {DEVICE: "runs", **{one.name: one.level for one in means}}
@@ -189,7 +189,7 @@ def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compiler
     return Numerics(outcome="fail" if broken else "pass", where=where, problem=problem, reason="; ".join(broken))
 
 
-def variant_conclusion(outcomes: Mapping[str, str]) -> Verdict:
+def variant_conclusion(outcomes: Mapping[str, str]) -> Conclusion:
     """What compiling a variant, and running it where that could be done, together say."""
     on_device, compiled = outcomes.get("device", "not_run"), outcomes["compiled"]
     if on_device != "not_run":
@@ -199,7 +199,7 @@ def variant_conclusion(outcomes: Mapping[str, str]) -> Verdict:
     return "compiled" if compiled == "pass" else "compiler"
 
 
-def conclusion(outcomes: Mapping[str, str]) -> Verdict:
+def conclusion(outcomes: Mapping[str, str]) -> Conclusion:
     """What the outcomes of the means together say; `not_run` says nothing."""
     ran = {name: outcome == "pass" for name, outcome in outcomes.items() if outcome != "not_run"}
     if not ran:
@@ -240,7 +240,7 @@ def _row(
     problem: Problem,
     target: Target,
     core: Plan | None,
-    verdict: Verdict,
+    verdict: Conclusion,
     sentence: str,
     seen: dict[str, Numerics],
     levels: Mapping[str, Level] | None = None,

@@ -169,7 +169,7 @@ class Bench:
             raise Missing(f"the model was tried with the code of Triton {oldest} and newer")
         return {
             "amdgcn": code.texts["amdgcn"],
-            "lds": code.facts["local_memory"],
+            "lds": code.facts["scratchpad_bytes"],
             "waves": code.facts["num_warps"],
             "types": code.types,
             "unchecked": list(unchecked),

@@ -26,7 +26,10 @@ _AMD_MATRIX = {"mfma": r"^\s+v_s?mfma_", "wmma": r"^\s+v_s?wmma_"}
 
 def read(kernel: Any, arch: int | str, full: bool) -> dict[str, int | str]:
     """Facts of a compiled kernel. Without `full` only what its metadata holds, which costs nothing."""
-    facts: dict[str, int | str] = {"local_memory": int(kernel.metadata.shared), "num_warps": kernel.metadata.num_warps}
+    facts: dict[str, int | str] = {
+        "scratchpad_bytes": int(kernel.metadata.shared),
+        "num_warps": kernel.metadata.num_warps,
+    }
     if not full:
         return facts
     if "ptx" in kernel.asm:

@@ -87,19 +87,19 @@ def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched,
     assert made.rejected[0].incident in message
     assert "ttgir" in message
     assert warning.filename == __file__, "the warning must point at the caller"
-    asked = 2 if behaviour == "crash" else 1  # a compiler that dies is asked once more
+    asked = 2 if behaviour == "crash" else 1  # a compiler that dies is retried once
     assert len(requests.read_text().splitlines()) == asked, "what failed is not compiled again"
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert torch.equal(outs[0], expected)
     assert torch.equal(outs[1], expected)
 
 
-def test_a_second_process_sees_the_verdict(sm_90, compiler, launched) -> None:
+def test_a_second_process_sees_the_record(sm_90, compiler, launched) -> None:
     requests = compiler("crash")
     q, k, v = tensors()
     given(lambda: portattn.attention(q, k, v))
     asked = requests.read_text()
-    # What a new process has not: plans, verdicts read, keys known to compile, warnings given.
+    # What a new process has not: plans, records read, keys known to compile, warnings given.
     dispatch.forget_plans()
     dispatch._warned.clear()
     store.__globals__["_store"].cache_clear()
@@ -151,7 +151,7 @@ def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:
     with pytest.raises(PathUnavailable, match=r"(?s)cannot run this on.*PassManager::run failed") as error:
         portattn.attention(q, k, v, backend="triton")
     assert error.value.rejected[0].incident
-    with pytest.raises(PathUnavailable, match="PassManager::run failed"):  # and by the kept verdict
+    with pytest.raises(PathUnavailable, match="PassManager::run failed"):  # and by the kept record
         portattn.attention(q, k, v, backend="triton")
     with pytest.raises(PathUnavailable, match="seqlens_k"):
         portattn.attention(q, k, v, seqlens_k=torch.tensor([1, 2], dtype=torch.int32), backend="sdpa")

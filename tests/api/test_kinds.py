@@ -1,4 +1,4 @@
-"""A kept call serves every size of its kind: launches are those of a process that knows no other call."""
+"""A cached call serves every size of its kind: launches are those of a process that knows no other call."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_prepared_run_with_descriptors_allocates_nothing() -> None:
 def test_partial_results_are_reused() -> None:
     arguments = data("decode_attention", seed=0) | {"num_splits": 3}
     handle = portattn.prepare("decode_attention", **arguments)
-    buffers = handle._kept.buffers(handle._memory, handle._sizes)
+    buffers = handle._cached.buffers(handle._memory, handle._sizes)
     assert len(buffers) == 2
     for seed in (0, 1):
         for buffer in buffers.values():

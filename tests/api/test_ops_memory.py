@@ -236,8 +236,8 @@ def test_an_allocator_for_descriptors_is_put_back() -> None:
         pytest.skip("this Triton has no descriptors")
 
     def current() -> Any:
-        kept = _allocation._allocator
-        return kept.get() if hasattr(kept, "get") else kept
+        held = _allocation._allocator
+        return held.get() if hasattr(held, "get") else held
 
     before = current()
     with descriptor_memory(DescriptorMemory(torch.device("cpu"), held={})) as _:

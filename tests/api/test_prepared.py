@@ -22,7 +22,7 @@ NAN = float("nan")
 @pytest.fixture(params=["host", "kept"])
 def place(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device that prepared calls run on: a CPU goes through the reference path, and as if it were an accelerator
-    through launches that are kept."""
+    through launches that are cached."""
     if request.param == "host":
         return "cpu"
     if device.path == "interpreter":
@@ -124,7 +124,7 @@ def test_partial_results_are_the_handles(device: Device, monkeypatch: pytest.Mon
     arguments = given(call)
     handle = portattn.prepare(call.problem.op, **arguments)
     assert handle.plan.launch.splits == 3
-    buffers = handle._kept.buffers(handle._memory, handle._sizes)
+    buffers = handle._cached.buffers(handle._memory, handle._sizes)
     batch, rows = call.problem.query_rows
     shape = (3, batch, 4, rows)
     # Of each row a maximum and a sum, and its columns.
@@ -136,8 +136,8 @@ def test_partial_results_are_the_handles(device: Device, monkeypatch: pytest.Mon
         buffer.fill_(NAN)
     out, lse = results(call)
     with monkeypatch.context() as patch:
-        without = dataclasses.replace(handle._kept._runtime, empty=lambda *shape: pytest.fail("a run allocates"))
-        patch.setattr(handle._kept, "_runtime", without)
+        without = dataclasses.replace(handle._cached._runtime, empty=lambda *shape: pytest.fail("a run allocates"))
+        patch.setattr(handle._cached, "_runtime", without)
         handle.run(**arguments, out=out, lse=lse)
     same((out, lse), expected)
     assert all(buffer.any() and not buffer.isnan().any() for buffer in buffers.values()), "the same memory again"
@@ -466,7 +466,7 @@ def test_what_does_not_compile_takes_the_next_path(
 def test_a_prepared_call_does_not_plan(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = a_call("decode", place)
     handle = portattn.prepare("decode_attention", **given(call))
-    if handle._kept is None:
+    if handle._cached is None:
         assert place == "cpu"
         return
     for module, name in (

@@ -82,7 +82,7 @@ def test_calls_on_a_cpu_are_not_kept() -> None:
         request("attention", q.to("meta"), [k], v),
         request("attention", None, k, v),
     ]
-    assert [r.keepable() for r in made] == [False] * 4
+    assert [r.cacheable() for r in made] == [False] * 4
 
 
 SETTINGS = {
@@ -105,13 +105,13 @@ def test_a_calls_own_words_change_the_settings(own: tuple[str | None, bool | Non
 
 
 def kept_calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """Requests that were built, which is what a kept call is spared."""
+    """Requests that were built, which is what a cached call is spared."""
     built: list[Request] = []
     run = dispatch.run
 
-    def noted(call: Any, settings: Settings, keeping: Any = None) -> Any:
+    def noted(call: Any, settings: Settings, caching: Any = None) -> Any:
         built.append(call)
-        return run(call, settings, keeping)
+        return run(call, settings, caching)
 
     monkeypatch.setattr(dispatch, "run", noted)
     return built
@@ -142,12 +142,12 @@ def test_a_kept_call_gives_what_a_first_one_gives(
         assert one.data_ptr() != other.data_ptr()
         assert one.stride() == other.stride()
     other = changed(arguments)
-    kept = perform(op, other)
+    cached = perform(op, other)
     assert len(built) == 1
     dispatch.forget_plans()
     fresh = perform(op, other)
     assert len(built) == 2
-    for one, two in zip(kept, fresh, strict=True):
+    for one, two in zip(cached, fresh, strict=True):
         assert torch.equal(one, two)
         assert not torch.equal(one, first[0] if one.ndim == first[0].ndim else first[1])
 
@@ -191,7 +191,7 @@ def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch
     assert len(built) == len(others) + 1
     with pytest.raises(portattn.ArgumentError, match="return_lse is 1"):
         portattn.attention(q, k, v, return_lse=1)
-    with pytest.raises(portattn.ArgumentError, match="window is"):  # unhashable: never kept, and never looked up
+    with pytest.raises(portattn.ArgumentError, match="window is"):  # unhashable: never cached, and never looked up
         portattn.attention(q, k, v, window=[1, 0])
 
 

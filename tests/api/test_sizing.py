@@ -16,7 +16,7 @@ import torch
 import portattn
 from portattn.api import candidate, sizing
 from portattn.launch import cache
-from portattn.launch.cached_launch import Kept
+from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.shaped import Shaped, TensorKind
 from portattn.schema.sizes import Trace, Untraceable
 from portattn.schema.steps import Step
@@ -103,11 +103,11 @@ def test_constants_and_options_are_of_one_value() -> None:
 
 
 @pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[Kept, list[int]]]]:
-    """Keeps a call with so many keys, on CPU tensors that count as an H100's: what is kept, and its sizes."""
+def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[CachedLaunch, list[int]]]]:
+    """Keeps a call with so many keys, on CPU tensors that count as an H100's: what is cached, and its sizes."""
     opcalls.pretend_accelerator(monkeypatch)
 
-    def kept_of(keys: int) -> tuple[Kept, list[int]]:
+    def kept_of(keys: int) -> tuple[CachedLaunch, list[int]]:
         q, k = torch.zeros(2, 4, 3, 24, dtype=torch.float16), torch.zeros(2, 2, keys, 24, dtype=torch.float16)
         v, lengths = k.clone(), torch.zeros(2, dtype=torch.int32)
         with portattn.settings(canary="never"):
@@ -121,27 +121,27 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[Kept
 
 
 @pytest.mark.interpreter
-def test_the_plan_of_other_sizes(keep: Callable[[int], tuple[Kept, list[int]]]) -> None:
-    """What a kept call of other sizes would have been planned as, made when it is asked for."""
-    kept, inputs = keep(640)
-    assert kept.inputs == tuple(inputs)
-    assert kept.note(inputs) is kept.plan
+def test_the_plan_of_other_sizes(keep: Callable[[int], tuple[CachedLaunch, list[int]]]) -> None:
+    """What a cached call of other sizes would have been planned as, made when it is asked for."""
+    cached, inputs = keep(640)
+    assert cached.inputs == tuple(inputs)
+    assert cached.note(inputs) is cached.plan
     again, others = keep(656)
-    assert again is kept, "one class"
-    planner, given = kept.note(others)
+    assert again is cached, "one class"
+    planner, given = cached.note(others)
     assert planner(given) == portattn.last_plan()
     made = planner(given)
-    assert (made.problem.seq_k, made.path, made.key) == (656, kept.plan.path, kept.plan.key)
-    assert planner(array("q", inputs).tobytes()) == kept.plan
+    assert (made.problem.seq_k, made.path, made.key) == (656, cached.plan.path, cached.plan.key)
+    assert planner(array("q", inputs).tobytes()) == cached.plan
 
 
 @pytest.mark.interpreter
-def test_sizes_of_another_class_are_planned(keep: Callable[[int], tuple[Kept, list[int]]]) -> None:
-    kept, _ = keep(640)
-    assert kept.why_fixed == ""
+def test_sizes_of_another_class_are_planned(keep: Callable[[int], tuple[CachedLaunch, list[int]]]) -> None:
+    cached, _ = keep(640)
+    assert cached.why_fixed == ""
     other, inputs = keep(641)
-    assert other is not kept
-    assert kept.program(inputs) is None
+    assert other is not cached
+    assert cached.program(inputs) is None
 
 
 def test_launches_that_sizes_change_are_noticed() -> None:
@@ -190,15 +190,15 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
         portattn.decode_attention(q, k, k.clone(), lengths, num_splits=3, backend="triton")
     (kind,) = cache.every_kind()
     cache.forget()
-    kept = kind.classes[0]
+    cached = kind.classes[0]
     more = cache.sizes_of([t.new_empty(18, *t.shape[1:]) for t in (q, k, k, lengths)])
-    for inputs in (kept.inputs, more):
-        sizes = kept.program(inputs)
+    for inputs in (cached.inputs, more):
+        sizes = cached.program(inputs)
         assert sizes is not None
-        memory = kept.memory(sizes)
+        memory = cached.memory(sizes)
         assert memory is not None
         ranges = sorted(
-            (t.data_ptr() - memory.data_ptr(), t.numel() * t.itemsize) for t in kept.buffers(memory, sizes).values()
+            (t.data_ptr() - memory.data_ptr(), t.numel() * t.itemsize) for t in cached.buffers(memory, sizes).values()
         )
         assert len(ranges) >= 2
         assert all(begin % 256 == 0 for begin, _ in ranges)
@@ -216,27 +216,27 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(
-    keep: Callable[[int], tuple[Kept, list[int]]], monkeypatch: pytest.MonkeyPatch, raised: Exception, why: str
+    keep: Callable[[int], tuple[CachedLaunch, list[int]]], monkeypatch: pytest.MonkeyPatch, raised: Exception, why: str
 ) -> None:
     def plan(self: Any, call: Any) -> Any:
         raise raised
 
     monkeypatch.setattr(sizing.Recipe, "plan", plan)
-    kept, inputs = keep(640)
-    assert kept.why_fixed == why
-    assert kept.program(inputs) == kept.sizes
+    cached, inputs = keep(640)
+    assert cached.why_fixed == why
+    assert cached.program(inputs) == cached.sizes
     for place in range(len(inputs)):
         others = [size + (i == place) for i, size in enumerate(inputs)]
-        assert kept.program(others) is None, place
+        assert cached.program(others) is None, place
 
 
 @pytest.mark.interpreter
 def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(
-    keep: Callable[[int], tuple[Kept, list[int]]], monkeypatch: pytest.MonkeyPatch
+    keep: Callable[[int], tuple[CachedLaunch, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = sizing.Recipe.plan
     monkeypatch.setattr(
         sizing.Recipe, "plan", lambda self, call: msgspec.structs.replace(made(self, call), key="another")
     )
-    kept, _ = keep(640)
-    assert "it is planned as triton another, and was as triton" in kept.why_fixed
+    cached, _ = keep(640)
+    assert "it is planned as triton another, and was as triton" in cached.why_fixed

@@ -34,7 +34,7 @@ def on_the_first(found: Pieces) -> Pieces:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("current", [0, 1])
 def test_results_do_not_depend_on_the_device(name: str, current: int) -> None:
-    """First calls, kept calls and calls of changed data, whichever device is the current one."""
+    """First calls, cached calls and calls of changed data, whichever device is the current one."""
     arguments, other = data(name, seed=0), data(name, seed=1)
     expected = perform(name, arguments), perform(name, other)
     with torch.cuda.device(current):

@@ -65,7 +65,7 @@ def test_fake_tensors_never_reach_a_kept_launch(device: Device, monkeypatch: pyt
         out = portattn.attention(*(mode.from_tensor(t) for t in real))
     assert isinstance(out, torch._subclasses.FakeTensor)
     portattn.attention(negated(real[0]), *real[1:])
-    assert len(planned) == 2, "a view to be negated is no kept call"
+    assert len(planned) == 2, "a view to be negated is no cached call"
     kinds = len(cache.every_kind())
     with _Counting():
         portattn.attention(*real)

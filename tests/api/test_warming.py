@@ -37,7 +37,7 @@ def test_a_tensor_is_described_given_or_meta() -> None:
         [SMALL | {"q": q, "k": meta, "v": "fp32[1,2,8,16]:0,128,16,1"}], device="cpu", say=calls.append
     )
     (one,) = report.specs
-    assert (one.spec, one.path, one.key, one.way, one.compiled, one.kept, one.failed) == (
+    assert (one.spec, one.path, one.key, one.way, one.compiled, one.cached, one.failed) == (
         0,
         "reference",
         "",
@@ -132,7 +132,7 @@ def test_sizes_that_vary_are_one_call_where_nothing_is_kept() -> None:
     report = portattn.warmup([spec | {"sizes": {"T": [8, 2, 4], "M": "1..5"}}], device="cpu", say=told.append)
     (one,) = report.specs
     assert one.call == "varlen_attention q (8,2,16) kv (8,2,16) fp32 2 sequences; T = 8, M = 5"
-    assert (one.path, one.kept, one.failed) == ("reference", False, "")
+    assert (one.path, one.cached, one.failed) == ("reference", False, "")
     assert len(told) == 2
 
 

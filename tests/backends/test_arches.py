@@ -60,15 +60,15 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
     assert arch.max_programs > 0
     assert set(arch.dot_precisions) <= set(get_args(DotPrecision))
     assert arch.dot_precisions[0] == "ieee"  # what the planner takes where a tuning file's choice is not allowed
-    assert arch.local_memory % 1024 == 0
+    assert arch.scratchpad_bytes % 1024 == 0
     assert all(hasattr(torch, f"float8_{name}") for name in arch.fp8)
     target = parse_target(f"{backend.name}:{arch.name}", toolchain="none")
     assert target.arch == arch
     named = " ".join(arch.sources)
     if backend.name != "cpu":
-        assert (arch.local_memory > 0) is (arch.local_memory_kind != "none")
+        assert (arch.scratchpad_bytes > 0) is (arch.scratchpad_kind != "none")
         stated = [name for name in STATED if getattr(arch, name)]
-        for field in ("cores", "local_memory", "max_programs", *stated):
+        for field in ("cores", "scratchpad_bytes", "max_programs", *stated):
             assert re.search(rf"\b{field}\b", named), f"{field} has no source"
         assert arch.families, "no quirk can name it with others of its kind"
     if backend.name in ("cuda", "rocm"):

@@ -31,7 +31,7 @@ def test_the_table_of_architectures_is_the_data() -> None:
             if backend.name != "cpu":
                 title = arch.title + ("; refused" if arch.refused else "")
                 numbers = [str(n) if n else "" for n in (arch.warp_size, arch.registers)]
-                memory = f"{arch.local_memory // 1024} KiB"
+                memory = f"{arch.scratchpad_bytes // 1024} KiB"
                 precisions = [", ".join(arch.fp8), ", ".join(arch.dot_precisions)]
                 expected[f"{backend.name}:{arch.name}"] = [
                     title,

@@ -1,4 +1,4 @@
-"""From a planned kernel to one that is known to compile: in a child, once, with failures classified and kept."""
+"""From a planned kernel to one that is known to compile: in a child, once, with failures classified and cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import BEHAVIOURS, problem, random_call
 import portattn
 from portattn.compile import ensure
 from portattn.compile.ensure import code_key
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
@@ -29,7 +29,7 @@ from portattn.worker.ends import died
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(cache_dir=str(tmp_path / "verdicts-here"), compile_seconds=3.0)
+    return Settings(cache_dir=str(tmp_path / "records-here"), compile_seconds=3.0)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of what was compiled in this process, where there is no device to compile for."""
     seen: list[str] = []
 
-    def compiles(key, made, launches, load, q, target, verdicts):
+    def compiles(key, made, launches, load, q, target, records):
         seen.append(key)
 
     monkeypatch.setattr(ensure, "_in_this_process", compiles)
@@ -63,12 +63,12 @@ def test_a_first_compile_is_isolated_and_remembered(compiler, settings, in_proce
     assert ensure.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
     assert in_process == [code_key(made, launches)]
-    seen = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    seen = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert seen.passed
     assert (seen.level, seen.kernel, seen.target, seen.toolchain) == (
         "compiles", "dense_forward", "cuda:sm_90", "triton==3.6.0",
     )  # fmt: skip
-    assert seen.facts == {"local_memory": 1024, "num_warps": 4, "spills": 0}
+    assert seen.facts == {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}
 
 
 LONG = {"dtype": "fp16", "seq_q": 1, "seq_k": 4096, "batch": 1, "head_dim": 64}
@@ -97,7 +97,7 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     assert asked == functions
 
 
-def test_a_later_process_trusts_the_verdict(compiler, settings, in_process) -> None:
+def test_a_later_process_trusts_the_record(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()
     ensure.ensure(made, launches, q, target, settings)
@@ -130,7 +130,7 @@ def test_each_device_loads_with_the_variables_of_the_plan(compiler, settings, mo
     ("isolate", "children"), [("auto", 1), ("always", 2), ("never", 0)], ids=["auto", "always", "never"]
 )
 def test_isolation(compiler, tmp_path, in_process, isolate: str, children: int) -> None:
-    """Two processes in turn: `always` compiles in a child in each, verdict or not."""
+    """Two processes in turn: `always` compiles in a child in each, record or not."""
     requests = compiler("ok")
     made, launches, q, target = planned()
     chosen = Settings(cache_dir=str(tmp_path / "v"), isolate=isolate)
@@ -174,13 +174,13 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
     assert not failed.passed
     assert in_process == [], "what fails in the child must not be compiled here"
     symptom, stage, message = FAILURES[behaviour]
-    kept = VerdictStore(Path(settings.cache_dir))
+    cached = CompileStore(Path(settings.cache_dir))
     # An answer that is no JSON, or an end without a word, says nothing about the compiler: it is tried again.
     passing = behaviour in ("no json", "exit")
-    assert kept.get(code_key(made, launches)) == (None if passing else failed)
+    assert cached.get(code_key(made, launches)) == (None if passing else failed)
     assert failed.standing == ("passing" if passing else "timeout" if symptom == "hang" else "lasting")
     assert ensure.known_failure(made, launches, settings) == failed
-    [incident] = kept.incidents()
+    [incident] = cached.incidents()
     assert incident.id == failed.incident
     assert (incident.symptom, incident.stage) == (symptom, stage)
     assert message in incident.message
@@ -194,7 +194,7 @@ def test_failures_are_classified_and_kept(compiler, settings, in_process, behavi
 
 
 def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, in_process) -> None:
-    """The plan was made before the verdict came: it must not take this process down."""
+    """The plan was made before the record came: it must not take this process down."""
     requests = compiler("crash")
     made, launches, q, target = planned()
     assert ensure.ensure(made, launches, q, target, settings) is not None
@@ -211,16 +211,16 @@ def test_what_another_process_saw_fail_is_not_compiled_here(compiler, settings, 
 
 @pytest.mark.parametrize("behaviour", NOW_AND_THEN)
 def test_a_compiler_that_dies_now_and_then(compiler, settings, in_process, behaviour: str) -> None:
-    """It is asked once more, and the verdict says so."""
+    """It is retried once, and the record says so."""
     requests = compiler(behaviour)
     made, launches, q, target = planned()
     assert ensure.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 2
-    verdicts = VerdictStore(Path(settings.cache_dir))
-    seen = verdicts.get(code_key(made, launches))
+    records = CompileStore(Path(settings.cache_dir))
+    seen = records.get(code_key(made, launches))
     assert seen.passed
-    assert seen.facts == {"local_memory": 1024, "num_warps": 4, "spills": 0, "deaths": 1}
-    assert not list(verdicts.incidents())
+    assert seen.facts == {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0, "deaths": 1}
+    assert not list(records.incidents())
 
 
 class AdapterError(Exception):
@@ -252,7 +252,7 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     made, launches, q, target = planned()
     load = dying_once(subprocess.CalledProcessError(-6, "triton-adapter-opt"))
     assert ensure.ensure_all(made, launches, load, q, target, settings) is None
-    seen = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    seen = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
     assert (seen.facts["deaths"] if seen else None) == (1 if isolate == "auto" else None)
     made, launches, q, target = planned(causal="bottom_right")
     load = dying_once(subprocess.CalledProcessError(1, "triton-adapter-opt"))
@@ -261,9 +261,9 @@ def test_a_compiler_that_dies_in_this_process(compiler, tmp_path, monkeypatch, i
     assert "exit status 1" in failed.reason
 
 
-@pytest.mark.parametrize(("number", "kept"), [(6, True), (9, False)])
+@pytest.mark.parametrize(("number", "cached"), [(6, True), (9, False)])
 def test_who_was_killed_is_asked_again_by_the_next_process(
-    compiler, tmp_path, monkeypatch, number: int, kept: bool
+    compiler, tmp_path, monkeypatch, number: int, cached: bool
 ) -> None:
     """A signal that somebody sent, for memory perhaps, says nothing about the compiler."""
     settings = Settings(cache_dir=str(tmp_path / "cache"), compile_seconds=3.0, isolate="never")
@@ -274,7 +274,7 @@ def test_who_was_killed_is_asked_again_by_the_next_process(
         raise subprocess.CalledProcessError(-number, "triton-adapter-opt")
 
     assert ensure.ensure_all(made, launches, load, q, target, settings) is not None
-    assert (VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is kept
+    assert (CompileStore(Path(settings.cache_dir)).get(code_key(made, launches)) is not None) is cached
     found = next(iter(store(settings).incidents()))
     assert found.symptom == "compiler-crash"
 
@@ -393,11 +393,11 @@ def test_a_launch_on_the_device_was_compiled_before(tmp_path: Path) -> None:
         made = portattn.last_plan()
     assert out.isfinite().all()
     assert made.path == "triton"
-    assert list((tmp_path / "verdicts").glob("*.json"))
+    assert list((tmp_path / "records").glob("*.json"))
 
 
 def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_path) -> None:
-    """Out of memory while loading is nobody's verdict."""
+    """Out of memory while loading is nobody's record."""
     made, launches, q, target = planned()
 
     class Kernel:
@@ -411,7 +411,7 @@ def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_pat
     assert list(store(settings).incidents()) == []
 
 
-def test_the_signature_is_part_of_what_a_verdict_is_about() -> None:
+def test_the_signature_is_part_of_what_a_record_is_about() -> None:
     """Two calls with one plan whose machine code differs: a base off by two bytes."""
     made, launches, _, _ = planned(aligned=False)
     before = code_key(made, launches)

@@ -20,7 +20,7 @@ from portattn.api import candidate, dispatch
 from portattn.compile import ensure, failures
 from portattn.compile.ensure import code_key
 from portattn.compile.failures import standing
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.schema.outcome import Standing
@@ -165,13 +165,13 @@ CHILDREN = {
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(cache_dir=str(tmp_path / "verdicts-here"), compile_seconds=1.0)
+    return Settings(cache_dir=str(tmp_path / "records-here"), compile_seconds=1.0)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The clock that passing failures go by: seconds can be added."""
-    from portattn.compile import store as verdicts
+    from portattn.compile import store as records
 
     class Clock:
         now = 1000.0
@@ -180,7 +180,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(verdicts, "time", clock)
+    monkeypatch.setattr(records, "time", clock)
     return clock
 
 
@@ -200,8 +200,8 @@ def test_each_failure_of_a_child(compiler, settings: Settings, behaviour: str) -
     asked = requests_in(requests)
     assert ensure.ensure(made, launches, q, target, settings) == failed, "this process remembers"
     assert requests_in(requests) == asked
-    kept = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
-    assert kept == (None if expected == "passing" else failed), "and others"
+    cached = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    assert cached == (None if expected == "passing" else failed), "and others"
 
 
 def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Settings, clock: Any) -> None:
@@ -251,7 +251,7 @@ def test_other_surroundings_have_another_child(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_passes_in_time_compiles(compiler, settings: Settings, clock: Any, monkeypatch) -> None:
-    """The disk has room again: the next call after the wait compiles, and the verdict is a good one."""
+    """The disk has room again: the next call after the wait compiles, and the record is a good one."""
     monkeypatch.setattr(ensure, "_in_this_process", lambda *given: None)
     compiler("full disk once")
     made, launches, q, target = planned()
@@ -259,12 +259,12 @@ def test_what_passes_in_time_compiles(compiler, settings: Settings, clock: Any, 
     assert failed is not None
     clock.now += failed.wait + 1
     assert ensure.ensure(made, launches, q, target, settings) is None
-    kept = VerdictStore(Path(settings.cache_dir)).get(code_key(made, launches))
-    assert kept is not None
-    assert kept.passed
+    cached = CompileStore(Path(settings.cache_dir)).get(code_key(made, launches))
+    assert cached is not None
+    assert cached.passed
 
 
-def test_a_failure_to_load_here_does_not_hide_a_good_verdict_for_good(
+def test_a_failure_to_load_here_does_not_hide_a_good_record_for_good(
     compiler, settings: Settings, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child compiled; loading failed for want of a C compiler. A plan's variables are set while loading only."""
@@ -296,20 +296,20 @@ def test_a_time_out_counts_for_a_day_or_until_there_is_more_time(compiler, setti
     key, folder = code_key(made, launches), Path(settings.cache_dir)
     assert (failed.wait, failed.limit) == (86_400.0, 1.0)
     assert "tried again after 24 hours, or with compile_seconds over 1" in failed.told()
-    assert VerdictStore(folder).get(key, 1.0) == failed
-    assert VerdictStore(folder).get(key, 0.5) == failed
-    assert VerdictStore(folder).get(key, 1.5) is None
+    assert CompileStore(folder).get(key, 1.0) == failed
+    assert CompileStore(folder).get(key, 0.5) == failed
+    assert CompileStore(folder).get(key, 1.5) is None
     assert failed.until is not None
     for shift in (-86_401, +86_401):  # it is over; the clock was set back
         moved = msgspec.structs.replace(failed, until=failed.until + datetime.timedelta(seconds=shift))
         put_as_it_is(folder, moved)
-        assert VerdictStore(folder).get(key, 1.0) is None
+        assert CompileStore(folder).get(key, 1.0) is None
 
 
-def put_as_it_is(folder: Path, verdict: portattn.Verdict) -> None:
+def put_as_it_is(folder: Path, record: portattn.CompileRecord) -> None:
     from portattn.compile import sealed
 
-    (folder / "verdicts" / f"{verdict.key}.json").write_bytes(sealed.seal("verdict", verdict.key, verdict))
+    (folder / "records" / f"{record.key}.json").write_bytes(sealed.seal("record", record.key, record))
 
 
 def test_a_folder_that_takes_no_incident_names_none(compiler, tmp_path: Path) -> None:
@@ -352,23 +352,23 @@ def test_a_call_falls_back_with_the_reason_and_comes_back(
         assert requests_in(requests) == 2
 
 
-def failure(stands: str, **fields: Any) -> portattn.Verdict:
+def failure(stands: str, **fields: Any) -> portattn.CompileRecord:
     made, *_ = planned()
-    return ensure._verdict("k", made, passed=False, standing=stands, **fields)
+    return ensure._record("k", made, passed=False, standing=stands, **fields)
 
 
 def test_nothing_is_kept_of_a_call_that_a_variant_left_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core's launches would be kept for good, and the variant never tried again."""
-    kept: list[str] = []
+    cached: list[str] = []
     made, *_ = planned()
     own = SimpleNamespace(results=lambda: (torch.zeros(1), None), run=lambda: None)
-    keeper = SimpleNamespace(keep=lambda first, seconds: kept.append(name))
+    keeper = SimpleNamespace(keep=lambda first, seconds: cached.append(name))
     monkeypatch.setattr(dispatch, "_cached", lambda *a: SimpleNamespace(direct=None))
     for name in ("lasting", "timeout", "passing"):
         failed = {"k": failure(name)}
         monkeypatch.setattr(dispatch, "_compilable", lambda call, settings, failed=failed: (made, own, failed))
         dispatch.run(SimpleNamespace(q=torch.zeros(1), copied=False), Settings(), keeper)  # type: ignore[arg-type]
-    assert kept == ["lasting", "timeout"]
+    assert cached == ["lasting", "timeout"]
 
 
 def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +405,8 @@ def test_what_is_kept_after_a_time_out_ends_with_it(monkeypatch: pytest.MonkeyPa
 
 def test_settled_plans_only() -> None:
     made, *_ = planned()
-    lasting = ensure._verdict("k", made, passed=False, standing="lasting")
-    passing = ensure._verdict("l", made, passed=False, standing="passing")
+    lasting = ensure._record("k", made, passed=False, standing="lasting")
+    passing = ensure._record("l", made, passed=False, standing="passing")
     assert dispatch._settled({})
     assert dispatch._settled({"k": lasting})
     assert not dispatch._settled({"k": lasting, "l": passing})

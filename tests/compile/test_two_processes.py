@@ -29,7 +29,7 @@ for line in sys.stdin:
     while len(list(Path({folder!r}).glob("*.asks"))) < 2:
         time.sleep(0.05)
     time.sleep(2.0)
-    facts = {{"local_memory": 1024, "num_warps": 4}}
+    facts = {{"scratchpad_bytes": 1024, "num_warps": 4}}
     print(json.dumps({{"id": asked, "version": 2, "ok": True, "facts": facts}}), flush=True)
 """
 # Plans a kernel for an H100, says that it asks, and asks whether it compiles. Workers run under sys.executable.
@@ -57,7 +57,7 @@ sys.exit(failed.reason if failed else 0)
 
 
 def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path: Path) -> None:
-    """Both find no verdict, one compiles, and the other looks once more when it is its turn."""
+    """Both find no record, one compiles, and the other looks once more when it is its turn."""
     compiler, requests = tmp_path / "compiler", tmp_path / "requests.jsonl"
     compiler.write_text(COMPILER.format(python=sys.executable, requests=str(requests), folder=str(tmp_path)))
     compiler.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Files of verdicts and incidents that were changed on the disk: absent, never an error, never something else."""
+"""Files of records and incidents that were changed on the disk: absent, never an error, never something else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from portattn import Incident, Verdict
+from portattn import CompileRecord, Incident
 from portattn.compile import sealed
-from portattn.compile.store import VerdictStore
+from portattn.compile.store import CompileStore
 
 KEYS = ("a" * 32, "b" * 32, "c" * 32)
 DAMAGES = 2_000
 
 
-def verdict(key: str, reason: str = "PassManager::run failed — in π") -> Verdict:
-    return Verdict(
+def record(key: str, reason: str = "PassManager::run failed — in π") -> CompileRecord:
+    return CompileRecord(
         key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles",
         passed=False, date=datetime.date(2026, 11, 21), reason=reason, facts={"spills": 0, "mix_mode": "mix"},
     )  # fmt: skip
@@ -56,8 +56,8 @@ def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | 
 
 def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Path) -> None:
     chance = random.Random(20261122)
-    kept = VerdictStore(tmp_path)
-    put = {key: verdict(key) for key in KEYS}
+    kept = CompileStore(tmp_path)
+    put = {key: record(key) for key in KEYS}
     for one in put.values():
         kept.put(one)
     kept.add_incident(incident("20261121-x"))
@@ -69,8 +69,8 @@ def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Pat
         made = damaged(data, [other for at, other in files.items() if at != path], chance)
         path.unlink()
         path.mkdir() if made is None else path.write_bytes(made)
-        fresh = VerdictStore(tmp_path)
-        if path.parent.name == "verdicts":
+        fresh = CompileStore(tmp_path)
+        if path.parent.name == "records":
             found = fresh.get(path.stem)
             assert found in (None, put[path.stem])
             assert sum(fresh.count()) == len(KEYS)
@@ -83,17 +83,17 @@ def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Pat
         path.write_bytes(data)
     # Two bytes of space around the envelope say nothing; everything else is found.
     assert absent > 0.99 * DAMAGES
-    assert [VerdictStore(tmp_path).get(key) for key in KEYS] == list(put.values())
+    assert [CompileStore(tmp_path).get(key) for key in KEYS] == list(put.values())
 
 
 def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
-    kept = VerdictStore(tmp_path)
-    kept.put(verdict(KEYS[0]))
-    shutil.copy(tmp_path / "verdicts" / f"{KEYS[0]}.json", tmp_path / "verdicts" / f"{KEYS[1]}.json")
+    kept = CompileStore(tmp_path)
+    kept.put(record(KEYS[0]))
+    shutil.copy(tmp_path / "records" / f"{KEYS[0]}.json", tmp_path / "records" / f"{KEYS[1]}.json")
     kept.add_incident(incident("one"))
     (tmp_path / "incidents" / "one.json").rename(tmp_path / "incidents" / "two.json")
-    fresh = VerdictStore(tmp_path)
-    assert fresh.get(KEYS[0]) == verdict(KEYS[0])
+    fresh = CompileStore(tmp_path)
+    assert fresh.get(KEYS[0]) == record(KEYS[0])
     assert fresh.get(KEYS[1]) is None
     assert fresh.incident("two") is None
     assert list(fresh.incidents()) == []
@@ -101,41 +101,41 @@ def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
 
 
 def test_one_kind_is_not_read_as_another() -> None:
-    data = sealed.seal("verdict", "k", verdict("k"))
-    assert sealed.unseal(data, "verdict", "k", Verdict) == verdict("k")
-    assert sealed.unseal(data, "incident", "k", Verdict) is None
-    assert sealed.unseal(data, "verdict", "l", Verdict) is None
-    assert sealed.unseal(data.replace(b'"format":2', b'"format":3'), "verdict", "k", Verdict) is None
+    data = sealed.seal("record", "k", record("k"))
+    assert sealed.unseal(data, "record", "k", CompileRecord) == record("k")
+    assert sealed.unseal(data, "incident", "k", CompileRecord) is None
+    assert sealed.unseal(data, "record", "l", CompileRecord) is None
+    assert sealed.unseal(data.replace(b'"format":2', b'"format":3'), "record", "k", CompileRecord) is None
 
 
-@pytest.mark.parametrize("old", [b'{"key":"%s","passed":true}', b'{"format":1,"kind":"verdict","key":"%s"}'])
+@pytest.mark.parametrize("old", [b'{"key":"%s","passed":true}', b'{"format":1,"kind":"record","key":"%s"}'])
 def test_another_formats_file_is_absent_and_replaced(tmp_path: Path, old: bytes) -> None:
-    path = tmp_path / "verdicts" / f"{KEYS[0]}.json"
+    path = tmp_path / "records" / f"{KEYS[0]}.json"
     path.parent.mkdir()
     path.write_bytes(old % KEYS[0].encode())
-    kept = VerdictStore(tmp_path)
+    kept = CompileStore(tmp_path)
     assert kept.get(KEYS[0]) is None
-    kept.put(verdict(KEYS[0]))
-    assert VerdictStore(tmp_path).get(KEYS[0]) == verdict(KEYS[0])
+    kept.put(record(KEYS[0]))
+    assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0])
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "verdicts").mkdir()
-    os.mkfifo(tmp_path / "verdicts" / f"{KEYS[0]}.json")
-    assert VerdictStore(tmp_path).get(KEYS[0]) is None
+    (tmp_path / "records").mkdir()
+    os.mkfifo(tmp_path / "records" / f"{KEYS[0]}.json")
+    assert CompileStore(tmp_path).get(KEYS[0]) is None
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "x\0y", "x" * 5_000, "", "a/b"])
 def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
-    kept = VerdictStore(tmp_path)
+    kept = CompileStore(tmp_path)
     assert kept.incident(name) is None
     assert kept.get(name) is None
 
 
 def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> None:
     """As in a variable's bytes that are no UTF-8, which Python reads as lone surrogates."""
-    kept = VerdictStore(tmp_path)
-    kept.put(verdict(KEYS[0], reason="at \udcff"))
-    found = VerdictStore(tmp_path).get(KEYS[0])
+    kept = CompileStore(tmp_path)
+    kept.put(record(KEYS[0], reason="at \udcff"))
+    found = CompileStore(tmp_path).get(KEYS[0])
     assert found is not None
     assert found.reason == "at ?"

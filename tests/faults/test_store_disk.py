@@ -13,9 +13,9 @@ from pathlib import Path
 import filelock
 import pytest
 from store_children import become_nobody, forked, no_file_over
-from test_store_corruption import KEYS, incident, verdict
+from test_store_corruption import KEYS, incident, record
 
-from portattn.compile.store import VerdictStore
+from portattn.compile.store import CompileStore
 from portattn.files import cache_folder, locked, sweep, write_whole
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount a disk")
@@ -36,11 +36,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def _put_under_a_limit(folder: Path) -> tuple[bool, list[str], int]:
-    kept = VerdictStore(folder)
+    kept = CompileStore(folder)
     no_file_over(200)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        kept.put(verdict(KEYS[0], reason="new"))
+        kept.put(record(KEYS[0], reason="new"))
         taken = kept.add_incident(incident("x"))
     found = kept.get(KEYS[0])
     assert found is not None
@@ -49,13 +49,13 @@ def _put_under_a_limit(folder: Path) -> tuple[bool, list[str], int]:
 
 
 def test_a_limit_on_files_leaves_the_old_one_and_one_warning(tmp_path: Path) -> None:
-    VerdictStore(tmp_path).put(verdict(KEYS[0], reason="old"))
+    CompileStore(tmp_path).put(record(KEYS[0], reason="old"))
     taken, said, _ = forked(_put_under_a_limit, tmp_path)
     assert not taken
     assert len(said) == 1
     assert "PORTATTN_CACHE_DIR" in said[0]
     assert "File too large" in said[0]
-    found = VerdictStore(tmp_path).get(KEYS[0])
+    found = CompileStore(tmp_path).get(KEYS[0])
     assert found is not None
     assert found.reason == "old"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{KEYS[0]}.json"]
@@ -63,31 +63,31 @@ def test_a_limit_on_files_leaves_the_old_one_and_one_warning(tmp_path: Path) -> 
 
 @needs_root
 def test_a_full_disk(small_disk: Path) -> None:
-    kept = VerdictStore(small_disk)
-    kept.put(verdict(KEYS[0], reason="old"))
+    kept = CompileStore(small_disk)
+    kept.put(record(KEYS[0], reason="old"))
     handle = os.open(small_disk / "ballast", os.O_WRONLY | os.O_CREAT)
     while os.write(handle, bytes(4096)) == 4096 and os.statvfs(small_disk).f_bavail:
         pass
     os.close(handle)
     with pytest.warns(UserWarning, match="No space left on device"):
-        kept.put(verdict(KEYS[0], reason="new"))
+        kept.put(record(KEYS[0], reason="new"))
     with kept.lock(KEYS[0], 5.0):
         pass
-    fresh = VerdictStore(small_disk)
-    assert fresh.get(KEYS[0]) == verdict(KEYS[0], reason="old")
-    assert [path.name for path in (small_disk / "verdicts").iterdir()] == [f"{KEYS[0]}.json"]
+    fresh = CompileStore(small_disk)
+    assert fresh.get(KEYS[0]) == record(KEYS[0], reason="old")
+    assert [path.name for path in (small_disk / "records").iterdir()] == [f"{KEYS[0]}.json"]
     (small_disk / "ballast").unlink()
-    kept.put(verdict(KEYS[0], reason="new"))
-    assert VerdictStore(small_disk).get(KEYS[0]) == verdict(KEYS[0], reason="new")
+    kept.put(record(KEYS[0], reason="new"))
+    assert CompileStore(small_disk).get(KEYS[0]) == record(KEYS[0], reason="new")
 
 
 def _as_nobody(folder: Path) -> tuple[str, str | None, int]:
     become_nobody()
-    kept = VerdictStore(folder)
+    kept = CompileStore(folder)
     before = kept.get(KEYS[0])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        kept.put(verdict(KEYS[1]))
+        kept.put(record(KEYS[1]))
         with kept.lock(KEYS[1], 5.0):
             pass
     gone = kept.clear()
@@ -99,12 +99,12 @@ def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_mode & 0o001 == 0 and folder.is_relative_to("/tmp"):
             folder.chmod(folder.stat().st_mode | 0o055)
-    VerdictStore(tmp_path).put(verdict(KEYS[0], reason="root's"))
+    CompileStore(tmp_path).put(record(KEYS[0], reason="root's"))
     said, before, gone = forked(_as_nobody, tmp_path)
     assert "Permission denied" in said
     assert before == "root's"
     assert gone == 0
-    assert VerdictStore(tmp_path).get(KEYS[0]) is not None
+    assert CompileStore(tmp_path).get(KEYS[0]) is not None
 
 
 @pytest.mark.parametrize(

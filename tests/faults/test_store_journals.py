@@ -10,7 +10,7 @@ import pytest
 
 from portattn.errors import DataError
 from portattn.tools import run_log
-from portattn.tools.run_log import Journal
+from portattn.tools.run_log import RunLog
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ def decoded(data: bytes, resumed: bool = True) -> list[Line]:
 def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.touch()
-    with Journal(path, tmp_path / ".lock", op="bench", option="--out", shown=tmp_path) as file:
+    with RunLog(path, tmp_path / ".lock", op="bench", option="--out", shown=tmp_path) as file:
         for line in LINES:
             file.append(line)
     data = path.read_bytes()

@@ -9,22 +9,22 @@ import time
 from pathlib import Path
 
 from store_children import FORK, SECONDS, forked
-from test_store_corruption import KEYS, verdict
+from test_store_corruption import KEYS, record
 
-from portattn.compile.store import VerdictStore
+from portattn.compile.store import CompileStore
 
 READERS_SECONDS = 4.0
 
 
 def _write_forever(folder: Path) -> None:
-    kept = VerdictStore(folder)
+    kept = CompileStore(folder)
     for turn in range(10**9):
-        kept.put(verdict(KEYS[turn % 3], reason=f"{turn} " * 4_000))
+        kept.put(record(KEYS[turn % 3], reason=f"{turn} " * 4_000))
 
 
 def _read(folder: Path, key: str) -> bool:
-    """Whether there is a verdict; what is there is one that was put."""
-    found = VerdictStore(folder).get(key)
+    """Whether there is a record; what is there is one that was put."""
+    found = CompileStore(folder).get(key)
     if found is None:
         return False
     assert found.key == key
@@ -48,13 +48,13 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
         seen += sum(_read(tmp_path, key) for key in KEYS)
     assert seen
     # The key is not locked for those who come after.
-    with VerdictStore(tmp_path).lock(KEYS[0], SECONDS):
-        VerdictStore(tmp_path).put(verdict(KEYS[0]))
-    assert VerdictStore(tmp_path).get(KEYS[0]) == verdict(KEYS[0])
+    with CompileStore(tmp_path).lock(KEYS[0], SECONDS):
+        CompileStore(tmp_path).put(record(KEYS[0]))
+    assert CompileStore(tmp_path).get(KEYS[0]) == record(KEYS[0])
 
 
 def _hold(folder: Path, ready: object) -> None:
-    with VerdictStore(folder).lock(KEYS[0], SECONDS):
+    with CompileStore(folder).lock(KEYS[0], SECONDS):
         ready.set()  # type: ignore[attr-defined]
         time.sleep(SECONDS)
 
@@ -67,22 +67,22 @@ def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
     holder.kill()
     holder.join(SECONDS)
     begun = time.monotonic()
-    with VerdictStore(tmp_path).lock(KEYS[0], SECONDS):
+    with CompileStore(tmp_path).lock(KEYS[0], SECONDS):
         assert time.monotonic() - begun < SECONDS / 2, "it was waited for to the end"
 
 
 def _work(folder: Path, number: int, turns: int) -> int:
-    kept, chance = VerdictStore(folder), random.Random(number)
+    kept, chance = CompileStore(folder), random.Random(number)
     for turn in range(turns):
         key = chance.choice(KEYS)
         with kept.lock(key, SECONDS):
-            kept.put(verdict(key, reason=f"{number}-{turn} " * 300))
+            kept.put(record(key, reason=f"{number}-{turn} " * 300))
         assert _read(folder, key)
     return turns
 
 
 def test_sixteen_processes_on_one_folder(tmp_path: Path) -> None:
-    """All of them write and read; a 17th, which only reads, never sees half a verdict."""
+    """All of them write and read; a 17th, which only reads, never sees half a record."""
     with FORK.Pool(16) as pool:
         under_way = pool.starmap_async(_work, [(tmp_path, number, 12) for number in range(16)])
         read = 0
@@ -91,15 +91,15 @@ def test_sixteen_processes_on_one_folder(tmp_path: Path) -> None:
         assert under_way.get(SECONDS) == [12] * 16
     assert read
     assert all(_read(tmp_path, key) for key in KEYS)
-    left = [path.name for path in (tmp_path / "verdicts").iterdir()]
+    left = [path.name for path in (tmp_path / "records").iterdir()]
     assert sorted(left) == sorted(f"{key}.json" for key in KEYS)
 
 
 def _locks_again(folder: Path) -> bool:
-    with VerdictStore(folder).lock(KEYS[1], SECONDS):
-        return VerdictStore(folder).get(KEYS[1]) is None
+    with CompileStore(folder).lock(KEYS[1], SECONDS):
+        return CompileStore(folder).get(KEYS[1]) is None
 
 
 def test_a_process_that_is_forked_under_a_lock_takes_its_own(tmp_path: Path) -> None:
-    with VerdictStore(tmp_path).lock(KEYS[0], SECONDS):
+    with CompileStore(tmp_path).lock(KEYS[0], SECONDS):
         assert forked(_locks_again, tmp_path)

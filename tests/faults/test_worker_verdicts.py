@@ -1,4 +1,4 @@
-"""What the system failed at is no verdict on a kernel, wherever the compiler was then."""
+"""What the system failed at is no record on a kernel, wherever the compiler was then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import problem
 from workerfaults import planted
 
 from portattn.compile import ensure
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
@@ -47,7 +47,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
 
 def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call falls back, with the reason; the next process asks again."""
-    settings = Settings(cache_dir=str(tmp_path / "verdicts"), backend="triton")
+    settings = Settings(cache_dir=str(tmp_path / "records"), backend="triton")
     target, p = parse_target("cuda:sm_90", "triton==3.6.0"), problem(dtype="fp16", head_dim=64)
     made = plan(p, target, settings=settings)
     launches, _, _ = kernel_calls(made, meta_call(p), 1)
@@ -60,7 +60,7 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
     assert "Input/output error" in failed.reason
     key = ensure.code_key(made, launches)
     assert store(settings).get(key) == failed
-    assert VerdictStore(Path(settings.cache_dir)).get(key) is None
+    assert CompileStore(Path(settings.cache_dir)).get(key) is None
 
 
 def test_a_failure_of_the_system_says_nothing_about_a_canary() -> None:

@@ -87,7 +87,7 @@ def test_planted_errors_show(models: dict[str, Any], family: str, error: str, mo
     with using(model, "portattn"):
         dense = model(ids, attention_mask=mask, position_ids=positions(mask)).logits
         assert set(called) == {"attention"}
-        cache = CACHES["keeping all"](model)
+        cache = CACHES["caching all"](model)
         first = model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions(mask)[:, :-1])
         monkeypatch.undo()
         in_chunks(model, ids[:, :-1], mask[:, :-1], cache, (LENGTH - 1,))
@@ -240,7 +240,7 @@ def test_a_mask_of_one_s_own(models: dict[str, Any], family: str, kind: str) -> 
     with using(model, "portattn"):
         ours = model(tokens(), attention_mask=seen if kind == "bool" else added).logits
         problem = portattn.last_plan().problem
-        cache = CACHES["keeping all"](model)
+        cache = CACHES["caching all"](model)
         model(tokens()[:, :-1], attention_mask=added[..., :-1, :-1], past_key_values=cache)
         step = model(tokens()[:, -1:], attention_mask=added[..., -1:, :], past_key_values=cache).logits
     assert difference(ours, eager, None) < TOLERANCE

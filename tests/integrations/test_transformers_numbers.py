@@ -121,8 +121,8 @@ def test_chunked_prefill_and_decode(models: dict[str, Any], family: str, cache: 
     problem = portattn.last_plan().problem
     assert problem.op == "decode_attention"
     if family == "Mistral":  # whose last layer has a window
-        assert problem.seq_k == (LENGTH if cache == "keeping all" else WINDOW)
-        assert problem.window == (cache == "keeping all")
+        assert problem.seq_k == (LENGTH if cache == "caching all" else WINDOW)
+        assert problem.window == (cache == "caching all")
         return
     # A static cache hands over all its rows. Where nothing is read back, lengths on the device say what is in use.
     device_lengths = validate == "never" and (cache == "static" or name == "left")

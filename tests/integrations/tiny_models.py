@@ -135,7 +135,7 @@ def difference(ours: torch.Tensor, eager: torch.Tensor, mask: torch.Tensor | Non
 
 CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda model: DynamicCache(config=model.config),  # drops what a window hides
-    "keeping all": lambda model: DynamicCache(),
+    "caching all": lambda model: DynamicCache(),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 6),
 }
 

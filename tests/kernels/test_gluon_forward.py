@@ -21,7 +21,7 @@ from portattn.launch.variant import run_variant
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.outcome import Verdict
+from portattn.schema.outcome import CompileRecord
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
 
@@ -208,9 +208,9 @@ def test_packed_neighbours_may_hold_anything(chip: Device, causal: str, head_dim
             some = slice(sum(keys[:of]), sum(keys[: of + 1]))
             spoilt.q[:, :, rows] = spoilt.k[:, :, some] = spoilt.v[:, :, some] = float("nan")
             out = run_variant(VARIANT, spoilt)[1]
-            kept = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
-            kept[rows] = False
-            assert torch.equal(out[:, :, kept], expected[:, :, kept])
+            others = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
+            others[rows] = False
+            assert torch.equal(out[:, :, others], expected[:, :, others])
 
 
 @pytest.mark.parametrize("softcap", [30.0, 64.0, 256.0, 3e4, 1e8])
@@ -468,14 +468,14 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any]) -> Non
 
 
 def test_what_the_core_cannot_do_is_not_left_to_it() -> None:
-    """A verdict against the core's kernels: the variant, which had left the problem to them, runs it after all."""
+    """A record against the core's kernels: the variant, which had left the problem to them, runs it after all."""
     p = problem(**LEFT["few tiles"])
     core = plan(p, SM_90)
-    failed = Verdict(
+    failed = CompileRecord(
         key=core.key, kernel="dense_forward", target=core.target, toolchain=core.toolchain, level="compiles",
         passed=False, date=datetime.date(2026, 1, 2), reason="signal 11",
     )  # fmt: skip
-    made = plan(p, SM_90, verdicts={core.key: failed})
+    made = plan(p, SM_90, records={core.key: failed})
     assert made.path == "gluon_forward"
     assert not made.fell_back
     assert any("not triton" in note for note in made.notes)

@@ -173,8 +173,8 @@ def test_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one = kind({"q": torch.zeros(1, 2, 4, 16)})
     classes: list[Any] = [type("Class", (), {"native": lambda self: None})() for _ in range(5)]
-    for kept in classes:
-        one.add(kept)
+    for cached in classes:
+        one.add(cached)
     assert one.classes == (classes[4], classes[3], classes[2])
 
 
@@ -182,10 +182,10 @@ def test_native_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     """The list is native.c's own, which moves what was used last to the front."""
     monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one, lists = kind({"q": torch.zeros(1, 2, 4, 16)}), []
-    monkeypatch.setattr(Kind, "_native", lambda self, kept: lists.append(self._natives) or "hit")
+    monkeypatch.setattr(Kind, "_native", lambda self, cached: lists.append(self._natives) or "hit")
     for number in range(4):
-        kept: Any = type("Class", (), {"native": lambda self, number=number: number})()
-        one.add(kept)
+        cached: Any = type("Class", (), {"native": lambda self, number=number: number})()
+        one.add(cached)
     assert lists == [[3, 2, 1]], "one list, given once"
     assert one.hit == "hit"
     lists[0].insert(0, lists[0].pop())  # 1 was used

@@ -1,4 +1,4 @@
-"""The whole of a kept call by native.c, against the same call by Python: every operation, launches recorded."""
+"""The whole of a cached call by native.c, against the same call by Python: every operation, launches recorded."""
 
 from __future__ import annotations
 

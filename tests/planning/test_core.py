@@ -34,7 +34,7 @@ def of(op: str, **fields: Any):
 
 @pytest.mark.parametrize("op", CORES)
 def test_constants_are_named_as_the_kernels_parameters(op: str) -> None:
-    """Every constant parameter is given, under its own name: of the launch, and so of what a verdict is about."""
+    """Every constant parameter is given, under its own name: of the launch, and so of what a record is about."""
     made = plan(of(op), parse_target("cuda:sm_80", "triton==3.6.0"))
     assert made.path == "triton"
     launch = kernel_calls(made, meta_call(made.problem), 132)[0][0]
@@ -143,7 +143,7 @@ def test_heads_together_where_sequences_are_packed_or_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "key_tiles", "cores", "resident", "splits"),
+    ("programs", "key_tiles", "cores", "occupancy", "splits"),
     [
         (1, 8, 4, 1, 4),  # one program a core, two tiles each
         (1, 5, 4, 1, 3),  # four would be no better: one has two tiles, and all wait for it
@@ -156,15 +156,15 @@ def test_heads_together_where_sequences_are_packed_or_not() -> None:
         (1, 10_000, 1000, 1, 109),  # 128 is the most; this is within 85 % of it
     ],
 )
-def test_splits_that_fill_the_last_wave(programs: int, key_tiles: int, cores: int, resident: int, splits: int) -> None:
-    assert CORES["decode_attention"].splits(programs, key_tiles, cores, resident, full=2.0) == splits
+def test_splits_that_fill_the_last_wave(programs: int, key_tiles: int, cores: int, occupancy: int, splits: int) -> None:
+    assert CORES["decode_attention"].splits(programs, key_tiles, cores, occupancy, split_threshold=2.0) == splits
 
 
 def test_a_full_chip_is_not_split() -> None:
     """Full is so many programs a core, and no more: with room for two, two splits would fit."""
     kernel = CORES["decode_attention"]
-    assert kernel.splits(4, 8, 4, 2, full=1.0) == 1
-    assert kernel.splits(4, 8, 4, 2, full=1.25) == 2
+    assert kernel.splits(4, 8, 4, 2, split_threshold=1.0) == 1
+    assert kernel.splits(4, 8, 4, 2, split_threshold=1.25) == 2
 
 
 def test_limits_of_page_loops() -> None:

@@ -15,7 +15,7 @@ import torch
 from support import problem
 
 import portattn
-from portattn import PathUnavailable, Registry, Target, Verdict
+from portattn import CompileRecord, PathUnavailable, Registry, Target
 from portattn.config import Settings
 from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
@@ -23,7 +23,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.tuning import FULL
+from portattn.schema.tuning import SPLIT_THRESHOLD
 
 TOOLCHAINS = ("triton==3.2.0", "triton==3.4.0", "triton==3.6.0", "triton==3.9.0", "triton-ascend==3.2.1", "none")
 TARGETS = [f"{backend}:{arch}" for backend, arches in Registry.load().arches.items() for arch in arches]
@@ -55,8 +55,8 @@ def sm_80(toolchain: str = "triton==3.6.0") -> Target:
     return parse_target("cuda:sm_80", toolchain)
 
 
-def verdict(key: str, passed: bool) -> Verdict:
-    return Verdict(
+def record(key: str, passed: bool) -> CompileRecord:
+    return CompileRecord(
         key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
         passed=passed, date=datetime.date(2026, 11, 21), reason="RuntimeError at ttgir: boom", incident="20261121-x-1",
     )  # fmt: skip
@@ -134,19 +134,19 @@ def test_a_refused_arch_is_planned_with_its_reason() -> None:
     assert made.rejected[0].hint == "", "nothing helps"
 
 
-def test_a_negative_verdict_leads_to_the_next_path() -> None:
+def test_a_negative_record_leads_to_the_next_path() -> None:
     p = problem(**BIG, return_lse=False)
     first = plan(p, sm_80())
     assert first.path == "triton"
-    assert plan(p, sm_80(), verdicts={first.key: verdict(first.key, True)}).path == "triton"
-    second = plan(p, sm_80(), verdicts={first.key: verdict(first.key, False)})
+    assert plan(p, sm_80(), records={first.key: record(first.key, True)}).path == "triton"
+    second = plan(p, sm_80(), records={first.key: record(first.key, False)})
     assert second.path == "sdpa"
     assert second.rejected[0].incident == "20261121-x-1"
     assert "RuntimeError at ttgir: boom" in second.rejected[0].reason
     assert "2026-11-21" in second.rejected[0].reason
     assert "20261121-x-1" in second.rejected[0].hint
     with pytest.raises(PathUnavailable, match="20261121-x-1"):
-        plan(p, sm_80(), verdicts={first.key: verdict(first.key, False)}, settings=Settings(backend="triton"))
+        plan(p, sm_80(), records={first.key: record(first.key, False)}, settings=Settings(backend="triton"))
 
 
 def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
@@ -307,8 +307,8 @@ def test_plan_of_a_problem_takes_a_target() -> None:
 def test_keys_are_split_below_so_many_programs_a_core() -> None:
     """16 sequences of 8 key heads are 128 programs of 132: full, but for an entry that says that it takes more."""
     kernel = CORES["paged_attention"]
-    assert kernel.splits(128, 512, 132, 1, FULL) == 1
-    assert kernel.splits(128, 512, 132, 2, FULL) == 1
+    assert kernel.splits(128, 512, 132, 1, SPLIT_THRESHOLD) == 1
+    assert kernel.splits(128, 512, 132, 2, SPLIT_THRESHOLD) == 1
     assert kernel.splits(128, 512, 132, 2, 1.6) == 2
     assert kernel.splits(212, 512, 132, 2, 1.6) == 1
 

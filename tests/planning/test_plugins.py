@@ -16,8 +16,8 @@ ARCHES = """
 [{name}1]
 title = "{name} One"
 cores = 16
-local_memory = 262144
-local_memory_kind = "shared memory"
+scratchpad_bytes = 262144
+scratchpad_kind = "shared memory"
 max_programs = 65535
 sources = ["a test"]
 """

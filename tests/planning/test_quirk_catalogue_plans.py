@@ -25,7 +25,7 @@ CORE_ONLY = msgspec.structs.replace(SHIPPED, backends=without_variants(SHIPPED.b
 OUTSIDE = [(quirk, point) for quirk in QUIRKS for point in examples.outside(quirk, SHIPPED)]
 
 
-def planned(quirk: Quirk, point: examples.Witness) -> Plan | PathUnavailable:
+def planned(quirk: Quirk, point: examples.QuirkExample) -> Plan | PathUnavailable:
     """The plan at a point with this quirk only, or the refusal where the path that was asked for cannot be had."""
     known, target = point.place(registry_for(quirk))
     others = ",".join(f"-{other}" for other in known.quirks if other != quirk.id)
@@ -105,7 +105,7 @@ def test_changes_the_plan(quirk: Quirk) -> None:
 
 
 @pytest.mark.parametrize(("quirk", "point"), OUTSIDE, ids=[f"{q.id}: {p.broken}" for q, p in OUTSIDE])
-def test_does_not_apply_outside(quirk: Quirk, point: examples.Witness) -> None:
+def test_does_not_apply_outside(quirk: Quirk, point: examples.QuirkExample) -> None:
     assert applied(planned(quirk, point)) == set()
 
 

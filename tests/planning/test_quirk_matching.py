@@ -124,7 +124,7 @@ def test_kernel_problem_and_launch(tmp_path: Path, when: str, applies: set[str])
 
 
 def test_the_compile_environment_is_part_of_the_key(tmp_path: Path) -> None:
-    """Code that was compiled with another environment is other code: no verdict about one is taken for the other's."""
+    """Code that was compiled with another environment is other code: no record about one is taken for the other's."""
     plant(tmp_path, ID, 'env = { DISABLE_PTXAS_OPT = "1" }')
     known = registry(tmp_path)
     made, plain = planned(known), planned(known, quirks=f"-{ID}")

@@ -73,8 +73,8 @@ def test_broken_files_of_arches(tmp_path: Path) -> None:
 
 ARCH = """title = "One"
 cores = 1
-local_memory = 0
-local_memory_kind = "none"
+scratchpad_bytes = 0
+scratchpad_kind = "none"
 max_programs = 1
 sources = ["a test"]
 """

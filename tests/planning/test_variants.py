@@ -1,4 +1,4 @@
-"""Variants are candidates like any other: quirks and verdicts speak against them, a first compile is isolated, canaries
+"""Variants are candidates like any other: quirks and records reject them, a first compile is isolated, canaries
 run, plans and cells say how they are scheduled. Where one does not apply the core runs, which is no fall-back.
 """
 
@@ -17,11 +17,11 @@ import torch
 from quirk_files import planned, plant, registry
 
 import portattn
-from portattn import Problem, Target, Verdict
+from portattn import CompileRecord, Problem, Target
 from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.compile import ensure
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import Settings, current
 from portattn.launch import Signature
 from portattn.planning import variant_path
@@ -155,11 +155,11 @@ def test_a_variant_leaves_a_problem_to_the_core_but_for_two_cases(monkeypatch: p
     assert "not gluon_forward: it leaves such problems to the core: it is small" in left.notes
     named = plan(P, SM_90, settings=Settings(backend=NAME))
     assert named.path == NAME
-    failed = Verdict(
+    failed = CompileRecord(
         key=left.key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
         passed=False, date=datetime.date(2026, 11, 21), reason="boom", incident="20261121-x-1",
     )  # fmt: skip
-    made = plan(P, SM_90, verdicts={failed.key: failed})
+    made = plan(P, SM_90, records={failed.key: failed})
     assert made.path == NAME
     why = "not triton: this specialisation failed here on 2026-11-21: boom [20261121-x-1]"
     assert made.notes == (*named.notes, why)
@@ -174,17 +174,17 @@ def test_keys_are_digests_of_one_length() -> None:
 @pytest.mark.parametrize(("incident", "told"), [("20261121-x-1", "see incident 20261121-x-1"), ("", "")])
 def test_a_refused_variant_says_what_would_help(tmp_path: Path, incident: str, told: str) -> None:
     """Where it was asked for by name, and so nothing else is taken."""
-    failed = Verdict(
+    failed = CompileRecord(
         key=plan(P, SM_90).key, kernel=NAME, target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
         passed=False, date=datetime.date(2026, 11, 21), reason="boom", incident=incident,
     )  # fmt: skip
     with pytest.raises(portattn.PathUnavailable) as caught:
-        plan(P, SM_90, verdicts={failed.key: failed}, settings=Settings(backend=NAME))
+        plan(P, SM_90, records={failed.key: failed}, settings=Settings(backend=NAME))
     (no,) = caught.value.rejected
     assert (no.path, no.hint, no.incident) == (NAME, told, incident)
     assert no.reason == "it failed here on 2026-11-21: boom"
     passed = msgspec.structs.replace(failed, passed=True)
-    assert plan(P, SM_90, verdicts={failed.key: passed}).path == NAME
+    assert plan(P, SM_90, records={failed.key: passed}).path == NAME
 
     plant(tmp_path, "cuda-0901-x", 'path = "core"', 'kernels = ["gluon_*"]\ntoolchain = { triton = "<3.7" }',
           title="it hangs", evidence="")  # fmt: skip
@@ -215,9 +215,9 @@ class Compiler:
         self.reply = reply or Reply(outcome="crash", stage="ttgir", kind="SIGABRT", message="planted", log="planted")
 
     def __call__(self, worker: Any, launch: Any, *_: Any) -> Reply:
-        seen = ensure.seen_of(launch)
+        seen = ensure.signature_of(launch)
         self.asked.append(seen.function)
-        return self.reply if seen.function == self.refused else Reply(outcome="ok", facts={"local_memory": 1024})
+        return self.reply if seen.function == self.refused else Reply(outcome="ok", facts={"scratchpad_bytes": 1024})
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeyp
 
 def test_what_does_not_fit_the_chip_is_a_failure(sm_90, ran, monkeypatch) -> None:
     monkeypatch.setattr(
-        ensure, "compile_in", Compiler("scheduled_forward", Reply(outcome="ok", facts={"local_memory": 10**9}))
+        ensure, "compile_in", Compiler("scheduled_forward", Reply(outcome="ok", facts={"scratchpad_bytes": 10**9}))
     )
     silently(lambda: portattn.attention(*tensors()))
     assert ran == ["triton"]
@@ -361,7 +361,7 @@ def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monke
     first = Child.asked[0]
     assert (first["path"], "lowering" in first) == (NAME, False)
     assert {fields["path"] for fields in Child.asked} == {NAME, "triton"}
-    seen = VerdictStore(tmp_path)
+    seen = CompileStore(tmp_path)
     assert not seen.get(canary.key_of(NAME, SM_90)).passed
     assert seen.get(canary.key_of("dense_forward", SM_90)).passed
     (incident,) = seen.incidents()

@@ -14,7 +14,7 @@ from opcalls import pretend_accelerator
 import portattn
 from portattn import Target
 from portattn.api import dispatch
-from portattn.compile.store import VerdictStore
+from portattn.compile.store import CompileStore
 from portattn.config import Settings
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
@@ -107,32 +107,32 @@ def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_each_answer_is_a_verdict_that_is_kept(settings: Settings, name: str) -> None:
+def test_each_answer_is_a_record_that_is_kept(settings: Settings, name: str) -> None:
     Fake.answer, symptom = ANSWERS[name]
-    verdict = canary.check(made_for("paged_attention"), MI300, settings, torch.device("cuda", 1))
-    store = VerdictStore(Path(settings.cache_dir))
+    record = canary.check(made_for("paged_attention"), MI300, settings, torch.device("cuda", 1))
+    store = CompileStore(Path(settings.cache_dir))
     assert Fake.started == 1
     assert {request["device"] for request in Fake.requests} == {"cuda:1"}  # the call's own
     if not symptom:
-        assert verdict is None
-        kept = store.get(canary.key_of("paged_split", MI300))
-        assert kept is not None
-        assert (kept.passed, kept.level, kept.error) == (True, "runs", 1e-4)
+        assert record is None
+        cached = store.get(canary.key_of("paged_split", MI300))
+        assert cached is not None
+        assert (cached.passed, cached.level, cached.error) == (True, "runs", 1e-4)
         assert len(Fake.requests) == len(canary.CASES["paged_attention"])
         assert not list(store.incidents())
     else:
-        assert verdict is not None
-        assert not verdict.passed
-        assert verdict.standing == ("timeout" if symptom == "hang" else "lasting")
+        assert record is not None
+        assert not record.passed
+        assert record.standing == ("timeout" if symptom == "hang" else "lasting")
         (incident,) = store.incidents()
-        assert (incident.symptom, incident.stage, incident.id) == (symptom, "run", verdict.incident)
+        assert (incident.symptom, incident.stage, incident.id) == (symptom, "run", record.incident)
         assert (incident.kernel, incident.target, incident.toolchain) == ("paged_split", MI300.name, "triton==3.6.0")
         assert (incident.problem, incident.lowering is None) == (canary.CASES["paged_attention"][0], False)
-        assert f"quirks new --from-incident {incident.id}" in verdict.reason
+        assert f"quirks new --from-incident {incident.id}" in record.reason
         assert len(Fake.requests) == 1  # the first mismatch decides
     # Neither this process nor the next looks again.
     again = canary.check(made_for("paged_attention"), MI300, settings, torch.device("cuda", 1))
-    assert (again is None) is (verdict is None)
+    assert (again is None) is (record is None)
     assert Fake.started == 1
 
 
@@ -160,7 +160,7 @@ def test_what_says_nothing_is_said_and_tried_again(settings: Settings, name: str
     Fake.answer = INCONCLUSIVE[name]
     with pytest.warns(UserWarning, match="inconclusive"):
         assert canary.check(made_for("attention"), MI300, settings, torch.device("cuda", 0)) is None
-    assert VerdictStore(Path(settings.cache_dir)).get(canary.key_of("dense_forward", MI300)) is None
+    assert CompileStore(Path(settings.cache_dir)).get(canary.key_of("dense_forward", MI300)) is None
 
 
 def test_a_key_is_of_one_family_chip_and_toolchain() -> None:
@@ -216,7 +216,7 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
         assert plan is not None
         assert plan.path != "triton"
         assert plan.rejected[0].incident
-        (incident,) = VerdictStore(Path(settings.cache_dir)).incidents()
+        (incident,) = CompileStore(Path(settings.cache_dir)).incidents()
         assert (incident.id, incident.symptom) == (plan.rejected[0].incident, "wrong-result")
         expected = portattn.attention(q.double().float(), k, v, backend="reference")
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

@@ -41,7 +41,7 @@ class LinalgExecutor(Executor):
         names = tuple(signature(launch).types)
         arch = target.arch
         # Double buffering, which is on unless it is switched off, takes the other half.
-        room = arch.local_memory if launch.launch.get("multibuffer") is False else arch.local_memory // 2
+        room = arch.scratchpad_bytes if launch.launch.get("multibuffer") is False else arch.scratchpad_bytes // 2
         found = lints(text, launch.function, names, launch.grid, arch.max_programs, room)
         facts["tile_bytes"] = footprint(read(text))
         for lint in found:

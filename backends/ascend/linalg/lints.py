@@ -33,13 +33,13 @@ def lints(
     arguments: Sequence[str] = (),
     grid: Sequence[int] = (),
     max_programs: int = 65535,
-    local_memory: int = 0,
+    scratchpad_bytes: int = 0,
 ) -> list[Lint]:
     """Every lint that fires on a lowered kernel.
 
     arguments     names of its run-time arguments in order, for messages
     grid          of the launch; max_programs: what the chip launches
-    local_memory  bytes of the chip's unified buffer that tiles can have; 0 leaves its lint out
+    scratchpad_bytes  bytes of the chip's unified buffer that tiles can have; 0 leaves its lint out
     """
     module = read(text)
     names = {f"%arg{OWN_BUFFERS + index}": name for index, name in enumerate(arguments)}
@@ -58,11 +58,11 @@ def lints(
         programs *= size
     if programs > max_programs:
         found.append(("programs", programs, f"{programs} programs, the chip launches {max_programs}", max_programs))
-    if local_memory:
+    if scratchpad_bytes:
         used = footprint(module)
-        if used > local_memory:
-            message = f"about {used} bytes of tiles live at once, the unified buffer has room for {local_memory}"
-            found.append(("unified-buffer", used, message, local_memory))
+        if used > scratchpad_bytes:
+            message = f"about {used} bytes of tiles live at once, the unified buffer has room for {scratchpad_bytes}"
+            found.append(("unified-buffer", used, message, scratchpad_bytes))
     return [Lint(name=n, function=function, value=v, message=m, limit=limit) for n, v, m, limit in found]
 
 

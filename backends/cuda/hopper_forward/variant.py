@@ -25,7 +25,7 @@ from portattn.schema.plan import Rejection
 from portattn.schema.problem import UNLIMITED
 from portattn.schema.sizes import least
 from portattn.schema.steps import Buffers, Step, StepLauncher
-from portattn.schema.tuning import FULL, Tuning
+from portattn.schema.tuning import SPLIT_THRESHOLD, Tuning
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ class ForwardVariant(Variant):
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
-    def leaves(self, problem: Problem) -> str:
+    def defers_to_core(self, problem: Problem) -> str:
         """What the tuning data says of problems that the core is faster at."""
         return _tuning().left_to_core(self.name, problem.features())
 
@@ -240,7 +240,7 @@ def _limited_right(p: Problem) -> bool:
 
 def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     """Over how many blocks to split a tile's keys, one block a core at a time: least time, counted in key tiles."""
-    if tiles >= FULL * cores:
+    if tiles >= SPLIT_THRESHOLD * cores:
         return 1
     ends, merge = 3, 4  # a block's start and end, and the way of a partial result through memory, in key tiles
     return split_cheapest(tiles, key_tiles, cores, least(key_tiles, MOST_SPLITS), ends, merge, 0)

@@ -73,7 +73,7 @@ class PtxExecutor(Executor):
         """A launch's code (launch.py: Code)."""
         return {
             "text": str(reply.facts["ptx"]),
-            "shared": int(reply.facts["local_memory"]),
+            "shared": int(reply.facts["scratchpad_bytes"]),
             "num_warps": int(reply.facts["num_warps"]),
             "scratch": int(reply.facts["scratch"]),
             "signature": msgspec.to_builtins(signature(launch)),
@@ -90,7 +90,7 @@ class PtxExecutor(Executor):
     ) -> Numerics:
         """Run each time: what a device does is not the text's doing alone."""
         assert self.device is not None, "check asks lacks first"
-        needed, room = max(code["shared"] for code in pieces), self.device.arch.local_memory
+        needed, room = max(code["shared"] for code in pieces), self.device.arch.scratchpad_bytes
         if needed > room:
             reason = f"needs {needed} bytes of shared memory, {self.device.arch.name} has {room}"
             return Numerics(outcome="not_run", where=where, problem=problem, reason=reason)

@@ -48,6 +48,6 @@ class EmulatorExecutor(Executor):
         facts = reply.facts
         return {
             "text": str(facts.get("amdgcn", "")),
-            "lds": int(facts["local_memory"]),
+            "lds": int(facts["scratchpad_bytes"]),
             "waves": int(facts["num_warps"]),
         }

@@ -93,7 +93,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GoalResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a result says of a goal.
 
     status   met · done: inside the goal's `done` · missed · incomplete: what is there meets it, but cells are missing ·
@@ -113,12 +113,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
 
 
-def verdicts(result: Result, goals: Iterable[Goal] = GOALS) -> list[Verdict]:
+def goal_results(result: Result, goals: Iterable[Goal] = GOALS) -> list[GoalResult]:
     """A verdict for each goal."""
     return [_verdict(goal, result) for goal in goals]
 
 
-def _verdict(goal: Goal, result: Result) -> Verdict:
+def _verdict(goal: Goal, result: Result) -> GoalResult:
     values, missing = [], dict[str, None]()
     wanted = goal.cells
     for name, case in wanted:
@@ -128,7 +128,7 @@ def _verdict(goal: Goal, result: Result) -> Verdict:
         else:
             missing[found] = None
     if not values:
-        return Verdict(goal=goal, status="not measured", value=None, cells=0, of=len(wanted), missing=tuple(missing))
+        return GoalResult(goal=goal, status="not measured", value=None, cells=0, of=len(wanted), missing=tuple(missing))
     worst = (max if goal.at_most else min)(values, key=lambda v: v.value)
     value = geomean(v.value for v in values) if goal.take == "geomean" else worst.value
     status: Status = "missed"
@@ -139,7 +139,7 @@ def _verdict(goal: Goal, result: Result) -> Verdict:
     if len(values) < len(wanted) and status != "missed":
         status = "incomplete"
     under = tuple(v for v in values if not _within(goal, v.value, goal.limit)) if goal.take == "every" else ()
-    return Verdict(
+    return GoalResult(
         goal=goal, status=status, value=value, cells=len(values), of=len(wanted), worst=worst, under=under,
         missing=tuple(missing),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.results import SCHEMA, Result, Row, Run
-from portattn.tools.run_log import UNREADABLE, Journal, lines
+from portattn.tools.run_log import UNREADABLE, RunLog, lines
 
 ROWS = "rows.jsonl"
 # A run goes on with another's rows only where these agree: else the rows would not be of one thing.
@@ -22,7 +22,7 @@ class _Versioned(msgspec.Struct):
     schema: int
 
 
-class Store(Journal):
+class Store(RunLog):
     """The folder of a run. Use it as a context: it holds the folder's lock.
 
     Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
@@ -34,7 +34,7 @@ class Store(Journal):
 
     def start(self) -> Path | None:
         """Begin with no rows; those that are there are kept under their date. Returns where they went."""
-        kept = self.put_away()
+        kept = self.rotate()
         self.path.touch()
         return kept
 

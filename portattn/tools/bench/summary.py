@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from portattn.tools.bench.contenders import CORE, OURS, PREPARED
-from portattn.tools.bench.goals import geomean, verdicts
+from portattn.tools.bench.goals import geomean, goal_results
 from portattn.tools.bench.results import SCHEMA, Result, Row
 
 
@@ -68,7 +68,7 @@ def document(result: Result) -> dict[str, Any]:
         "schema": SCHEMA,
         "runs": result.runs,
         "summaries": summaries(result),
-        "goals": verdicts(result),
+        "goals": goal_results(result),
         "rows": result.rows,
         "first_calls": result.first_calls,
     }

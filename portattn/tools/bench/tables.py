@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from portattn.tools.bench.clock import Spread
 from portattn.tools.bench.contenders import CORE, OURS, PREPARED
-from portattn.tools.bench.goals import Verdict, verdicts
+from portattn.tools.bench.goals import GoalResult, goal_results
 from portattn.tools.bench.results import Figures, Result, Row
 from portattn.tools.bench.summary import summaries
 from portattn.tools.bench.timing import within
@@ -49,7 +49,7 @@ def _cells(f: Figures) -> list[object]:
 
 def as_markdown(result: Result) -> str:
     """Provenance, goals, summaries, then a table a set."""
-    parts = [_provenance(result), "## Goals", _goals(verdicts(result)), "## Sets", _summaries(result)]
+    parts = [_provenance(result), "## Goals", _goals(goal_results(result)), "## Sets", _summaries(result)]
     for name in result.sets:
         rows = result.of(name)
         parts += [f"## {name}", set_table(rows) if rows else _first_calls(result)]
@@ -78,7 +78,7 @@ def _provenance(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _goals(found: Iterable[Verdict]) -> str:
+def _goals(found: Iterable[GoalResult]) -> str:
     rows = []
     for verdict in found:
         goal = verdict.goal

@@ -119,8 +119,8 @@ def brief(cell: Cell) -> str:
     parts = []
     if "registers" in facts:
         parts.append(f"{facts['registers']} regs")
-    if "local_memory" in facts:
-        parts.append(f"{int(facts['local_memory']) / 1024:.0f} K")
+    if "scratchpad_bytes" in facts:
+        parts.append(f"{int(facts['scratchpad_bytes']) / 1024:.0f} K")
     if "linalg_lines" in facts:
         parts.append("linalg")
     if any("deaths" in kernel.facts for kernel in cell.kernels):

@@ -12,7 +12,7 @@ import msgspec
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run
-from portattn.tools.run_log import UNREADABLE, Journal, encoded, lines
+from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 
 NAME = "results.jsonl"
 _decoder = msgspec.json.Decoder(Run | Cell)
@@ -22,7 +22,7 @@ class _Versioned(msgspec.Struct):
     schema: int
 
 
-class Results(Journal):
+class Results(RunLog):
     """The results of one run, in a folder. Use it as a context: it holds the folder's lock.
 
     Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
@@ -34,7 +34,7 @@ class Results(Journal):
 
     def start(self, run: Run) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
-        kept = self.put_away()
+        kept = self.rotate()
         write_whole(self.path, encoded(run))
         return kept
 

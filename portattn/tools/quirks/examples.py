@@ -65,7 +65,7 @@ _NOTHING = {"causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q":
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
-class Witness(msgspec.Struct, frozen=True, kw_only=True):
+class QuirkExample(msgspec.Struct, frozen=True, kw_only=True):
     """One point at which a quirk is asked about.
 
     lowering, launch  what the plan would take without the quirk
@@ -88,12 +88,12 @@ class Witness(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(registry, tunings={**registry.tunings, target.backend: tuning}), target
 
 
-def find(quirk: Quirk, registry: Registry) -> Witness:
+def find(quirk: Quirk, registry: Registry) -> QuirkExample:
     """A point at which every condition holds. Raises ValueError naming the condition that nothing known meets."""
     return _point(quirk, registry, "")
 
 
-def outside(quirk: Quirk, registry: Registry) -> Iterator[Witness]:
+def outside(quirk: Quirk, registry: Registry) -> Iterator[QuirkExample]:
     """Points at which all conditions but one hold: one for each condition that something known can break."""
     when = quirk.when
     named = {"backend": when.backend, "arch": when.arch, "kernels": when.kernels}
@@ -109,7 +109,7 @@ def outside(quirk: Quirk, registry: Registry) -> Iterator[Witness]:
             continue  # an entry for every kernel, or every arch of its backend, has nothing outside in that direction
 
 
-def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
+def _point(quirk: Quirk, registry: Registry, broken: str) -> QuirkExample:
     when = quirk.when
     backend, arch = _machine(quirk, registry, broken)
     kernel, problem = _kernel_and_problem(quirk, registry, broken)
@@ -124,7 +124,7 @@ def _point(quirk: Quirk, registry: Registry, broken: str) -> Witness:
         name: _pick(CHOICES[name], lambda v, w=value, n=broken == f"lowering {name}": (v == w) is not n, name)  # type: ignore[misc]
         for name, value in when.lowering.items()
     }
-    return Witness(
+    return QuirkExample(
         kernel=kernel,
         problem=problem,
         target=f"{backend}:{arch}",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from portattn.schema.lowering import LAUNCH_FIELDS, OptionValue
-from portattn.schema.tuning import FULL
+from portattn.schema.tuning import SPLIT_THRESHOLD
 
 Setting = bool | int | str | None
 Only = Mapping[str, tuple[str, ...]]  # values that settings may have, as they are written
@@ -23,20 +23,26 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     launch    block sizes, warps, stages and compiler options
     lowering  named choices of a core kernel
     flags     settings of a variant, by names of its own
-    resident  programs that one core is expected to run at a time (it decides over how many programs keys are split)
-    full      programs a core from which on keys are not split
+    occupancy  programs that one core is expected to run at a time (it decides over how many programs keys are split)
+    split_threshold  programs a core from which on keys are not split
     """
 
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
     flags: dict[str, bool | int | str] = {}
-    resident: int = 1
-    full: float = FULL
+    occupancy: int = 1
+    split_threshold: float = SPLIT_THRESHOLD
 
     @property
     def settings(self) -> dict[str, Setting]:
         """All of it by name."""
-        return {**self.launch, **self.lowering, "resident": self.resident, "full": f"{self.full:g}", **self.flags}
+        return {
+            **self.launch,
+            **self.lowering,
+            "occupancy": self.occupancy,
+            "split_threshold": f"{self.split_threshold:g}",
+            **self.flags,
+        }
 
     @property
     def key(self) -> str:
@@ -61,17 +67,17 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         words += [f"{name}={value}" for name, value in launch.items()]
         words += [str(value) for value in self.lowering.values()]
         words += [f"{name}={value}" for name, value in self.flags.items()]
-        words += [f"resident={self.resident}"] if self.resident != 1 else []
-        words += [f"full={self.full:g}"] if self.full != FULL else []
+        words += [f"occupancy={self.occupancy}"] if self.occupancy != 1 else []
+        words += [f"split_threshold={self.split_threshold:g}"] if self.split_threshold != SPLIT_THRESHOLD else []
         return " ".join(words) or "defaults"
 
 
 def changed(base: Choice, settings: dict[str, Setting], lowering_names: tuple[str, ...]) -> Choice:
     """The base with settings put in their places. None takes a compiler option away."""
-    launch, lowering, resident = dict(base.launch), dict(base.lowering), base.resident
+    launch, lowering, occupancy = dict(base.launch), dict(base.lowering), base.occupancy
     for name, value in settings.items():
-        if name == "resident":
-            resident = int(value or 1)
+        if name == "occupancy":
+            occupancy = int(value or 1)
         elif name in lowering_names:
             lowering[name] = str(value)
         elif value is None:
@@ -81,4 +87,6 @@ def changed(base: Choice, settings: dict[str, Setting], lowering_names: tuple[st
     # One order, so that equal choices are written alike.
     names = sorted(launch, key=lambda n: (LAUNCH_FIELDS.index(n) if n in LAUNCH_FIELDS else len(LAUNCH_FIELDS), n))
     made = {name: launch[name] for name in names}
-    return Choice(launch=made, lowering=lowering, flags=base.flags, resident=resident, full=base.full)
+    return Choice(
+        launch=made, lowering=lowering, flags=base.flags, occupancy=occupancy, split_threshold=base.split_threshold
+    )

@@ -124,6 +124,6 @@ def choice_of(entry: Entry) -> Choice:
         launch=dict(entry.launch),
         lowering=dict(entry.lowering),
         flags=dict(entry.flags),
-        resident=entry.resident,
-        full=entry.full,
+        occupancy=entry.occupancy,
+        split_threshold=entry.split_threshold,
     )

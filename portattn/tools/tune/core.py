@@ -62,7 +62,11 @@ def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Pl
     """The core plan that this choice as a tuning entry would give, quirks and limits applied. Raises NotBuilt."""
     registry = Registry.load()
     entry = Entry(
-        kernel=kernel, launch=choice.launch, lowering=choice.lowering, resident=choice.resident, full=choice.full
+        kernel=kernel,
+        launch=choice.launch,
+        lowering=choice.lowering,
+        occupancy=choice.occupancy,
+        split_threshold=choice.split_threshold,
     )
     source = Provenance(chip="", toolchain=str(target.toolchain), date=datetime.date.min, measured=False)
     only = Tuning(provenance=source, entry=(entry,))

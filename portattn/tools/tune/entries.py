@@ -13,7 +13,7 @@ from portattn.files import write_whole
 from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import toml_reader
-from portattn.schema.tuning import FULL, Tuning
+from portattn.schema.tuning import SPLIT_THRESHOLD, Tuning
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.records import Origin, Outcome
 
@@ -123,10 +123,10 @@ def entry(of: Class, outcome: Outcome, origin: Origin) -> Table:
         settings = getattr(choice, name)
         if settings:
             made.add(name, _inline(settings))
-    if choice.resident != 1:
-        made.add("resident", choice.resident)
-    if choice.full != FULL:
-        made.add("full", choice.full)
+    if choice.occupancy != 1:
+        made.add("occupancy", choice.occupancy)
+    if choice.split_threshold != SPLIT_THRESHOLD:
+        made.add("split_threshold", choice.split_threshold)
     if not outcome.measured:
         made.add("timed", False)
     made.add("provenance", _provenance(outcome, origin))
@@ -151,7 +151,7 @@ def _provenance(outcome: Outcome, origin: Origin) -> Table:
         "runner_up": str(outcome.runner_up) if outcome.runner_up else "",
         "registers": outcome.registers,
         "spills": outcome.spills,
-        "local_memory": outcome.local_memory,
+        "scratchpad_bytes": outcome.scratchpad_bytes,
     }
     for name, value in known.items():
         if value not in (None, ""):

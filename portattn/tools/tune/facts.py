@@ -23,7 +23,7 @@ def programs_a_core(facts: Facts, target: Target) -> int | None:
     unit, reserved = arch.register_unit, arch.reserved_memory
     a_warp = -(-int(facts["registers"]) * arch.warp_size // unit) * unit
     by_registers = arch.core_registers // (a_warp * warps) if a_warp else arch.core_registers
-    by_memory = (arch.local_memory + reserved) // (int(facts.get("local_memory", 0)) + reserved)
+    by_memory = (arch.scratchpad_bytes + reserved) // (int(facts.get("scratchpad_bytes", 0)) + reserved)
     by_threads = arch.core_threads // (warps * arch.warp_size)
     return min(by_registers, by_memory, by_threads)
 
@@ -36,9 +36,9 @@ def verdict(compiled: Compiled, choice: Choice, target: Target, most_spilled: in
     if compiled.failure:
         return compiled.failure
     facts, arch = compiled.facts or {}, target.arch
-    used = int(facts.get("local_memory", 0))
-    if used > arch.local_memory:
-        return f"{used} bytes of {arch.local_memory_kind}, {arch.name} has {arch.local_memory}"
+    used = int(facts.get("scratchpad_bytes", 0))
+    if used > arch.scratchpad_bytes:
+        return f"{used} bytes of {arch.scratchpad_kind}, {arch.name} has {arch.scratchpad_bytes}"
     if arch.registers and int(facts.get("registers", 0)) > arch.registers:
         return f"{facts['registers']} registers, {arch.name} has {arch.registers}"
     if int(facts.get("spills", 0)) > most_spilled:
@@ -46,8 +46,8 @@ def verdict(compiled: Compiled, choice: Choice, target: Target, most_spilled: in
     if facts.get("serialized_wgmma"):
         return "ptxas serialised its wgmma instructions"
     programs = programs_a_core(facts, target)
-    if programs is not None and programs < max(choice.resident, 1):
-        return f"over-subscribed: {choice.resident} programs a core are asked for, {programs} fit"
+    if programs is not None and programs < max(choice.occupancy, 1):
+        return f"over-subscribed: {choice.occupancy} programs a core are asked for, {programs} fit"
     if programs is not None and Launch().changed(choice.launch).get("maxnreg") and programs < 2:
         return "over-subscribed: maxnreg is for several programs a core, and one fits"
     return ""

@@ -13,7 +13,7 @@ import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
-from portattn.tools.run_log import UNREADABLE, Journal, encoded, lines
+from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 from portattn.tools.tune.records import QUIET, SCHEMA, Candidate, Code, Origin, Outcome, Record, Stopped, Trying
 
 OP = "tune"
@@ -33,7 +33,7 @@ class _Versioned(msgspec.Struct):
 _decoder = msgspec.json.Decoder(Record)
 
 
-class Log(Journal):
+class Log(RunLog):
     """One run's log. Use it as a context: it holds the file's lock.
 
     Raises ArgumentError when the file cannot be written, or another run writes it at this moment.
@@ -48,7 +48,7 @@ class Log(Journal):
 
     def begin(self, origin: Origin) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
-        kept = self.put_away()
+        kept = self.rotate()
         write_whole(self.path, encoded(origin))
         return kept
 
@@ -140,7 +140,7 @@ def row(record: Candidate) -> tuple[str, ...]:
     return (
         record.problem, str(record.choice), number(record.error, ".2e"), number(record.mean_error, ".2e"),
         *(number(time, ".1f") for time in ((t.least, t.median, t.most) if t else (None, None, None))),
-        number(record.registers, "d"), number(record.spills, "d"), number(record.local_memory, "d"), reason,
+        number(record.registers, "d"), number(record.spills, "d"), number(record.scratchpad_bytes, "d"), reason,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ SCHEMA = 1  # raised when a reader of the version before would misread it
 # chosen        the best; what is written into the tuning file
 # kept          the incumbent, which nothing replaces
 # not reached   the budget was spent before
-Verdict = Literal[
+CandidateState = Literal[
     "refused", "twin", "ruled out", "compiles", "wrong", "broke", "abandoned", "slower", "within noise",
     "chosen", "kept", "not reached",
 ]  # fmt: skip
@@ -88,7 +88,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     name: str
     problem: str
     choice: Choice
-    verdict: Verdict
+    verdict: CandidateState
     reason: str = ""
     error: float | None = None
     mean_error: float | None = None
@@ -96,7 +96,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     times: Times | None = None
     registers: int | None = None
     spills: int | None = None
-    local_memory: int | None = None
+    scratchpad_bytes: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     results: tuple[Result, ...] = ()
     registers: int | None = None
     spills: int | None = None
-    local_memory: int | None = None
+    scratchpad_bytes: int | None = None
     counts: dict[str, int] = {}
     reason: str = ""
     complete: bool = True

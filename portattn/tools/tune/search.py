@@ -24,7 +24,7 @@ from portattn.tools.tune.choice import Choice, Only
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import verdict
 from portattn.tools.tune.race import Clock, Times
-from portattn.tools.tune.records import Candidate, Code, Record, Trying, Verdict
+from portattn.tools.tune.records import Candidate, CandidateState, Code, Record, Trying
 from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, Tunable
 from portattn.tools.tune.workloads import Workload
 
@@ -134,10 +134,12 @@ def facts_of(built: Built, codes: dict[str, Compiled]) -> dict[str, Any]:
     """Registers, spills and local memory of a candidate's code, as far as they are known."""
     code = codes.get(built.code or built.identity)
     facts = (code.facts if code else None) or {}
-    return {name: int(facts[name]) for name in ("registers", "spills", "local_memory") if name in facts}
+    return {name: int(facts[name]) for name in ("registers", "spills", "scratchpad_bytes") if name in facts}
 
 
-def _candidate(of: Class, load: Workload, choice: Choice, word: Verdict, why: str = "", **known: Any) -> Candidate:
+def _candidate(
+    of: Class, load: Workload, choice: Choice, word: CandidateState, why: str = "", **known: Any
+) -> Candidate:
     return Candidate(name=of.name, problem=load.name, choice=choice, verdict=word, reason=why, **known)
 
 
@@ -240,7 +242,7 @@ class Race:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a candidate raises is its verdict
             # What no child could compile, or does not fit, is ruled out late; what a device raises is a fault.
-            word: Verdict = "ruled out" if compilers_error(error) else "broke"
+            word: CandidateState = "ruled out" if compilers_error(error) else "broke"
             self._say(load, entrant, word, f"{type(error).__name__}: {reason(error)}")
             self._alive(entrant)
             return None
@@ -296,11 +298,11 @@ class Race:
         least = [min(one.times[name].median for one in left) for name in names]
         return sorted(left, key=lambda one: race.mean_ratio([one.times[name].median for name in names], least))
 
-    def say_all(self, entrant: Entrant, word: Verdict, why: str = "") -> None:
+    def say_all(self, entrant: Entrant, word: CandidateState, why: str = "") -> None:
         for load in self.of.workloads:
             self._say(load, entrant, word, why)
 
-    def _say(self, load: Workload, entrant: Entrant, word: Verdict, why: str = "") -> None:
+    def _say(self, load: Workload, entrant: Entrant, word: CandidateState, why: str = "") -> None:
         errors = entrant.errors.get(load.name)
         known: dict[str, Any] = facts_of(entrant.built[load.name], self.codes)
         if errors is not None:

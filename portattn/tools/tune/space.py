@@ -1,7 +1,7 @@
 """What is tried: a table of axes for each kernel, and rules for what is left out without being compiled.
 
 To extend a search add an axis, or values to one. An axis is a field of Launch, a compiler option, a choice of Lowering,
-or `resident`; what no axis names stays as the incumbent has it. Of axes with one name the first that applies counts.
+or `occupancy`; what no axis names stays as the incumbent has it. Of axes with one name the first that applies counts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _SPLIT = (
     Axis("num_stages", (2, 3, 4, 6), DEEP),
     Axis("num_stages", (1, 2)),
     Axis("launch_pdl", (True,), ("dependent_launch",)),
-    Axis("resident", (1, 2), WARPS),
+    Axis("occupancy", (1, 2), WARPS),
     *_LOADS,
     *_OPTIONS,
 )
@@ -112,7 +112,7 @@ _SPARSE = (
     Axis("num_stages", (1,), NO_WARPS),
     Axis("num_stages", (1, 2)),
     Axis("launch_pdl", (True,), ("dependent_launch",)),
-    Axis("resident", (1, 2, 4, 8), WARPS),
+    Axis("occupancy", (1, 2, 4, 8), WARPS),
 )
 SPACES: dict[str, tuple[Axis, ...]] = {
     "dense_forward": _FORWARD,
@@ -137,7 +137,7 @@ def check_space(axes: tuple[Axis, ...]) -> None:
             unknown = [value for value in axis.values if value not in CHOICES[axis.name]]
             if unknown:
                 raise ValueError(f"axis {axis.name}: {unknown[0]!r} is outside {CHOICES[axis.name]}")
-        elif axis.name not in (*LAUNCH_FIELDS, *options(), "resident") or axis.name == "splits":
+        elif axis.name not in (*LAUNCH_FIELDS, *options(), "occupancy") or axis.name == "splits":
             raise ValueError(f"axis {axis.name!r} is no field of Launch, no compiler option and no Lowering choice")
 
 
@@ -150,9 +150,9 @@ def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
     width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
     item = TORCH_DTYPE[problem.dtype].itemsize
     least = (launch.num_stages - 1) * launch.block_n * width * item
-    if problem.op == "sparse_attention" or least <= target.arch.local_memory:
+    if problem.op == "sparse_attention" or least <= target.arch.scratchpad_bytes:
         return None
-    return f"its K and V tiles alone take {least} bytes, {target.arch.name} has {target.arch.local_memory}"
+    return f"its K and V tiles alone take {least} bytes, {target.arch.name} has {target.arch.scratchpad_bytes}"
 
 
 def _accumulators(choice: Choice, problem: Problem, target: Target) -> str | None:

@@ -27,7 +27,7 @@ class Compiled:
     """How compiling a candidate ended.
 
     failure  why there is no code for it, or why the code does not fit the chip; empty otherwise
-    facts    registers, spills, local_memory … of the kernel that does the work
+    facts    registers, spills, scratchpad_bytes … of the kernel that does the work
     """
 
     failure: str = ""

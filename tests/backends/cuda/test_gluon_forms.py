@@ -118,12 +118,12 @@ def test_the_compiler_takes_no_hardware_barrier_that_the_kernel_takes(gluon_comp
         ({}, ""),
         ({"spills": 96}, ""),  # the schedule was timed with them
         ({"serialized_wgmma": 1}, "products made to wait by ptxas"),
-        ({"local_memory": 240_000}, "bytes of shared memory"),
+        ({"scratchpad_bytes": 240_000}, "bytes of shared memory"),
         ({"wgmma": 0}, "matrix instructions"),
     ],
 )
 def test_what_is_not_as_it_is_scheduled_is_a_gate(facts: dict[str, int], broken: str) -> None:
-    good = {"local_memory": 197_000, "registers": 168, "spills": 0, "wgmma": 64}
+    good = {"scratchpad_bytes": 197_000, "registers": 168, "spills": 0, "wgmma": 64}
     kernels = (KernelFacts(function="scheduled_forward", facts=good | facts),)
     p = problem("plain", 128, "none")
     assert VARIANT.timed(p)

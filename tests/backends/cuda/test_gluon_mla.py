@@ -96,7 +96,7 @@ def test_it_compiles_without_spills() -> None:
     for name, facts in json.loads(done.stdout.splitlines()[-1]).items():
         assert facts["spills"] == 0, name
         assert "serialized_wgmma" not in facts, name
-        assert facts["shared"] <= SM_90.arch.local_memory, name
+        assert facts["shared"] <= SM_90.arch.scratchpad_bytes, name
 
 
 @pytest.fixture

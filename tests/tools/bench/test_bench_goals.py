@@ -9,7 +9,7 @@ from benchfakes import a_result, figures, host, made
 from portattn.tools.bench import compare, goals, tables
 from portattn.tools.bench.firstcall import CASES as FIRST
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.goals import GOALS, Goal, verdicts
+from portattn.tools.bench.goals import GOALS, Goal, goal_results
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.summary import document, summaries
 
@@ -28,7 +28,7 @@ def dense18(*ratios, core=0.9):
 
 
 def verdict(result, name):
-    return next(v for v in verdicts(result) if v.goal.name == name)
+    return next(v for v in goal_results(result) if v.goal.name == name)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_every_goal_names_sets_and_cells_that_there_are():
 def test_a_time_has_to_be_at_most():
     goal = Goal(name="", sets=("host",), metric="host_us", limit=10.0, done=12.0)
     rows = [made("host", case, figures("portattn", host_us=host(11.0))) for case in SETS["host"]]
-    (found,) = verdicts(a_result(*rows), [goal])
+    (found,) = goal_results(a_result(*rows), [goal])
     assert found.status == "done"
 
 

@@ -13,7 +13,7 @@ from portattn.testing import gates
 from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix.problems import dense, quick
 
-FITS = {"local_memory": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
+FITS = {"scratchpad_bytes": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
 
 
 def with_tunings(registry: Registry, measured: bool) -> Registry:
@@ -51,7 +51,7 @@ def test_what_fits_passes_every_gate():
     [
         ({"spills": 4}, "bytes spilled"),
         ({"registers": 256}, "registers"),
-        ({"local_memory": 232449}, "bytes of shared memory"),
+        ({"scratchpad_bytes": 232449}, "bytes of shared memory"),
         ({"mma": 0, "wgmma": 0}, "matrix instructions"),
     ],
 )
@@ -61,13 +61,13 @@ def test_each_limit_is_a_gate(facts, name):
 
 def test_the_limit_is_the_archs_own():
     assert check("rocm:gfx942", registers=512) == {}
-    assert check("rocm:gfx942", local_memory=65537) == {"bytes of LDS": ""}
+    assert check("rocm:gfx942", scratchpad_bytes=65537) == {"bytes of LDS": ""}
     assert check("rocm:gfx942", mfma=0) == {"matrix instructions": ""}  # mma is no instruction of that chip
 
 
 def test_a_tile_that_was_timed_on_the_chip_may_spill():
     assert check(timed=True, spills=96) == {}
-    assert check(timed=True, local_memory=232449) == {"bytes of shared memory": ""}
+    assert check(timed=True, scratchpad_bytes=232449) == {"bytes of shared memory": ""}
 
 
 def test_an_exact_fp32_product_needs_no_matrix_instruction():
@@ -121,7 +121,7 @@ def test_spills_of_a_tile_that_was_chosen_with_another_compiler_are_noted() -> N
     registry = with_tunings(Registry.load(), False)
     sm_90, core = parse_target("cuda:sm_90", "triton==3.6.0"), Settings(backend="triton")
     made = plan(dense(dtype="fp16", head_dim=64).problem, sm_90, registry, settings=core)
-    facts = FITS | {"spills": 8, "local_memory": 10**6}
+    facts = FITS | {"spills": 8, "scratchpad_bytes": 10**6}
     for toolchain, noted in (("triton==3.6.0", False), ("triton==3.8.0", True)):
         target = parse_target("cuda:sm_90", toolchain)
         found = gates.check(made, target, (KernelFacts(function="dense_forward", facts=facts),), registry)

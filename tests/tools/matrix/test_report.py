@@ -27,7 +27,7 @@ WRONG = Footnote(
 
 @pytest.fixture
 def cells(cell):
-    fits = KernelFacts(function="dense_forward", facts={"registers": 168, "local_memory": 40960, "spills": 0})
+    fits = KernelFacts(function="dense_forward", facts={"registers": 168, "scratchpad_bytes": 40960, "spills": 0})
     spilled = Gate(name="bytes spilled", function="dense_forward", value=96, limit="none allowed", passed=False)
     right = Numerics(outcome="pass", where="interpreter", error=1e-4, budget=1e-3, lse_error=1e-6, lse_budget=1e-5)
     second = decode("GQA", dtype="bf16", head_dim=128)

@@ -93,7 +93,7 @@ def test_a_variant_s_cell_is_red_by_either_kernel(monkeypatch, planted, small, r
     def compile_in(worker, launch, *_):
         if launch.function == refused:
             return Reply(outcome="error", stage="ttgir", kind="RuntimeError", message="planted")
-        facts = {"local_memory": 1024, "registers": 64, "spills": 0, "wgmma": 8, "mma": 4}
+        facts = {"scratchpad_bytes": 1024, "registers": 64, "spills": 0, "wgmma": 8, "mma": 4}
         return Reply(outcome="ok", facts=facts)
 
     monkeypatch.setattr(run, "compile_in", compile_in)

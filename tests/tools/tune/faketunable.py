@@ -24,7 +24,7 @@ class Made:
     us: float = 100.0
     behaviour: str = "right"
     facts: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: {"registers": 128, "spills": 0, "local_memory": 1}
+        default_factory=lambda: {"registers": 128, "spills": 0, "scratchpad_bytes": 1}
     )
     failure: str = ""
 

@@ -49,7 +49,7 @@ def test_the_split_over_keys_is_part_of_a_candidate_and_not_of_its_code(target):
     problem = workload(parse("decode_attention q=1,32,1,128 kv=1,8,8192,128")).problem
     tunable = core(target, "decode_split")
     one, four = (
-        tunable.build(problem, Choice(launch={"block_m": 16, "block_n": 64}, resident=n), target) for n in (1, 4)
+        tunable.build(problem, Choice(launch={"block_m": 16, "block_n": 64}, occupancy=n), target) for n in (1, 4)
     )
     assert one.identity != four.identity
 
@@ -62,16 +62,16 @@ def test_what_no_core_kernel_takes_is_not_built():
 
 
 def test_programs_a_core(target):
-    facts = {"registers": 168, "num_warps": 4, "local_memory": 65536}
+    facts = {"registers": 168, "num_warps": 4, "scratchpad_bytes": 65536}
     assert programs_a_core(facts, target) == 3
     assert programs_a_core(facts | {"registers": 128}, target) == 3
-    assert programs_a_core(facts | {"registers": 128, "local_memory": 32768}, target) == 4
-    assert programs_a_core(facts | {"registers": 255, "local_memory": 0}, target) == 2
+    assert programs_a_core(facts | {"registers": 128, "scratchpad_bytes": 32768}, target) == 4
+    assert programs_a_core(facts | {"registers": 255, "scratchpad_bytes": 0}, target) == 2
     assert programs_a_core(facts, parse_target("rocm:gfx942", "triton==3.6.0")) is None
     asked = Choice(launch={"maxnreg": 168, "num_warps": 4})
     assert verdict(Compiled("", facts), asked, target, 0) == ""
-    assert "maxnreg" in verdict(Compiled("", facts | {"local_memory": 200_000}), asked, target, 0)
-    assert "4 programs" in verdict(Compiled("", facts), Choice(resident=4), target, 0)
+    assert "maxnreg" in verdict(Compiled("", facts | {"scratchpad_bytes": 200_000}), asked, target, 0)
+    assert "4 programs" in verdict(Compiled("", facts), Choice(occupancy=4), target, 0)
 
 
 @pytest.mark.compiles
@@ -87,7 +87,7 @@ def test_a_candidate_compiles_in_a_child(name):
     assert made[built.code].failure == ""
     known = facts_of(built, made)
     assert known["registers"] > 32
-    assert 0 < known["local_memory"] <= target.arch.local_memory
+    assert 0 < known["scratchpad_bytes"] <= target.arch.scratchpad_bytes
     assert verdict(made[built.code], chosen, target, 0) == ""
     again: dict[str, Compiled] = {}
     compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, again.__setitem__, made)

@@ -102,7 +102,7 @@ def test_the_table_has_the_last_word_on_each_the_fastest_first(origin):
     records = [
         origin(NAME),
         candidate(64, "slower", reason="probed", times=times[1], error=1e-3, mean_error=2e-4, registers=168, spills=0),
-        candidate(32, "chosen", times=times[0], local_memory=4096),
+        candidate(32, "chosen", times=times[0], scratchpad_bytes=4096),
         candidate(16, "ruled out", reason="8 bytes spilled"),
         candidate(64, "kept", times=times[1], error=1e-3, mean_error=2e-4, registers=168, spills=0),
         Outcome(

@@ -101,12 +101,12 @@ def test_only_so_many_finalists_take_turns(class_of, search):
 
 
 def test_compiling_rules_out_before_the_device_is_asked(class_of, search):
-    good = {"registers": 128, "local_memory": 1000, "num_warps": 4, "spills": 0}
+    good = {"registers": 128, "scratchpad_bytes": 1000, "num_warps": 4, "spills": 0}
     tunable = FakeTunable(
         {
             64: Made(100.0),
             1: Made(1.0, facts=good | {"spills": 8}),
-            2: Made(1.0, facts=good | {"local_memory": 10**6}),
+            2: Made(1.0, facts=good | {"scratchpad_bytes": 10**6}),
             4: Made(1.0, facts=good | {"registers": 256}),
             8: Made(1.0, failure="ttgir: no"),
             16: Made(1.0, facts=good | {"serialized_wgmma": 2}),
@@ -176,7 +176,7 @@ launch = { block_m = 64, block_n = 64 }
 
 
 def test_without_a_device_what_spills_is_replaced_by_the_largest_tile_that_does_not(class_of, search):
-    spilling = {"registers": 255, "spills": 400, "local_memory": 1}
+    spilling = {"registers": 255, "spills": 400, "scratchpad_bytes": 1}
     tunable = FakeTunable({64: Made(facts=spilling), 16: Made(), 32: Made(), 128: Made(facts=spilling)})
     outcome, _ = search(tunable, class_of(tunable, file=NOT_TIMED), timed=False)
     assert (outcome.choice, outcome.replaces, outcome.measured) == (choice(32), True, False)

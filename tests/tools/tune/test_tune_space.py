@@ -59,7 +59,7 @@ def test_every_candidate_is_an_entry_that_a_reader_takes(kernel, target):
     p = problem(PROBLEMS[kernel])
     core = CORES[p.op]
     entry = Registry.load().tuning(target).find(kernel, p.features())
-    base = Choice(launch=dict(entry.launch), lowering=dict(entry.lowering), resident=entry.resident)
+    base = Choice(launch=dict(entry.launch), lowering=dict(entry.lowering), occupancy=entry.occupancy)
     found = list(candidates(kernel, core.choices, p, target, base))
     assert len(found) > 1
     assert len({choice.key for choice in found}) == len(found)

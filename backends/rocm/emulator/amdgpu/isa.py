@@ -66,7 +66,7 @@ def _modelled() -> dict[str, Arch]:
                 name=name,
                 wave=arch.warp_size,
                 planes=arch.registers,
-                lds_bytes=arch.local_memory,
+                lds_bytes=arch.scratchpad_bytes,
                 family=family,
                 fnuz=any(kind.endswith("fnuz") for kind in arch.fp8),
                 counters=_COUNTERS[family],

@@ -68,7 +68,7 @@ _SPECIALISATION = """\
     )
 """
 _FITS = """\
-    used = int(code.facts["local_memory"])
+    used = int(code.facts["scratchpad_bytes"])
     if used > LIMIT:
         raise Seen(f"out of resource: {KIND}, required {used} bytes, {bench.name.partition(':')[2]} has {LIMIT}")
 """
@@ -130,7 +130,7 @@ def program(facts: Facts, name: str, title: str, target: Target | None) -> str:
         body = body.replace("{code}", "code = " if limit else "") + (_FITS if limit else "")
         if limit and target is not None:
             names.insert(0, "Seen")
-            data += [f"LIMIT, KIND = {target.arch.local_memory}, {target.arch.local_memory_kind!r}"]
+            data += [f"LIMIT, KIND = {target.arch.scratchpad_bytes}, {target.arch.scratchpad_kind!r}"]
         data.append("WORKAROUND: dict[str, dict[str, Any]] = {}  # of constants, options and env: what to change")
     elif form == "numbers":
         imports, names, body = ["from typing import Any"], ["RUNS", "Seen", "main"], _NUMBERS

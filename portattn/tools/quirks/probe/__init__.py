@@ -9,7 +9,7 @@ ranges.py    the range that a verdict asks for, as a diff of the quirk's file
 record.py    [[verified]] tables written into the quirk's file
 """
 
-from portattn.tools.quirks.probe.results import RED, Arm, Result, Verdict, verdict_of
+from portattn.tools.quirks.probe.results import RED, Arm, ProbeOutcome, Result, probe_outcome
 from portattn.tools.quirks.probe.running import ProbeError, off, run
 
-__all__ = ["RED", "Arm", "ProbeError", "Result", "Verdict", "off", "run", "verdict_of"]
+__all__ = ["RED", "Arm", "ProbeError", "ProbeOutcome", "Result", "off", "probe_outcome", "run"]

@@ -156,7 +156,7 @@ def _of_variant(
     worker: Worker,
     seconds: float,
 ) -> Arm:
-    """The variant, compiled whatever the entry says; and what is planned where the entry speaks against it."""
+    """The variant, compiled whatever the entry says; and what is planned where the entry rejects it."""
     if arm == "on":
         try:
             made = plan(stated.problem, target, registry, settings=Settings(quirks=f"+{quirk.id}"))
@@ -165,7 +165,7 @@ def _of_variant(
         if made.path == variant.name or quirk.id not in _mentioned(made) or made.lowering is None:
             return Arm(outcome="fail", kind="NoPlan", stage="plan", text=f"the {made.path} path is taken")
         return _compiled(quirk, made, target, registry, worker, seconds, "")
-    # Not planned: on other toolchains other entries and the variant itself would speak against it.
+    # Not planned: on other toolchains other entries and the variant itself would reject it.
     made = Plan(
         problem=stated.problem, target=target.name, toolchain=str(target.toolchain), requested=variant.name,
         path=variant.name,

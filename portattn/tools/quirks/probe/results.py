@@ -24,7 +24,7 @@ ArmName = Literal["control", "off", "on"]
 # inconclusive  out of range: fails otherwise, or with the work-around as well: another entry's matter
 # broken        the control fails: the probe, or what it runs in, is at fault
 # unverified    it could not be run here
-Verdict = Literal[
+ProbeOutcome = Literal[
     "confirmed", "stale", "changed", "ineffective", "absent", "too narrow", "inconclusive", "broken", "unverified"
 ]
 RED: frozenset[str] = frozenset({"stale", "changed", "ineffective", "too narrow", "broken"})
@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     toolchain: str
     target: str
     in_range: bool
-    verdict: Verdict
+    verdict: ProbeOutcome
     control: Arm = NOT_RUN
     off: Arm = NOT_RUN
     on: Arm = NOT_RUN
@@ -128,7 +128,7 @@ def saw(quirk: Quirk, arm: Arm) -> str:
     return (found or telling or lines or [""])[0][:SAW]
 
 
-def verdict_of(in_range: bool, control: str, off: str, on: str) -> Verdict:
+def probe_outcome(in_range: bool, control: str, off: str, on: str) -> ProbeOutcome:
     """The verdict on the words of three arms (Arm.word), by the design's table."""
     if control.startswith("fail:"):
         return "broken"
@@ -144,9 +144,9 @@ def verdict_of(in_range: bool, control: str, off: str, on: str) -> Verdict:
     return "confirmed" if in_range else "too narrow"
 
 
-def recorded(quirk: Quirk, seen: Verified, target: Target) -> Verdict:
+def recorded(quirk: Quirk, seen: Verified, target: Target) -> ProbeOutcome:
     """The verdict that a [[verified]] table has on the entry as it is now; `target` with the table's toolchain."""
-    return verdict_of(probed_range(quirk, target), "pass", seen.off, seen.on)
+    return probe_outcome(probed_range(quirk, target), "pass", seen.off, seen.on)
 
 
 def probed_range(quirk: Quirk, target: Target) -> bool:

@@ -22,9 +22,9 @@ from portattn.tools.quirks.probe.results import (
     Arm,
     ArmName,
     Result,
+    probe_outcome,
     probed_range,
     saw,
-    verdict_of,
 )
 from portattn.worker import ends
 from portattn.worker.client import Worker
@@ -82,7 +82,7 @@ def run(
     if lacking:
         reason = f"{lacking.splitlines()[0].removeprefix('Missing: ')}; {_since(quirk, where)}"
         return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
-    verdict = verdict_of(in_range, *(arms[name].word for name in ("control", "off", "on")))
+    verdict = probe_outcome(in_range, *(arms[name].word for name in ("control", "off", "on")))
     told = {"broken": "control", "ineffective": "on"}.get(verdict, "off")
     return Result(
         **common,  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def run(
 
 def _says_nothing(arm: Arm) -> bool:
     """Whether an arm failed for what says nothing about a compiler: it was killed, or never came to the compiler."""
-    return arm.kind in ends.PASSING_KINDS or (arm.kind == "timeout" and arm.stage in ends.PASSING_STAGES)
+    return arm.kind in ends.TRANSIENT_KINDS or (arm.kind == "timeout" and arm.stage in ends.PASSING_STAGES)
 
 
 def off(

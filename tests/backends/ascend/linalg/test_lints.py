@@ -23,7 +23,7 @@ def fired(text: str, **options) -> dict[str, int]:
 
 
 def test_a_clean_kernel_has_none():
-    assert fired(texts.DOUBLE, grid=(65535,), local_memory=196608) == {}
+    assert fired(texts.DOUBLE, grid=(65535,), scratchpad_bytes=196608) == {}
 
 
 def test_scalar_loops_count_their_elements():
@@ -101,8 +101,8 @@ def test_the_footprint_counts_what_lives_at_once():
 
 def test_a_footprint_over_the_unified_buffer():
     text = texts.tiles(13, loop=False)
-    assert fired(text, local_memory=12 * TILE) == {"unified-buffer": 13 * TILE}
-    assert fired(text, local_memory=13 * TILE) == {}
+    assert fired(text, scratchpad_bytes=12 * TILE) == {"unified-buffer": 13 * TILE}
+    assert fired(text, scratchpad_bytes=13 * TILE) == {}
 
 
 def test_names_that_the_printer_gives_twice_are_two_values():

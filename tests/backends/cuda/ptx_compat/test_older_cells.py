@@ -94,7 +94,7 @@ class Child:
 
 
 def compiles(shared: int = 8192) -> Child:
-    return Child(Reply(outcome="ok", facts={"ptx": "text", "local_memory": shared, "num_warps": 4, "scratch": 0}))
+    return Child(Reply(outcome="ok", facts={"ptx": "text", "scratchpad_bytes": shared, "num_warps": 4, "scratch": 0}))
 
 
 def checked(compiler: Any, runner: Any, arch: str = "sm_80", here: str = "cuda:sm_90") -> Numerics:
@@ -248,15 +248,15 @@ def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options:
 
 def test_a_verified_row_says_level_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90")
-    assert (row.verdict, row.level, row.label) == ("agree", "runs", LABEL)
+    assert (row.record, row.level, row.label) == ("agree", "runs", LABEL)
     (row,) = rows(monkeypatch, numbers("fail", "planted"), "cuda:sm_90")
-    assert (row.verdict, row.level, row.label) == ("device", "declared", "")
+    assert (row.record, row.level, row.label) == ("device", "declared", "")
     (row,) = rows(monkeypatch, numbers("not_run", "none is here"))
-    assert (row.verdict, row.level, row.label) == ("agree", "declared", "")
-    (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90", run_older=False)
+    assert (row.record, row.level, row.label) == ("agree", "declared", "")
+    (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90", run_ptx_compat=False)
     assert (list(row.seen), row.level) == (["interpreter"], "declared")
     with pytest.raises(ArgumentError, match="needs an NVIDIA GPU newer than sm_80; none is here"):
-        rows(monkeypatch, numbers("pass"), run_older=True)
+        rows(monkeypatch, numbers("pass"), run_ptx_compat=True)
 
 
 def called(*arguments: str) -> tuple[int, str, str]:

@@ -231,7 +231,7 @@ def compiled(worker: Worker, capability: int, launch: KernelCall) -> Code:
     assert reply.outcome == "ok", reply
     facts = reply.facts
     return Code(
-        text=str(facts["ptx"]), shared=int(facts["local_memory"]), num_warps=int(facts["num_warps"]),
+        text=str(facts["ptx"]), shared=int(facts["scratchpad_bytes"]), num_warps=int(facts["num_warps"]),
         scratch=int(facts["scratch"]), signature=made,
     )  # fmt: skip
 

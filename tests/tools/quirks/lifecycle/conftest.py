@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `import lifecycle_logs`
 
 from portattn.cli import main
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import current
 from portattn.planning.registry import Registry
 from portattn.worker.client import Worker
@@ -41,7 +41,7 @@ def wrong(arch, function, options):
         print(text, file=sys.stderr, flush=True)
         raise RuntimeError("PassManager::run failed")
 
-FACTS = {{"local_memory": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 8}}
+FACTS = {{"scratchpad_bytes": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 8}}
 
 def answer(request, say):
     with open({requests!r}, "a") as file:
@@ -103,7 +103,7 @@ def registry() -> Registry:
 
 
 @pytest.fixture
-def incidents() -> VerdictStore:
+def incidents() -> CompileStore:
     """The store of this test's own settings, which the command line reads too."""
     return store(current())
 

@@ -270,7 +270,7 @@ def test_of_what_no_plan_avoids_no_work_around_is_missed(portattn, tmp_path) -> 
     called = portattn("quirks", "new", "--from-log", str(log), *where)
     assert called.status == 1
     assert called.out.startswith("this is ascend-0109-adapter-dies: ")
-    assert "no plan can avoid it: a compiler that dies is asked once more" in called.out
+    assert "no plan can avoid it: a compiler that dies is retried once" in called.out
     assert "its work-around should have been applied" not in called.out
 
 

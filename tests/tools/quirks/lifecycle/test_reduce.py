@@ -43,7 +43,7 @@ class Compiler:
         self.seen.append(fields["signature"])
         text = self.fails(fields["signature"]["constants"], fields["signature"]["options"])
         if not text:
-            return Reply(outcome="ok", facts={"local_memory": 1024})
+            return Reply(outcome="ok", facts={"scratchpad_bytes": 1024})
         outcome = "hang" if text == "hang" else "error"
         return Reply(outcome=outcome, stage="ttgir", kind="RuntimeError", message="PassManager::run failed", log=text)
 
@@ -128,7 +128,7 @@ def test_over_the_chips_memory_is_a_failure_too(registry) -> None:
     class Large(Compiler):
         def request(self, task: str, seconds: float, **fields: Any) -> Reply:
             used = 300_000 if fields["signature"]["constants"]["BLOCK_M"] >= 64 else 1024
-            return Reply(outcome="ok", facts={"local_memory": used})
+            return Reply(outcome="ok", facts={"scratchpad_bytes": used})
 
     asked = msgspec.structs.replace(
         subject(registry, block_m=128), symptom="resource-limit", signature="out of resource: shared memory"

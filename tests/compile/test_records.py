@@ -1,4 +1,4 @@
-"""Verdicts on disk: whole or absent, among any number of processes."""
+"""CompileRecords on disk: whole or absent, among any number of processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from portattn import Incident, Verdict
+from portattn import CompileRecord, Incident
 from portattn.compile import sealed
-from portattn.compile.store import VerdictStore, store
+from portattn.compile.store import CompileStore, store
 from portattn.config import Settings
 
 
-def verdict(key: str = "k", reason: str = "", passed: bool = False) -> Verdict:
-    return Verdict(
+def record(key: str = "k", reason: str = "", passed: bool = False) -> CompileRecord:
+    return CompileRecord(
         key=key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="compiles",
         passed=passed, date=datetime.date(2026, 11, 21), reason=reason, facts={"spills": 0},
     )  # fmt: skip
@@ -31,85 +31,85 @@ def incident(name: str, hour: int) -> Incident:
 
 
 def test_what_is_put_is_found_by_another_store(tmp_path: Path) -> None:
-    first, second = VerdictStore(tmp_path), VerdictStore(tmp_path)
+    first, second = CompileStore(tmp_path), CompileStore(tmp_path)
     assert second.get("k") is None
-    first.put(verdict(reason="boom"))
-    assert second.get("k") == first.get("k") == verdict(reason="boom")
+    first.put(record(reason="boom"))
+    assert second.get("k") == first.get("k") == record(reason="boom")
     assert second.get("other") is None
 
 
 def test_nothing_but_the_file_is_left_behind(tmp_path: Path) -> None:
-    VerdictStore(tmp_path).put(verdict())
+    CompileStore(tmp_path).put(record())
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["k.json"]
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"key": "k"}', b'{"schema": 2}'])
 def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path: Path, data: bytes) -> None:
-    kept = VerdictStore(tmp_path)
-    kept.put(verdict())
-    (tmp_path / "verdicts" / "k.json").write_bytes(data)
-    assert VerdictStore(tmp_path).get("k") is None
-    VerdictStore(tmp_path).put(verdict(passed=True))
-    assert VerdictStore(tmp_path).get("k").passed
+    cached = CompileStore(tmp_path)
+    cached.put(record())
+    (tmp_path / "records" / "k.json").write_bytes(data)
+    assert CompileStore(tmp_path).get("k") is None
+    CompileStore(tmp_path).put(record(passed=True))
+    assert CompileStore(tmp_path).get("k").passed
 
 
 def test_a_torn_file_counts_as_absent(tmp_path: Path) -> None:
-    VerdictStore(tmp_path).put(verdict())
-    path = tmp_path / "verdicts" / "k.json"
+    CompileStore(tmp_path).put(record())
+    path = tmp_path / "records" / "k.json"
     whole = path.read_bytes()
     for length in range(0, len(whole), 17):
         path.write_bytes(whole[:length])
-        assert VerdictStore(tmp_path).get("k") is None
+        assert CompileStore(tmp_path).get("k") is None
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = VerdictStore(tmp_path)
-    kept.put(verdict(reason="old"))
+    cached = CompileStore(tmp_path)
+    cached.put(record(reason="old"))
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.warns(UserWarning, match="No space"):
-        kept.put(verdict(reason="new"))
-    assert VerdictStore(tmp_path).get("k").reason == "old"
-    assert [p.name for p in (tmp_path / "verdicts").iterdir()] == ["k.json"]
+        cached.put(record(reason="new"))
+    assert CompileStore(tmp_path).get("k").reason == "old"
+    assert [p.name for p in (tmp_path / "records").iterdir()] == ["k.json"]
 
 
 def test_clear_forgets_verdicts_and_keeps_incidents(tmp_path: Path) -> None:
-    kept = VerdictStore(tmp_path)
-    kept.put(verdict("a"))
-    kept.put(verdict("b"))
-    kept.add_incident(incident("20261121-x", 1))
-    assert kept.clear() == 2
-    assert kept.get("a") is None
-    assert kept.clear() == 0
-    assert kept.incident("20261121-x") is not None
+    cached = CompileStore(tmp_path)
+    cached.put(record("a"))
+    cached.put(record("b"))
+    cached.add_incident(incident("20261121-x", 1))
+    assert cached.clear() == 2
+    assert cached.get("a") is None
+    assert cached.clear() == 0
+    assert cached.incident("20261121-x") is not None
 
 
 def test_incidents_come_oldest_first_and_are_found_by_name(tmp_path: Path) -> None:
-    kept = VerdictStore(tmp_path)
-    assert list(kept.incidents()) == []
+    cached = CompileStore(tmp_path)
+    assert list(cached.incidents()) == []
     for name, hour in (("b", 3), ("a", 5), ("c", 1)):
-        kept.add_incident(incident(name, hour))
+        cached.add_incident(incident(name, hour))
     (tmp_path / "incidents" / "torn.json").write_text("{")
-    assert [i.id for i in kept.incidents()] == ["c", "b", "a"]
-    assert kept.incident("b") == incident("b", 3)
-    assert kept.incident("torn") is None
-    assert kept.incident("none") is None
+    assert [i.id for i in cached.incidents()] == ["c", "b", "a"]
+    assert cached.incident("b") == incident("b", 3)
+    assert cached.incident("torn") is None
+    assert cached.incident("none") is None
     assert (tmp_path / "incidents" / "b.json").read_text().count("\n") > 5  # people read them
 
 
 def test_the_settings_name_the_folder(tmp_path: Path) -> None:
-    store(Settings(cache_dir=str(tmp_path / "one"))).put(verdict())
-    assert (tmp_path / "one" / "verdicts" / "k.json").exists()
+    store(Settings(cache_dir=str(tmp_path / "one"))).put(record())
+    assert (tmp_path / "one" / "records" / "k.json").exists()
     assert store(Settings(cache_dir=str(tmp_path / "two"))).get("k") is None
     assert store(Settings()).folder.name == "portattn"
 
 
 def _write_many(folder: str, writer: int) -> None:
     for turn in range(60):
-        VerdictStore(Path(folder)).put(verdict(reason=f"{writer} " * 500, passed=bool(turn % 2)))
+        CompileStore(Path(folder)).put(record(reason=f"{writer} " * 500, passed=bool(turn % 2)))
 
 
 def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
     writers = [context.Process(target=_write_many, args=(str(tmp_path), n)) for n in range(3)]
     for writer in writers:
         writer.start()
-    path = tmp_path / "verdicts" / "k.json"
+    path = tmp_path / "records" / "k.json"
     read = 0
     while any(w.is_alive() for w in writers):
         if path.exists():
-            found = sealed.unseal(path.read_bytes(), "verdict", "k", Verdict)
+            found = sealed.unseal(path.read_bytes(), "record", "k", CompileRecord)
             assert found is not None
             assert len(set(found.reason.split())) == 1, "two writers in one file"
             read += 1
@@ -133,7 +133,7 @@ def test_concurrent_writers_never_show_half_a_file(tmp_path: Path) -> None:
 
 
 def _hold(folder: str, events: multiprocessing.Queue, name: str) -> None:
-    with VerdictStore(Path(folder)).lock("k", 30.0):
+    with CompileStore(Path(folder)).lock("k", 30.0):
         events.put(("in", name))
         multiprocessing.Event().wait(0.2)
         events.put(("out", name))
@@ -155,13 +155,13 @@ def test_a_key_is_locked_among_processes(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
     occupied = tmp_path / "occupied"
     occupied.write_text("a file where the folder should be")
-    store = VerdictStore(occupied)
+    store = CompileStore(occupied)
     with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
-        store.put(verdict("first"))
+        store.put(record("first"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store.put(verdict("second"))
+        store.put(record("second"))
         with store.lock("first", 1.0):
             pass
-    assert store.get("first") == verdict("first")
-    assert store.get("second") == verdict("second")
+    assert store.get("first") == record("first")
+    assert store.get("second") == record("second")
