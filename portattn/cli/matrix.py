@@ -68,6 +68,7 @@ def matrix() -> None:
 )
 @click.option(
     "--run-older/--no-run-older",
+    "run_ptx_compat",
     default=None,
     help="Run the code of older NVIDIA GPUs on a newer one that is here; the default where there is one.",
 )

@@ -33,6 +33,7 @@ COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused":
 @click.option("--emulate", is_flag=True, help="Also run the machine code in a model of the (AMD) chip.")
 @click.option(
     "--run-older/--no-run-older",
+    "run_ptx_compat",
     default=None,
     help="Run the target's code on a newer NVIDIA GPU that is here; the default where there is one.",
 )

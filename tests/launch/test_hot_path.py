@@ -84,7 +84,7 @@ def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
 def test_after_a_warm_up_the_first_call_compiles_nothing(seen: dict[str, Any]) -> None:
     found = seen["warmed"]
     assert found["report"]["failed"] == ""
-    assert found["report"]["kept"]
+    assert found["report"]["cached"]
     assert found["report"]["way"] == "native"
     assert "dense_forward" in found["report"]["loaded"]
     assert found["again"] == [], "a second warm-up loads nothing"
