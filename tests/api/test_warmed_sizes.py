@@ -38,7 +38,7 @@ def test_each_class_is_run_once(seen: dict[str, Any], name: str) -> None:
     classes = seen[name]["classes"]
     assert 2 <= len(classes) <= 40
     assert len({one["call"] for one in classes}) == len(classes)
-    assert all(one["kept"] and not one["failed"] and not one["sizes"] for one in classes)
+    assert all(one["cached"] and not one["failed"] and not one["sizes"] for one in classes)
     assert {one["spec"] for one in classes} == {0}
     told = seen[name]["told"]
     assert next(text for text in told if text.startswith("running")).endswith(classes[0]["call"])

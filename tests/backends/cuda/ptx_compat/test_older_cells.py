@@ -248,11 +248,11 @@ def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options:
 
 def test_a_verified_row_says_level_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90")
-    assert (row.record, row.level, row.label) == ("agree", "runs", LABEL)
+    assert (row.verdict, row.level, row.label) == ("agree", "runs", LABEL)
     (row,) = rows(monkeypatch, numbers("fail", "planted"), "cuda:sm_90")
-    assert (row.record, row.level, row.label) == ("device", "declared", "")
+    assert (row.verdict, row.level, row.label) == ("device", "declared", "")
     (row,) = rows(monkeypatch, numbers("not_run", "none is here"))
-    assert (row.record, row.level, row.label) == ("agree", "declared", "")
+    assert (row.verdict, row.level, row.label) == ("agree", "declared", "")
     (row,) = rows(monkeypatch, numbers("pass"), "cuda:sm_90", run_ptx_compat=False)
     assert (list(row.seen), row.level) == (["interpreter"], "declared")
     with pytest.raises(ArgumentError, match="needs an NVIDIA GPU newer than sm_80; none is here"):

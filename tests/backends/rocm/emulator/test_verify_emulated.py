@@ -26,4 +26,4 @@ def test_a_canary_by_both_means(arch: str) -> None:
     for row in rows:
         assert row.seen["emulated"].outcome == "pass", row.seen["emulated"].reason
         assert f"a model of {arch}" in row.seen["emulated"].where
-        assert row.record == "agree", row.sentence
+        assert row.verdict == "agree", row.sentence
