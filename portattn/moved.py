@@ -25,7 +25,7 @@ MOVED = {
     "registry": "portattn.planning.registry",
     "toolchain": "portattn.schema.toolchain",
     "tune": "portattn.tools.tune",
-    "record": "portattn.schema.outcome",
+    "verdict": "portattn.schema.outcome",
     "verify": "portattn.tools.verify",
 }
 

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from portattn.api.unknown_arguments import unknown_argument
+from portattn.api.unknown_arguments import MISSING, unknown_argument
 
 Binder = Callable[..., dict[str, Any]]
 
@@ -23,12 +23,13 @@ def named_arguments(op: str) -> Binder:
     """
     function = getattr(importlib.import_module("portattn.api.ops"), op)
     parameters = inspect.signature(function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    # What must be given has a default too, which request_of refuses: a wrong name is said before a missing one.
+    defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
     words = []
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and "*" not in words:
             words.append("*")
-        words.append(f"{p.name}=_defaults['{p.name}']" if p.name in defaults else p.name)
+        words.append(f"{p.name}=_defaults['{p.name}']")
     made: dict[str, Any] = {"_defaults": defaults, "_unknown": unknown_argument}
     body = f"    if unknown: raise _unknown({op!r}, unknown)\n    return locals()"
     exec(f"def {op}({', '.join([*words, '**unknown'])}):\n{body}", made)

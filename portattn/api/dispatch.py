@@ -269,5 +269,5 @@ def _warn(made: Plan, settings: Settings) -> None:
     warnings.warn(
         f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
         FallbackWarning,
-        stacklevel=6,  # _warn, _run, run, request.perform, the op, its caller
+        stacklevel=6,  # _warn, _run, run, perform.perform, the op, its caller
     )

@@ -101,7 +101,7 @@ TABLES = (
             Row("`cache_leftpad`", "`leftpad_k`"),
             Row(
                 "`block_table`, with pages (P, page, H, D)",
-                '`page_table`, and `layout="bshd"`, of `paged_attention`',
+                "`page_table`, of `paged_attention`",
             ),
             Row("`k`, `v`, `rotary_cos`, `rotary_sin`", "no: write the new keys into the cache first"),
             Row("`num_splits`", "the same; 1 is bitwise the same whatever else is in the batch"),

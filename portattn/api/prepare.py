@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from portattn.errors import ArgumentError, UnknownArgument
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import CachedLaunch, results
 from portattn.launch.run import DescriptorMemory, device_guard
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.tensors import POINTER_ALIGNMENT
 from portattn.validate import wants_gradients
@@ -50,6 +51,7 @@ class Prepared:
     def __init__(self, request: Request) -> None:
         call = request.build()
         self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
+        self._row = ROWS[request.op]
         self._cached: CachedLaunch | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
@@ -103,13 +105,18 @@ class Prepared:
         True
         """
         try:
-            request = request_of(self._op, self._bind(*args, **kwargs))
+            given = self._bind(*args, **kwargs)
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too
             unknown = [name for name in kwargs if name not in names_of(error.op)]
             raise unknown_argument(error.op, unknown, ("out", "lse")) from None
-        found = self._try_cached(request, out, lse)
+        plain = given
+        if self._row.arguments:  # a PageTable, say: as tensors. A Request is made of what was given
+            plain = dict(given)
+            self._row.load("arguments")(plain)
+        found = self._try_cached(plain, out, lse)
         if found is not None:
             return found
+        request = request_of(self._op, given)
         shapes = admitted(request)
         self._check(request)
         self._check_results(out, lse)
@@ -119,8 +126,8 @@ class Prepared:
             if self._settings.validate == "always":
                 request.build()  # reads lengths and ids back, as asked
             dispatch.note(self.plan)
-            given = [tensor for tensor in request.tensors.values() if tensor is not None]
-            return self._again(given, [tensor.data_ptr() for tensor in given], out, lse)
+            present = [tensor for tensor in request.tensors.values() if tensor is not None]
+            return self._again(present, [tensor.data_ptr() for tensor in present], out, lse)
         result: Any = shapes
         if shapes is None:
             call = request.build()
@@ -131,27 +138,30 @@ class Prepared:
         ]
         return (places[0], places[1]) if request.return_lse else places[0]
 
-    def _try_cached(self, request: Request, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result | None:
-        """The result where everything is as it was prepared; None where something is to be looked at."""
+    def _try_cached(
+        self, given: Mapping[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> Result | None:
+        """The result where everything is as it was prepared; None where something is to be looked at. No Request is
+        made: that would take longer than all else here."""
         kind = self._kind
         if kind is None or (lse is not None and self.plan.problem.return_lse is False):
             return None
-        settings, lengths = current(), tuple(request.lengths.values())
-        tensors, values = tuple(request.tensors.values()), request.fixed_values
+        row, settings = self._row, current()
+        tensors = tuple([given[name] for name in row.parameters])
+        values = (*[given[name] for name in row.fixed], given["backend"], given["validate"])
+        lengths = tuple([given[name] for name in row.lengths])
         if kind.hit is not None and isinstance(tensors[0], torch.Tensor):
             self._check_results(out, lse)
             done: Any = kind.hit(tensors, values, lengths, settings, out, lse, self._memory)
-            if done is not NotImplemented and done is not None:
+            if done is not NotImplemented:
                 return done
-            if done is None:
-                return None
         found = kind.match(tensors, values, lengths, settings)
         if found is None:
             return None
-        given, addresses, _ = found
+        among, addresses, _ = found
         self._check_results(out, lse)
         dispatch.note(self.plan)
-        return self._again(given, addresses, out, lse)
+        return self._again(among, addresses, out, lse)
 
     def _again(
         self, given: Sequence[torch.Tensor], addresses: list[int], out: torch.Tensor | None, lse: torch.Tensor | None

@@ -8,6 +8,7 @@ what is missing where somebody wrote `block_table`. Signatures, for people and f
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -42,6 +43,9 @@ def operation(function: F) -> F:
     changed.__defaults__ = (MISSING,) * len(positional) + (function.__defaults__ or ())
     changed.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(keyword, MISSING)}
     changed.__signature__ = signature.replace(parameters=shown)
+    for p in signature.parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            changed.__annotations__.pop(p.name, None)
     _signatures[function.__name__] = tuple(p.name for p in shown)
     _required[function.__name__] = {"positional": positional, "keyword-only": keyword}
     return function
@@ -74,6 +78,8 @@ def unknown_argument(op: str, names: Iterable[str], more: tuple[str, ...] = ()) 
 
     more  arguments that are taken beside the operation's own (`out` of a handle's run)
     """
+    for module in ("ops", "merge_states"):  # each operation of them is known then, whatever was imported before
+        importlib.import_module(f"portattn.api.{module}")
     first, *others = names
     hints: dict[str, list[str]] = {}
     for name in (first, *others):

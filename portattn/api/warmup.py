@@ -42,12 +42,12 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     path      that it takes
     key       of its kernels' specialisation, as in plans and records; empty on a vendor's or the reference path
     way       how it is launched from now on: "native" (C), "driver" (Python, through ctypes), "compiled" (Triton's
-              launcher of the kept kernel), "triton" (Triton's own way); empty where no kernel of portattn's runs
+              launcher of the cached kernel), "triton" (Triton's own way); empty where no kernel of portattn's runs
     why       why it is not "native"
     compiled  whether a child process compiled something for it now; else it was compiled before, or in this process
     loaded    kernels that this process compiled or loaded from Triton's cache for it
     seconds   that it took here, after its compile in a child process
-    kept      whether the next call like it finds everything done
+    cached    whether the next call like it finds everything done
     sizes     why a call of other sizes does not; empty where it does, as long as they are of the same class
     failed    why it could not be warmed up
     """

@@ -115,6 +115,7 @@ class CompileStore:
             self._swept = True
             for folder in ("records", "incidents"):
                 sweep(self.folder / folder)
+            self._remove_earlier()
         return True
 
     def incident(self, name: str) -> Incident | None:
@@ -151,6 +152,14 @@ class CompileStore:
                 self._record_path(name).unlink()
                 gone += 1
         return gone
+
+    def _remove_earlier(self) -> None:
+        """Remove what earlier releases kept: records in another folder, which nothing reads any more."""
+        earlier = self.folder / "verdicts"
+        with contextlib.suppress(OSError):  # others may be at it
+            for path in list(earlier.iterdir()):
+                path.unlink()
+            earlier.rmdir()
 
     def _record_path(self, key: str) -> Path:
         return self.folder / "records" / f"{key}.json"

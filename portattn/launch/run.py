@@ -110,10 +110,10 @@ def descriptor_memory(memory: DescriptorMemory) -> Iterator[None]:
     import triton
     from triton.runtime import _allocation
 
-    cached = _allocation._allocator
-    ours = hasattr(cached, "get")  # a ContextVar; before Triton 3.5 all threads have one allocator
+    installed = _allocation._allocator
+    ours = hasattr(installed, "get")  # a ContextVar; before Triton 3.5 all threads have one allocator
     with contextlib.nullcontext() if ours else _allocator_lock:
-        current = cached.get() if ours else _allocation._allocator
+        current = installed.get() if ours else _allocation._allocator
         if not isinstance(current, (_allocation.NullAllocator, DescriptorMemory)):
             yield
             return

@@ -36,8 +36,8 @@ class OpRow:
                  none
     validate     the function that checks a Request's tensors and values and builds the Call
     launches     the function that builds the core kernel's launches
-    needs, takes fields of a Problem among total_q, total_k, page_size and tokens: those that are always given, and
-                 those that may be
+    needs, takes fields of a Problem among total_q, total_k, page_size and tokens: those that are always given (tokens
+                 may be 0 all the same), and those that may be
     packs_heads  whether its kernel packs the query heads of one key/value head into the rows of a tile
     latent       whether one latent row is key and value
     canaries     fields of the Problems that its canaries run
@@ -65,6 +65,11 @@ class OpRow:
         return tuple(name for name in found if name not in _NO_OPTION and name not in self.lengths)
 
     @functools.cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters of its tensors, in their order."""
+        return tuple(self.tensors.values())
+
+    @functools.cached_property
     def called(self) -> Mapping[str, str]:
         """What messages call each tensor."""
         return {**self.tensors, **self.words}
@@ -81,14 +86,15 @@ class OpRow:
 
     def load(self, what: str) -> Callable[..., Any]:
         """The function that a column of the row names."""
-        return _load(getattr(self, what))
+        path = getattr(self, what)
+        found = _loaded.get(path)
+        if found is None:
+            module, _, function = path.partition(":")
+            found = _loaded[path] = getattr(importlib.import_module(module), function)
+        return found
 
 
-@functools.lru_cache(maxsize=64)
-def _load(path: str) -> Callable[..., Any]:
-    module, _, function = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+_loaded: dict[str, Callable[..., Any]] = {}
 
 
 def _tensors(text: str, **named: str) -> Mapping[str, str]:
@@ -109,8 +115,8 @@ _LATENT: dict[str, Any] = _COMMON | _PAGES | {
     "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16",
 }  # fmt: skip
 
-# What a problem's flags mean: the help of the command line's options.
-FLAGS: Mapping[str, str] = MappingProxyType(
+# What a problem's flags mean: the help of the command line's options. A test compares its names with ASKED.
+FLAG_HELP: Mapping[str, str] = MappingProxyType(
     {
         "seqlens_q": "Query lengths are given per sequence",
         "seqlens_k": "Key lengths are given per sequence; of pages they always are",
@@ -196,6 +202,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 arguments="portattn.api.arguments:sparse",
                 validate="portattn.validate.sparse:sparse_call",
                 launches="portattn.launch.sparse:calls",
+                needs=("tokens",),
                 takes=("page_size", "tokens"),
                 canaries=(
                     _COMMON | _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},

@@ -136,7 +136,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         row = ROWS[self.op]
         for name, absent in _STORAGE.items():
             given = getattr(self, name)
-            if given == absent and name in row.needs:
+            if given == absent and name in row.needs and name != "tokens":  # there may be none to choose from
                 raise ArgumentError(self.op, name, given, f"must be given for {self.op}")
             if given != absent and name not in row.takes:
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
@@ -286,7 +286,7 @@ _UNASKED = frozenset(
     {"pages_in_line", "bias_by_key", "mask_by_key", "large", "needs_grad", "dropout", "negative_scale"}
 )
 # Fields that an op is not called without.
-_OPS_OWN = {op: (*row.needs, *(name for name in row.takes if name == "tokens")) for op, row in ROWS.items()}
+_OPS_OWN = {op: row.needs for op, row in ROWS.items()}
 # How keys and queries are stored, and what says that they are not stored so.
 _STORAGE: dict[str, int | None] = {"total_q": None, "total_k": None, "page_size": 0, "tokens": 0}
 # What a field's demand is called, where not as the field is.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from portattn.errors import ArgumentError
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
@@ -54,8 +55,14 @@ class Features:
         self.copied = False
 
     def check(self, given: Mapping[str, Any], scores: Scores) -> None:
-        """Check each argument of an operation that is a feature."""
-        for name, value in {"window": None, **given}.items():  # a window is where the causal mask ends up
+        """Check each argument that is a feature. Raises TypeError for one that the operation has not."""
+        row = ROWS[self.op]
+        for name in given:
+            if name not in _FEATURES or (name not in row.tensors and name not in row.values):
+                raise TypeError(f"{self.op} has no argument {name!r}")
+        if "window" in row.values and "window" not in given:
+            given = {"window": None, **given}  # beside the causal mask, which is a window too
+        for name, value in given.items():
             getattr(self, name)(value, scores)
 
     def window(self, window: Any, scores: Scores) -> None:
@@ -158,5 +165,9 @@ class Features:
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.problem[name], self.call[name] = True, tensor
-        if tensor.is_floating_point():
+        if tensor.dtype.is_floating_point:  # a tensor that is only a shape has a dtype too
             self.floating.append(tensor)
+
+
+# Arguments that are features: the methods of Features, but for `check`.
+_FEATURES = frozenset(name for name in vars(Features) if not name.startswith("_")) - {"check"}

@@ -8,7 +8,7 @@ import signal
 from portattn.worker.client import Reply
 
 # Ends that say nothing about a compiler in an arm of a probe, only about that moment.
-PASSING_STAGES = ("start", "import", "protocol")
+TRANSIENT_STAGES = ("start", "import", "protocol")
 TRANSIENT_KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "MemoryError", "ImportError", "ModuleNotFoundError", "ProtocolError")
 # By which a program ends itself. What somebody sends, and the system's limits (SIGXFSZ, SIGXCPU), are not among them.
 OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGTRAP", "SIGBUS")

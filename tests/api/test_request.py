@@ -15,7 +15,10 @@ from portattn.api import dispatch, ops
 from portattn.api.ops import make_request
 from portattn.api.request import Request, settings_for
 from portattn.config import Settings
-from portattn.schema.ops import ROWS
+from portattn.schema.call import TENSORS
+from portattn.schema.ops import FLAG_HELP, ROWS
+from portattn.schema.problem import ASKED
+from portattn.validate import sparse_call
 
 
 def tensors(*shape: int) -> list[torch.Tensor]:
@@ -39,7 +42,15 @@ def test_a_request_is_neither_validated_nor_performed(monkeypatch: pytest.Monkey
 
 def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_them() -> None:
     q, k, v = tensors(1, 2, 3, 8)
-    for arguments, others in (((q, k), {}), ((q, k, v), {"colour": 1}), ((q, k, v), {"q": q}), ((), {})):
+    several = (
+        ((q, k), {}),
+        ((q, k, v), {"colour": 1}),
+        ((q, k, v), {"q": q}),
+        ((), {}),
+        ((q, k, v, 1.0), {}),
+        ((q, k), {"value": v}),
+    )
+    for arguments, others in several:
         with pytest.raises(TypeError) as direct:
             portattn.attention(*arguments, **others)
         with pytest.raises(TypeError) as planned:
@@ -72,6 +83,21 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
     assert lengths == tuple(made.lengths.values())
     for name, parameter in row.tensors.items():
         assert made.tensors[name] == given.get(parameter), name
+
+
+def test_what_the_schema_lists_twice_is_the_same() -> None:
+    assert set(FLAG_HELP) == set(ASKED)
+    assert set(TENSORS) == {name for row in ROWS.values() for name in row.tensors}
+
+
+def test_a_builder_refuses_a_feature_that_its_operation_has_not() -> None:
+    q = torch.zeros(1, 2, 1, 16)
+    chosen = {"indices": torch.zeros(1, 2, 3, dtype=torch.int32), "counts": torch.zeros(1, 2, dtype=torch.int32)}
+    given = {"q": q, "k_cache": q, "v_cache": q, "settings": Settings()} | chosen
+    assert sparse_call(**given).problem.tokens == 3
+    for name in ("mask", "bias", "window", "problem", "typo"):
+        with pytest.raises(TypeError, match=f"sparse_attention has no argument '{name}'"):
+            sparse_call(**given, **{name: None})
 
 
 def test_calls_on_a_cpu_are_not_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,11 +16,14 @@ import torch
 
 import portattn
 from portattn.api import candidate, sizing
+from portattn.config import Settings
 from portattn.launch import cache
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.shaped import Shaped, TensorKind
-from portattn.schema.sizes import Trace, Untraceable
+from portattn.schema.ops import ROWS
+from portattn.schema.sizes import Trace, Untraceable, unpinned
 from portattn.schema.steps import Step
+from portattn.validate.builders import build_call
 
 BEYOND = 2**31  # the first number that does not fit 32 bits
 
@@ -240,3 +244,30 @@ def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(
     )
     cached, _ = keep(640)
     assert "it is planned as triton another, and was as triton" in cached.why_fixed
+
+
+@pytest.mark.parametrize("name", ["", "sinks", "alibi_slopes", "bias", "mask"])
+def test_a_call_with_a_feature_is_traced_too(name: str) -> None:
+    """Else each length would be planned and cached for itself: right, and a thousand times slower."""
+    trace = Trace()
+
+    def shaped(dtype: torch.dtype, *sizes: int) -> Shaped:
+        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+        kind = TensorKind(dtype, torch.device("cuda", 0), len(sizes), 0, False)
+        return Shaped.make(kind, [trace.input(n) for n in sizes], [trace.input(n) for n in strides])
+
+    tensors: dict[str, Any] = dict.fromkeys(ROWS["attention"].tensors)
+    tensors |= {one: shaped(torch.float16, 2, 4, 77, 64) for one in "qkv"}
+    given = {
+        "sinks": (torch.float32, 4), "alibi_slopes": (torch.float32, 4), "bias": (torch.float16, 77, 77),
+        "mask": (torch.bool, 77, 77),
+    }  # fmt: skip
+    if name:
+        tensors[name] = shaped(*given[name])
+    values = {
+        "scale": None, "causal": False, "window": None, "softcap": None, "dropout_p": 0.0, "return_lse": False,
+        "layout": "bhsd",
+    }  # fmt: skip
+    call = build_call("attention", Settings(), tensors, values)
+    assert unpinned(call.problem.seq_k) == 77
+    assert not name or getattr(call.problem, name)

@@ -149,7 +149,7 @@ def test_a_key_is_of_one_schedule_type_and_toolchain() -> None:
 
 def test_a_variant_leaves_a_problem_to_the_core_but_for_two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs it where it was asked for by name, and where the core cannot."""
-    monkeypatch.setattr(type(VARIANTS[NAME]), "leaves", lambda variant, problem: "it is small")
+    monkeypatch.setattr(type(VARIANTS[NAME]), "defers_to_core", lambda variant, problem: "it is small")
     left = plan(P, SM_90)
     assert left.path == "triton"
     assert "not gluon_forward: it leaves such problems to the core: it is small" in left.notes

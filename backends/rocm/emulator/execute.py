@@ -59,7 +59,7 @@ def run(launch: KernelCall, text: str, lds: int, waves: int) -> int:
 def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a probe's kernel in the model; see tools/quirks/probe/executing.py.
 
-    What the model does not know is missing, and no record. Raises EmulationError on a text that cannot be run.
+    What the model does not know is missing, and is no finding. Raises EmulationError on a text that cannot be run.
     """
     checks = Checks(**dict.fromkeys(request["unchecked"], False))
     memory = Memory()

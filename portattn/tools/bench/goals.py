@@ -115,10 +115,10 @@ class GoalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def goal_results(result: Result, goals: Iterable[Goal] = GOALS) -> list[GoalResult]:
     """A verdict for each goal."""
-    return [_verdict(goal, result) for goal in goals]
+    return [_goal_result(goal, result) for goal in goals]
 
 
-def _verdict(goal: Goal, result: Result) -> GoalResult:
+def _goal_result(goal: Goal, result: Result) -> GoalResult:
     values, missing = [], dict[str, None]()
     wanted = goal.cells
     for name, case in wanted:

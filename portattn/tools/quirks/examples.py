@@ -1,7 +1,7 @@
-"""Witnesses of a quirk: a problem, target, lowering and launch on which it applies, and ones just outside.
+"""Examples of a quirk: a problem, target, lowering and launch on which it applies, and ones just outside.
 
 Found from the entry alone, by trying values at and next to each number, name and version that its conditions name.
-The audit asks with them whether two entries can meet; the tests plan every entry's witnesses.
+The audit asks with them whether two entries can meet; the tests plan every entry's examples.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def run(
 
 def _says_nothing(arm: Arm) -> bool:
     """Whether an arm failed for what says nothing about a compiler: it was killed, or never came to the compiler."""
-    return arm.kind in ends.TRANSIENT_KINDS or (arm.kind == "timeout" and arm.stage in ends.PASSING_STAGES)
+    return arm.kind in ends.TRANSIENT_KINDS or (arm.kind == "timeout" and arm.stage in ends.TRANSIENT_STAGES)
 
 
 def off(
