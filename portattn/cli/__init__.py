@@ -29,7 +29,7 @@ Every command takes --json: one JSON document on standard output, errors include
 COMMANDS = {
     "doctor": ("portattn.cli.doctor:doctor", "What is installed here, what works, and which quirks apply."),
     "plan": ("portattn.cli.plan:plan", "How a problem would run on any target, and why."),
-    "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, show, why, audit."),
+    "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, why, audit, new, probe, …"),
     "matrix": ("portattn.cli.matrix:matrix", "Ops × targets: plan, compile, check and report every cell."),
     "lab": ("portattn.cli.lab:lab", "Environments of other compilers: list, create, remove."),
     "verify": ("portattn.cli.verify:verify", "The kernels by every means that is here, and which one differs."),

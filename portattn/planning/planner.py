@@ -27,8 +27,8 @@ REFERENCE = "reference"
 GROUPS = ("auto", "vendor", REFERENCE)  # values of `backend` that name no single accelerated path
 INTERPRETER = "interpreter"  # the CPU's core path: planned only when it is asked for by name
 NOT_INTERPRETED = (
-    "not interpreter: Triton's interpreter runs the core kernels a program at a time in numpy, to check them and far "
-    "slower than the reference (hint: backend='interpreter')"
+    "not interpreter: Triton's interpreter is for checking the core kernels, and far slower than the reference "
+    "(hint: backend='interpreter')"
 )
 
 
@@ -93,7 +93,7 @@ def plan(
         left.append(made)
         variants.append(Rejection(path=variant.name, reason=f"leaves such problems to the core: {why}"))
     rejected += variants if requested != "auto" else []
-    against = [registry.quirks[no.quirk] for no in variants if no.quirk]
+    against = [registry.quirks[name] for name in dict.fromkeys(no.quirk for no in variants if no.quirk)]
     base["quirks"] = tuple(Applied(id=q.id, sentence=q.sentence(), sets={"path": q.effect.path}) for q in against)
     passed_over = tuple(map(variant_path.note, variants))
     automatic = requested == "auto" and backend.core_path != INTERPRETER

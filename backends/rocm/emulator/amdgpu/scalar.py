@@ -1,8 +1,7 @@
 """Scalar instructions: arithmetic, logic, comparisons, moves and exec, over the waves as [waves] arrays.
 
-Sources: AMD "Instinct MI300" ISA reference, "SALU" (SOP1, SOP2, SOPK, SOPC); "RDNA3" and "RDNA4" likewise,
-    for the float
-instructions and the new names.
+Sources: AMD "Instinct MI300" ISA reference, "SALU" (SOP1, SOP2, SOPK, SOPC); "RDNA3" and "RDNA4" likewise, for the
+float instructions and the new names.
 """
 
 from __future__ import annotations
