@@ -35,6 +35,10 @@ ROUNDED, WHOLE = 2.0**-24, 2.0**24
 # The budget is twice torch's own error, the largest of a few hundred rounding errors: in 30,000 calls some pass it,
 # by up to a half. What fuzzing looks for is wrong by more.
 SCATTER = 2.0
+# Three products of tf32 parts, accumulated by truncating, as tensor cores do: a model of that errs by 2.1e-4 in the
+# largest score of D = 576, where float32 products err by 4.8e-5. On an H200 two of 323 latent calls were 1.8 and 2.0
+# times past the budget without this.
+TENSOR_CORES = 3.0
 SHARE = 0.2  # of entries that are made extreme
 REDUCED, REDUCE_S = 3, 20.0  # failures of a process that are made smaller, and how long each may take
 
@@ -130,15 +134,16 @@ def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: st
     expected, expected_lse = oracle(call)
     same, same_lse = tolerance.same_dtype(call, precision)
     far = expected_lse.abs() > FAR
+    scatter = SCATTER * (TENSOR_CORES if precision == "tf32x3" else 1.0)
     for name, rows in (("plain", ~far), ("extreme", far)):
         error = tolerance.largest((out.double() - expected)[rows])
-        most = SCATTER * tolerance.budget(out.dtype, expected[rows], same[rows])
+        most = scatter * tolerance.budget(out.dtype, expected[rows], same[rows])
         most += rounding(expected_lse[rows], call.problem)
         if error > most:
             return f"inexact: an error of {error:.3g} in {name} rows, where {most:.3g} is the most"
         if lse is not None:
             error = tolerance.largest((lse.double() - expected_lse)[rows])
-            most = SCATTER * tolerance.budget(torch.float32, expected_lse[rows], same_lse[rows], tolerance.LSE_LEAST)
+            most = scatter * tolerance.budget(torch.float32, expected_lse[rows], same_lse[rows], tolerance.LSE_LEAST)
             if error > most:
                 return f"inexact: an error of {error:.3g} in the LSE of {name} rows, where {most:.3g} is the most"
     return ""
