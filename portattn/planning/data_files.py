@@ -41,7 +41,17 @@ def load_arches(folder: Path) -> dict[str, Arch]:
         if problem := _problem(arch):
             raise DataError(path, toml_reader.line_of(text, *keys, problem[0]), f"key {problem[0]!r}: {problem[1]}")
         arches[name] = arch
+    for name, arch in arches.items():
+        for device in arch.devices:
+            other = next((n for n, a in arches.items() if n != name and a.is_device(device)), None)
+            if other is not None:
+                raise DataError(_file_of(folder, name), None, f"device {device!r} of {name} is one of {other}'s, too")
     return dict(sorted(arches.items(), key=lambda item: _by_number(item[0])))
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    own = folder / ARCH_FOLDER / f"{name}.toml"
+    return own if own.is_file() else folder / ARCH_TABLES
 
 
 def _tables(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], str, tuple[str, ...]]]:

@@ -97,7 +97,7 @@ def _meant(text: str, arches: Arches) -> list[tuple[str, str]]:
 
 
 def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
-    """(plain name, backend, arch): arches, words of their chips that have a digit, and backends of one arch."""
+    """(plain name, backend, arch): arches, their chips, words of those that have a digit, and backends of one arch."""
     for backend, known in arches.items():
         for arch, described in known.items():
             if len(known) == 1:
@@ -108,7 +108,7 @@ def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
                 for first in range(len(words)):
                     for last in range(first + 1, len(words) + 1):
                         name = "".join(words[first:last])
-                        if any(c.isdigit() for c in name):
+                        if any(c.isdigit() for c in name) or last - first == len(words):
                             yield name, backend, arch
 
 

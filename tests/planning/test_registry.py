@@ -117,6 +117,15 @@ def test_an_arch_that_is_there_twice(tmp_path: Path) -> None:
         load_arches(tmp_path)
 
 
+def test_a_device_that_two_arches_claim(tmp_path: Path) -> None:
+    """The second file would decide nothing on its own chip, and nobody would notice."""
+    (tmp_path / "arches").mkdir()
+    for name, devices in (("x8", '["8.6", "8.7"]'), ("x9", '["8.7"]')):
+        (tmp_path / "arches" / f"{name}.toml").write_text(f"devices = {devices}\n{ARCH}")
+    with pytest.raises(DataError, match=r"arches/x8\.toml: device '8\.7' of x8 is one of x9's, too"):
+        load_arches(tmp_path)
+
+
 def test_quirk_files_that_would_never_be_read_or_share_an_id(tmp_path: Path) -> None:
     path = plant(tmp_path, "cuda-0900-planted", 'note = "x"')
     assert list(load_quirks([tmp_path / "cuda"], ("cuda",))) == ["cuda-0900-planted"]

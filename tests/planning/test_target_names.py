@@ -15,6 +15,7 @@ KNOWN = Registry.load()
     ("text", "name"),
     [
         ("sm_90", "cuda:sm_90"), ("SM90", "cuda:sm_90"), ("h100", "cuda:sm_90"), ("h200", "cuda:sm_90"),
+        ("Jetson AGX Thor", "cuda:sm_110"), ("dgx spark", "cuda:sm_121"),
         ("H100 SXM", "cuda:sm_90"), ("a100", "cuda:sm_80"), ("rtx-4090", "cuda:sm_89"), ("cuda:h100", "cuda:sm_90"),
         ("mi300x", "rocm:gfx942"), ("mi300", "rocm:gfx942"), ("910B1", "ascend:ascend910b1"), ("cpu", "cpu:generic"),
         ("910b", "ascend:ascend910b2"),  # a family: the arch whose tuning the others share
