@@ -14,7 +14,7 @@ from typing import Any
 
 from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, Parameter
 
-KIND = "cuda"  # Triton's name for what is launched here
+KIND = "cuda"  # Triton's name for what is launched here, and portattn's
 Refused = tuple[int, int]  # the driver's error, and the place of the kernel that it refused
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has made no device current yet
 _POINTER = 8

@@ -1,8 +1,9 @@
-/* The hot path of a cached call, for CUDA: what cache.Kind, cached_launch.CachedLaunch and cudadriver.Block do, without Python.
+/* The hot path of a cached call, for CUDA: what cache.Kind, cached_launch.CachedLaunch and cudadriver.Block do,
+   without Python.
 
    Launches   a Block's kernels: writes a call's addresses and sizes, and calls cuLaunchKernelEx for each kernel
-   Sized      a class of sizes (cached_launch.CachedLaunch): a program (portattn/schema/sizes.py) says whether sizes belong to it, and what its
-              launches take of them
+   Sized      a class of sizes (cached_launch.CachedLaunch): a program (portattn/schema/sizes.py) says whether sizes
+              belong to it, and what its launches take of them
    Kind       a kind of call (cache.Kind): is this call of it? Then the class of its sizes allocates, and launches
 
    Nothing is decided here that the Python functions do not decide; what is not handled is handed back
