@@ -1,0 +1,20 @@
+"""Tables by operation in the tools have every operation of schema/ops.py: an op that is left out is never looked at."""
+
+from __future__ import annotations
+
+from portattn.schema.ops import ROWS
+from portattn.schema.problem import OPS
+from portattn.tools.matrix import problems
+from portattn.tools.quirks import audit, examples
+from portattn.tools.tune import classes
+
+
+def test_the_type_of_ops_names_the_rows() -> None:
+    assert tuple(ROWS) == OPS
+
+
+def test_every_table_of_the_tools_has_every_op() -> None:
+    assert set(examples._PROBLEM) == set(ROWS)
+    assert {problem.op for problem in audit._problems()} == set(ROWS)
+    assert set(classes.GROUPS) == set(ROWS)
+    assert {named.problem.op for named in problems.quick()} == set(ROWS)
