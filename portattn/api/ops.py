@@ -599,6 +599,6 @@ def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """The request that a call with these arguments makes."""
     if not isinstance(op, str) or op not in ROWS:
         problem = "a Problem or " if asker == "plan" else ""
-        given = op if isinstance(op, str) else type(op).__name__
+        given = type(op).__name__ if isinstance(op, torch.Tensor) else op  # not a page of numbers
         raise ArgumentError(asker, "op", given, f"must be {problem}one of {', '.join(OPS)}")
     return request_of(op, named_arguments(op)(*args, **kwargs))
