@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,11 +109,7 @@ class Prepared:
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too
             unknown = [name for name in kwargs if name not in names_of(error.op)]
             raise unknown_argument(error.op, unknown, ("out", "lse")) from None
-        plain = given
-        if self._row.arguments:  # a PageTable, say: as tensors. A Request is made of what was given
-            plain = dict(given)
-            self._row.load("arguments")(plain)
-        found = self._try_cached(plain, out, lse)
+        found = self._try_cached(given, out, lse)
         if found is not None:
             return found
         request = request_of(self._op, given)
@@ -138,15 +134,16 @@ class Prepared:
         ]
         return (places[0], places[1]) if request.return_lse else places[0]
 
-    def _try_cached(
-        self, given: Mapping[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None
-    ) -> Result | None:
+    def _try_cached(self, given: dict[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None) -> Result | None:
         """The result where everything is as it was prepared; None where something is to be looked at. No Request is
         made: that would take longer than all else here."""
         kind = self._kind
         if kind is None or (lse is not None and self.plan.problem.return_lse is False):
             return None
         row, settings = self._row, current()
+        if row.arguments:  # a PageTable, say: as tensors. A Request is made of what was given
+            given = dict(given)
+            row.load("arguments")(given)
         tensors = tuple([given[name] for name in row.parameters])
         values = (*[given[name] for name in row.fixed], given["backend"], given["validate"])
         lengths = tuple([given[name] for name in row.lengths])

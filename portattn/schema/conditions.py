@@ -91,7 +91,7 @@ def parse(text: str) -> Condition:
 
 def texts_hold(texts: tuple[str, ...], features: Mapping[str, Any]) -> bool:
     """Whether all conditions hold, given as they are written. Raises ValueError where one is none."""
-    return all_hold(_parsed(texts), features)
+    return all_hold(parsed(texts), features)
 
 
 def first_that_holds(named: Iterable[tuple[int, tuple[str, ...]]], features: Mapping[str, Any]) -> int | None:
@@ -101,11 +101,12 @@ def first_that_holds(named: Iterable[tuple[int, tuple[str, ...]]], features: Map
 
 def names(texts: tuple[str, ...]) -> tuple[str, ...]:
     """What each condition asks about. Raises ValueError where one is none."""
-    return tuple(condition.name for condition in _parsed(texts))
+    return tuple(condition.name for condition in parsed(texts))
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(texts: tuple[str, ...]) -> tuple[Condition, ...]:
+def parsed(texts: tuple[str, ...]) -> tuple[Condition, ...]:
+    """Conditions as they are written, parsed once. Raises ValueError where one is none."""
     return tuple(parse(text) for text in texts)
 
 

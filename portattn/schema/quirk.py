@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -182,7 +181,7 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (
             self.concerns(kernel, target)
             and self.in_range(target.toolchain)
-            and conditions.all_hold(_parsed(when.features), problem.features() | {"programs": programs})
+            and conditions.texts_hold(when.features, problem.features() | {"programs": programs})
             and all(getattr(lowering, name) == value for name, value in when.lowering.items())
             and all(launch_holds(launch.get(name), wanted) for name, wanted in when.launch.items())
         )
@@ -198,7 +197,7 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def reaches(self, variant: str, problem: Problem, target: Target) -> bool:
         """Whether every condition holds for a variant, which has none of the core's choices and launch values."""
-        features = _parsed(self.when.features)
+        features = conditions.parsed(self.when.features)
         return (
             self.names_variant(variant, target)
             and self.in_range(target.toolchain)
@@ -251,11 +250,6 @@ def describe_effect(effect: Effect) -> str:
     if effect.kind == "note":
         return f"nothing is changed: {effect.note}"
     return "sets " + ", ".join(f"{name} = {value}" for name, value in effect.sets.items())
-
-
-@functools.lru_cache(maxsize=1024)
-def _parsed(features: tuple[str, ...]) -> tuple[conditions.Condition, ...]:
-    return tuple(conditions.parse(text) for text in features)
 
 
 def launch_holds(seen: Any, wanted: bool | int | str) -> bool:
