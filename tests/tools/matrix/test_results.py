@@ -23,12 +23,13 @@ def cells(cell: Callable[..., Cell]) -> list[Cell]:
 
 
 def test_cells_come_back_as_they_were_and_in_order(tmp_path, cells, run):
+    one = run(cells)  # made once: a Run says the second at which it was made
     with Results(tmp_path) as file:
-        file.start(run(cells))
+        file.start(one)
         for cell in reversed(cells):
             file.append(cell)
-        assert read(file.path) == (run(cells), cells)
-        file.finish(run(cells), list(reversed(cells)))
+        assert read(file.path) == (one, cells)
+        file.finish(one, list(reversed(cells)))
     lines = (tmp_path / NAME).read_bytes().splitlines()
     assert [msgspec.json.decode(line).get("index") for line in lines] == [None, 0, 1, 2]
 
