@@ -122,11 +122,12 @@ def given_back(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", ["auto", "reference"])
-def test_wrappers_of_tensors_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_of_tensors_are_refused(path: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel would read from address 0: on a device that ends the process's context."""
-    pretend_accelerator(monkeypatch)
-    q, k, v = dense()
-    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    if device.path == "interpreter":
+        pretend_accelerator(monkeypatch)
+    q, k, v = dense(device.name)
+    lengths = torch.tensor([3, 4], dtype=torch.int32, device=device.name)
     arguments = {"q": q, "k_cache": k, "v_cache": v, "seqlens_k": lengths, "backend": path}
     handle = portattn.prepare("decode_attention", **arguments)
     for perform in (portattn.decode_attention, handle.run):
@@ -138,17 +139,21 @@ def test_wrappers_of_tensors_are_refused(path: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("path", ["auto", "reference"])
-def test_a_first_call_of_a_tensor_whose_memory_was_freed_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_accelerator(monkeypatch)
-    q, k, v = dense()
+def test_a_first_call_of_a_tensor_whose_memory_was_freed_is_refused(
+    path: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.path == "interpreter":
+        pretend_accelerator(monkeypatch)
+    q, k, v = dense(device.name)
     cache.forget()
     with pytest.raises(ArgumentError, match=r"k is 'a Tensor without memory of its own', but must lie in memory"):
         portattn.attention(q, given_back(k), v, backend=path)
 
 
-def test_a_prepared_run_of_fake_tensors_gives_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_accelerator(monkeypatch)
-    real = dense()
+def test_a_prepared_run_of_fake_tensors_gives_shapes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.path == "interpreter":
+        pretend_accelerator(monkeypatch)
+    real = dense(device.name)
     handle = portattn.prepare("attention", *real)
     mode = FakeTensorMode()
     out = handle.run(*(mode.from_tensor(t) for t in real))
@@ -164,10 +169,11 @@ def test_real_tensors_among_fake_ones_give_shapes(device: Device) -> None:
     assert (type(out), out.shape) == (torch._subclasses.FakeTensor, real[0].shape)
 
 
-def test_a_negated_view_is_another_argument_of_a_prepared_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_negated_view_is_another_argument_of_a_prepared_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory holds the negated values, and its shape and strides are those of what was prepared."""
-    pretend_accelerator(monkeypatch)
-    q, k, v = dense()
+    if device.path == "interpreter":
+        pretend_accelerator(monkeypatch)
+    q, k, v = dense(device.name)
     handle = portattn.prepare("attention", q, k, v)
     with pytest.raises(ArgumentError, match=r"whether k is a view to be negated is True.*prepared with False"):
         handle.run(q, torch._neg_view(k), v)
