@@ -1,4 +1,4 @@
-"""Saying why a vendor's library is not taken: the first of a list of checks that holds, as a Rejection."""
+"""Saying why a path is not taken: Refused, and for a vendor's library the first of a list of checks that holds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ Check = tuple[bool, str, str]  # (holds, reason with value and limit, hint)
 
 # What a call can ask for beyond shapes, lengths and a causal mask, by the names of the public operations.
 FEATURES = ("window", "softcap", "alibi_slopes", "sinks", "bias", "mask")
+
+
+class Refused(Exception):
+    """A path cannot be taken, for the reason that the rejection says. Never leaves the planner."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        self.rejection = rejection
+        super().__init__(rejection.reason)
 
 
 def first_refusal(path: str, *checks: Check) -> Rejection | None:

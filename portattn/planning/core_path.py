@@ -11,7 +11,7 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.errors import QuirkConflict
-from portattn.planning.checks import undeclared
+from portattn.planning.checks import Refused, undeclared
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import Launch, Lowering
@@ -24,14 +24,6 @@ from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, TRIED
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.version import __version__
-
-
-class Refused(Exception):
-    """The core path cannot be taken. Never leaves the planner."""
-
-    def __init__(self, rejection: Rejection) -> None:
-        self.rejection = rejection
-        super().__init__(rejection.reason)
 
 
 def choose(

@@ -12,8 +12,8 @@ import msgspec
 
 from portattn.config import Settings
 from portattn.planning.backend import Variant
-from portattn.planning.checks import undeclared
-from portattn.planning.core_path import OPTIONAL, Refused, hint, kernel_source_digest
+from portattn.planning.checks import Refused, undeclared
+from portattn.planning.core_path import OPTIONAL, hint, kernel_source_digest
 from portattn.planning.data_files import has_arches
 from portattn.planning.registry import Registry
 from portattn.schema.outcome import CompileRecords
@@ -80,14 +80,6 @@ def quirks_of(name: str, problem: Problem, target: Target, registry: Registry, s
         and quirk.id not in off
         and (quirk.reaches(name, problem, target) or (quirk.id in on and quirk.names_variant(name, target)))
     ]
-
-
-def note(no: Rejection) -> str:
-    """Why a variant is passed over, as a note of the plan that is taken instead."""
-    if no.quirk or no.incident:
-        cause = f" [{no.quirk or no.incident}]"
-        return f"not {no.path}: {no.reason}{cause}"
-    return f"not {no.path}: it {no.reason}"
 
 
 def key_of(variant: Variant, problem: Problem, schedule: dict[str, Any], target: Target) -> str:

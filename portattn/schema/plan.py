@@ -51,6 +51,12 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     incident: str = ""
     choice: CoreChoice | None = None
 
+    def note(self) -> str:
+        """Why the path was passed over, as a note of the plan that is taken instead."""
+        if self.quirk or self.incident:
+            return f"not {self.path}: {self.reason} [{self.quirk or self.incident}]"
+        return f"not {self.path}: it {self.reason}"
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How one problem runs on one target.

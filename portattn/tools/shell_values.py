@@ -84,7 +84,7 @@ def _symptoms() -> Values:
 
 
 def _paths() -> Values:
-    from portattn.planning.planner import GROUPS
+    from portattn.planning.paths import GROUPS
     from portattn.planning.registry import Registry
 
     found = dict.fromkeys(GROUPS, "")
