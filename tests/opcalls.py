@@ -17,6 +17,7 @@ from portattn.api import candidate, dispatch
 from portattn.planning import core_path
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.call import Call
+from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import UNLIMITED, Problem
 from portattn.schema.tensors import spans
@@ -41,7 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "mla ragged": LATENT | {"seq_q": 19, "total_q": 33},
 }  # fmt: skip
 LENGTHS = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")
-SCORE_FEATURES = ("alibi_slopes", "sinks", "bias", "mask")
+SCORE_FEATURES = tuple(name for name in COMMON if FEATURES[name].axes)
 
 
 def problem(name: str, **fields: Any) -> Problem:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from portattn.schema.call import Call
+from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.problem import UNLIMITED, Problem
 
 
@@ -29,12 +30,20 @@ def numbers(call: Call) -> dict[str, float]:
     return {"scale": abs(float(call.scale)), "softcap": float(call.softcap)}
 
 
-def per_head(call: Call) -> dict[str, Any]:
-    return {"alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
+def features(call: Call, axes: str) -> dict[str, Any]:
+    """Tensors of features that have these axes and no other (schema/features.py), by their names in kernels."""
+    return {
+        name: getattr(call, name) for name in COMMON if FEATURES[name].axes and set(FEATURES[name].axes) <= set(axes)
+    }
 
 
-def per_score(call: Call) -> dict[str, Any]:
-    return {"bias": call.bias, "mask": call.mask}
+def score_strides(call: Call) -> dict[str, int]:
+    """Strides of the features that have an element for each score."""
+    found: dict[str, int] = {}
+    for name in COMMON:
+        if "k" in FEATURES[name].axes:
+            found |= strides(name, getattr(call, name), FEATURES[name].axes)
+    return found
 
 
 def alibi_stride(call: Call) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from portattn.launch import combine
-from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
+from portattn.launch.arguments import alibi_stride, features, numbers, score_strides, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, DecodeSplit
 from portattn.schema.call import Call
@@ -31,11 +31,11 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "out": outputs.partial, "lse": outputs.partial_state,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
         "page_table": table,
-        **per_head(call), **per_score(call), **numbers(call),
+        **features(call, "bhqk"), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbhs"),
         "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),
-        **strides("bias", call.bias, "bhqk"), **strides("mask", call.mask, "bhqk"),
+        **score_strides(call),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,
         "batches": problem.batch, **window(problem),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from portattn.launch.arguments import alibi_stride, numbers, per_head, per_score, strides, window
+from portattn.launch.arguments import alibi_stride, features, numbers, score_strides, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles
 from portattn.planning.registry import Registry
@@ -31,10 +31,10 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
         "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        **per_head(call), **per_score(call), **numbers(call),
+        **features(call, "bhqk"), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **{f"o_stride_{axis}": s for axis, s in zip("bhs", out.stride(), strict=False)},
-        **alibi_stride(call), **strides("bias", call.bias, "bhqk"), **strides("mask", call.mask, "bhqk"),
+        **alibi_stride(call), **score_strides(call),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
         "row_tiles": row_tiles, "together": heads_together(problem, Registry.load().arch(plan.target)),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from portattn.schema.call import Call
+from portattn.schema.features import FEATURES
 from portattn.schema.problem import Problem
 from portattn.schema.tensors import TORCH_DTYPE
 
@@ -34,11 +37,17 @@ def meta_call(problem: Problem) -> Call:
     def integers(given: bool, *shape: int) -> torch.Tensor | None:
         return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
 
-    def floats(given: bool, *shape: int) -> torch.Tensor | None:
-        return torch.empty(shape, dtype=torch.float32, device="meta") if given else None
-
+    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k, "t": p.tokens}
+    features: dict[str, Any] = {
+        name: torch.empty(
+            [sizes[axis] for axis in feature.axes],
+            dtype=getattr(torch, feature.dtype) if feature.dtype else dtype,
+            device="meta",
+        )
+        for name, feature in FEATURES.items()
+        if feature.axes and getattr(p, name)
+    }
     k, latent = keys(p.head_dim), p.op == "mla_attention"
-    scores = (p.batch, p.heads_q, p.seq_q, p.seq_k)
     return Call(
         problem=p,
         q=view(batch_q, p.heads_q, rows_q, p.head_dim_v if latent else p.head_dim, queries_first),
@@ -47,20 +56,12 @@ def meta_call(problem: Problem) -> Call:
         v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v),
         scale=-(p.head_dim**-0.5) if p.negative_scale else p.head_dim**-0.5,
         softcap=CAP if p.softcap else 0.0,
-        seqlens_q=integers(p.seqlens_q, p.batch),
-        seqlens_k=integers(p.seqlens_k, p.batch),
-        leftpad_q=integers(p.leftpad_q, p.batch),
-        leftpad_k=integers(p.leftpad_k, p.batch),
         cu_seqlens_q=integers(p.packed, p.batch + 1),
         cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
         page_table=integers(p.page_size > 0, p.batch, p.seq_k // p.page_size if p.page_size else 0),
         indices=integers(p.op == "sparse_attention", p.batch, p.heads_q, p.tokens),
         counts=integers(p.op == "sparse_attention", p.batch, p.heads_q),
-        log_weights=floats(p.log_weights, p.batch, p.heads_q, p.tokens),
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
-        alibi_slopes=floats(p.alibi_slopes, p.batch, p.heads_q),
-        sinks=floats(p.sinks, p.heads_q),
-        bias=torch.empty(scores, dtype=dtype, device="meta") if p.bias else None,
-        mask=torch.empty(scores, dtype=torch.bool, device="meta") if p.mask else None,
+        **features,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from portattn.schema.features import COMMON
+
 if TYPE_CHECKING:
     from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 Check = tuple[bool, str, str]  # (holds, reason with value and limit, hint)
 
 # What a call can ask for beyond shapes, lengths and a causal mask, by the names of the public operations.
-FEATURES = ("window", "softcap", "alibi_slopes", "sinks", "bias", "mask")
+_FEATURES = ("window", *COMMON)
 
 
 class Refused(Exception):
@@ -58,7 +60,7 @@ def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str 
 def features_check(path: str, p: Problem, how: str = "has none", takes: Collection[str] = ()) -> Check:
     """Holds where a feature is asked for that `path` does not take; `how` says in what way it lacks it."""
     words = {"window": f"window ({p.window_left}, {p.window_right})"}
-    asked = [words.get(name, name) for name in FEATURES if getattr(p, name) and name not in takes]
+    asked = [words.get(name, name) for name in _FEATURES if getattr(p, name) and name not in takes]
     return bool(asked), f"{', '.join(asked)} asked for, and {path} {how}", "backend='reference'"
 
 

@@ -115,24 +115,6 @@ _LATENT: dict[str, Any] = _COMMON | _PAGES | {
     "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16",
 }  # fmt: skip
 
-# What a problem's flags mean: the help of the command line's options. A test compares its names with ASKED.
-FLAG_HELP: Mapping[str, str] = MappingProxyType(
-    {
-        "seqlens_q": "Query lengths are given per sequence",
-        "seqlens_k": "Key lengths are given per sequence; of pages they always are",
-        "leftpad_q": "Queries are padded on the left",
-        "leftpad_k": "Keys are padded on the left",
-        "log_weights": "Chosen tokens have weights",
-        "magicpig": "Chosen tokens were sampled by MagicPIG",
-        "softcap": "Scores are capped",
-        "alibi_slopes": "ALiBi slopes are given",
-        "sinks": "Attention sinks are given",
-        "bias": "A bias is given",
-        "mask": "A boolean mask is given",
-        "return_lse": "The log-sum-exp is returned as well",
-    }
-)
-
 _SCORES = ("scale", "causal", "window", "softcap")
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(

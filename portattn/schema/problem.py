@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from portattn.errors import ArgumentError
+from portattn.schema.features import EVERY_SCORE, FEATURES
 from portattn.schema.ops import ROWS
 from portattn.schema.sizes import is_size
 
@@ -220,7 +221,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "packed": self.packed,
             "window": self.window,
             # What is done to every score of a tile takes registers.
-            "featured": self.window or self.softcap or self.alibi_slopes or self.bias or self.mask,
+            "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
             "large": self.large,
             "batch": 1 if self.num_splits else self.batch,
@@ -281,10 +282,6 @@ _PLAIN = frozenset(
         "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large",
     }
 )  # fmt: skip
-# Flags that follow from tensors and modes, not from what a caller asks for.
-_UNASKED = frozenset(
-    {"pages_in_line", "bias_by_key", "mask_by_key", "large", "needs_grad", "dropout", "negative_scale"}
-)
 # Fields that an op is not called without.
 _OPS_OWN = {op: row.needs for op, row in ROWS.items()}
 # How keys and queries are stored, and what says that they are not stored so.
@@ -305,7 +302,7 @@ def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
 DEMANDS = frozenset({_DEMANDS.get(name, name) for name, _ in _defaults(Problem)} - _PLAIN | {"causal_top_left", "gqa"})
 _last_features: tuple[Problem | None, dict[str, Any]] = (None, {})
 # Flags that a caller asks for: named where a problem is shown, and by conditions.
-ASKED = tuple(name for name, default in _defaults(Problem) if default is False and name not in _UNASKED)
+ASKED = tuple(FEATURES)
 # Field -> (least, most).
 _LIMITS = {
     "batch": (0, MAX_SIZE),

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from portattn.schema.call import Call
+from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -267,21 +268,36 @@ def _choices(
 
 
 def _features(p: Problem, generator: torch.Generator, seed: int) -> dict[str, torch.Tensor | None]:
-    """ALiBi slopes, sinks, bias and mask, as the call has them."""
-    slopes = sinks = bias = mask = None
-    if p.alibi_slopes:
-        slopes = (2.0 ** (-8.0 * torch.arange(1, p.heads_q + 1) / p.heads_q)).expand(p.batch, p.heads_q)
-        if seed % 2:
-            slopes = slopes * (0.5 + torch.rand(p.batch, p.heads_q, generator=generator))
-    if p.sinks:
-        sinks = torch.randn(p.heads_q, generator=generator)
-    if p.bias:
-        hidden = _hidden(p, generator, seed)
-        bias = torch.randn(hidden.shape, generator=generator).to(DTYPES[p.dtype])
-        bias = bias.masked_fill_(hidden, float("-inf")).expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
-    if p.mask:
-        mask = (~_hidden(p, generator, seed + 1)).expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
-    return {"alibi_slopes": slopes, "sinks": sinks, "bias": bias, "mask": mask}
+    """Tensors of features that most operations have, as the call has them: normal numbers unless drawn otherwise."""
+    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k}
+    found: dict[str, torch.Tensor | None] = {}
+    for name in COMMON:
+        feature = FEATURES[name]
+        if feature.axes and getattr(p, name):
+            draw = _DRAWN.get(name)
+            shape = tuple(sizes[axis] for axis in feature.axes)
+            found[name] = draw(p, generator, seed) if draw else torch.randn(shape, generator=generator)
+    return found
+
+
+def _slopes(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
+    slopes = (2.0 ** (-8.0 * torch.arange(1, p.heads_q + 1) / p.heads_q)).expand(p.batch, p.heads_q)
+    if seed % 2:
+        slopes = slopes * (0.5 + torch.rand(p.batch, p.heads_q, generator=generator))
+    return slopes
+
+
+def _bias(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
+    hidden = _hidden(p, generator, seed)
+    bias = torch.randn(hidden.shape, generator=generator).to(DTYPES[p.dtype])
+    return bias.masked_fill_(hidden, float("-inf")).expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
+
+
+def _mask(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
+    return (~_hidden(p, generator, seed + 1)).expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
+
+
+_DRAWN = {"alibi_slopes": _slopes, "bias": _bias, "mask": _mask}
 
 
 def _hidden(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:

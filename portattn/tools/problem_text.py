@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from portattn.errors import ArgumentError
-from portattn.schema.ops import FLAG_HELP, ROWS
+from portattn.schema.features import FEATURES
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, Problem
 from portattn.schema.target import Target
 from portattn.tools import shell_values
@@ -83,7 +84,7 @@ def problem_options(function: F) -> F:
             click.option(
                 "--window", metavar="L,R", help="Keys seen before and after a query's own position; -1 for all of them."
             ),
-            *(click.option(_option(name), name, is_flag=True, help=f"{FLAG_HELP[name]}.") for name in _FLAGS),
+            *(click.option(_option(name), name, is_flag=True, help=f"{FEATURES[name].help}.") for name in _FLAGS),
             click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
             click.option(
                 "--mask-by-key", is_flag=True, help="A boolean mask is given, one row for all heads and queries."

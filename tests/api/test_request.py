@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from opcalls import CALLS, assert_right, changed, given, perform, pretend_accelerator, problem
@@ -16,8 +17,9 @@ from portattn.api.ops import make_request
 from portattn.api.request import Request, settings_for
 from portattn.config import Settings
 from portattn.schema.call import TENSORS
-from portattn.schema.ops import FLAG_HELP, ROWS
-from portattn.schema.problem import ASKED
+from portattn.schema.features import FEATURES
+from portattn.schema.ops import ROWS
+from portattn.schema.problem import Problem
 from portattn.validate import sparse_call
 
 
@@ -86,7 +88,8 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
 
 
 def test_what_the_schema_lists_twice_is_the_same() -> None:
-    assert set(FLAG_HELP) == set(ASKED)
+    flags = [field.name for field in msgspec.structs.fields(Problem) if field.default is False]
+    assert [name for name in flags if name in FEATURES] == list(FEATURES)
     assert set(TENSORS) == {name for row in ROWS.values() for name in row.tensors}
 
 

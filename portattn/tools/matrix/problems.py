@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from portattn.schema.features import COMMON, FEATURES
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import DTYPES, Problem
 
 SetName = Literal["quick", "full"]
@@ -29,16 +31,15 @@ PREFILL: dict[str, Any] = {"seq_q": 512, "causal": "bottom_right"}  # a chunk of
 RAGGED: dict[str, Any] = PREFILL | {"total_q": 1024}
 LATENTS = ((576, 512), (288, 256))  # DeepSeek's latent row and its rank, and one half as wide
 MASK_WORDS = {"none": "full", "bottom_right": "causal", "top_left": "causal top-left"}
-# Features that most ops take, each alone: words and fields.
-FEATURES: dict[str, dict[str, Any]] = {
-    "window": WINDOW,
-    "softcap": {"softcap": True},
-    "ALiBi": {"alibi_slopes": True},
-    "sinks": {"sinks": True},
-}
-SCORES: dict[str, dict[str, Any]] = {
-    "bias": {"bias": True}, "mask": {"mask": True}, "mask by key": {"mask": True, "mask_by_key": True},
-}  # fmt: skip
+
+
+def each_feature(op: str) -> list[tuple[str, dict[str, Any]]]:
+    """Words and fields of each feature that an op has, alone."""
+    row = ROWS[op]
+    found: list[tuple[str, dict[str, Any]]] = [("window", WINDOW)] if "window" in row.options else []
+    found += [(FEATURES[name].title or name, {name: True}) for name in COMMON if name in row.options]
+    found += [("mask by key", {"mask": True, "mask_by_key": True})] if "mask" in row.options else []
+    return found
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -135,7 +136,7 @@ def _dense() -> list[Named]:
             dense("", **causal | {"head_dim": 512}),
             dense("", **causal | {"head_dim": 576}, head_dim_v=512),
         ]
-        found += [dense(word, **causal, **fields) for word, fields in (FEATURES | SCORES).items()]
+        found += [dense(word, **causal, **fields) for word, fields in each_feature("attention")]
     found += [
         dense("window on both sides", dtype="bf16", head_dim=64, window_left=255, window_right=255),
         dense("bias, mask, ALiBi, sinks, softcap", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True,
@@ -149,7 +150,7 @@ def _varlen() -> list[Named]:
         varlen(dtype=dtype, head_dim=dim, causal="bottom_right") for dtype in DTYPES for dim in COMMON_DIMS
     ]  # fmt: skip
     causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
-    found += [varlen(word, **causal, **fields) for word, fields in FEATURES.items()]
+    found += [varlen(word, **causal, **fields) for word, fields in each_feature("varlen_attention")]
     found += [
         varlen("GQA, LSE", **causal, heads_k=4, return_lse=True),
         varlen("window, softcap", **causal, softcap=True, **WINDOW),
@@ -175,7 +176,7 @@ def _decode() -> list[Named]:
             decode("GQA", dtype=dtype, head_dim=576, head_dim_v=512),
         ]
     wide = {"dtype": "bf16", "head_dim": 128}
-    found += [decode(word, **wide, **fields) for word, fields in (FEATURES | SCORES).items()]
+    found += [decode(word, **wide, **fields) for word, fields in each_feature("decode_attention")]
     found.append(decode("one split", **wide, num_splits=1))
     return found
 
@@ -194,7 +195,8 @@ def _paged() -> list[Named]:
             paged("chunked prefill", **wide, page_size=size, **PREFILL),
             paged("ragged", **wide, page_size=size, **RAGGED),
         ]
-    found += [paged("GQA", word, **wide, page_size=16, **fields) for word, fields in (FEATURES | SCORES).items()]
+    features = each_feature("paged_attention")
+    found += [paged("GQA", word, **wide, page_size=16, **fields) for word, fields in features]
     found += [
         paged("GQA", "hpd", **wide, page_size=16, page_layout="hpd", pages_in_line=False),
         paged("GQA", "pages apart", **wide, page_size=64, pages_in_line=False),

@@ -20,6 +20,7 @@ from portattn.planning.compiler_options import options
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
+from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
@@ -58,7 +59,6 @@ _PROBLEM: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 _PAGE_SIZE = 64  # where a condition asks for pages
-_FEATURES = ("window", "softcap", "alibi_slopes", "bias", "mask")  # any of them makes a problem `featured`
 _WINDOW = 128  # where a condition asks for a window
 # What a problem has where nothing is asked for, if that is neither False nor 0.
 _NOTHING = {"causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q": None, "total_k": None}
@@ -301,7 +301,7 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         widest = chosen.pop("widest")
         chosen["head_dim" if "head_dim" not in named else "head_dim_v"] = widest
         chosen["head_dim_v"] = min(chosen.get("head_dim_v", widest), widest)
-    if chosen.pop("featured", False) and not any(chosen.get(name) for name in _FEATURES):
+    if chosen.pop("featured", False) and not any(chosen.get(name) for name in EVERY_SCORE):
         chosen |= {name: True for name in ("softcap", "alibi_slopes") if name not in named}
     if "paged" in chosen:
         chosen["page_size"] = (chosen.get("page_size") or _PAGE_SIZE) if chosen.pop("paged") else 0

@@ -8,6 +8,7 @@ import msgspec
 
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import conditions
+from portattn.schema.features import EVERY_SCORE
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tuning import Entry, Tuning
@@ -23,7 +24,7 @@ _KEYS = ("seq_k<=512", "seq_k<=2048", "seq_k<=8192", "seq_k>8192")
 _BATCH = ("batch<8", "batch<64", "batch>=64")
 _ROWS = ("rows<=16", "rows>16")
 PACKED = ("packed", "!packed")
-_FEATURES = (("window",), ("softcap",), ("alibi_slopes",), ("bias",), ("mask",))
+_FEATURES = tuple((name,) for name in EVERY_SCORE)
 _FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
 _SPLIT = (_ROWS, _DTYPE, _WIDTH, ("seq_k<=4096", "seq_k>4096"), _BATCH, *_FEATURES)
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import tomlkit
 
 from portattn.planning.kernel_specs import CORES
+from portattn.schema.features import FEATURES
 from portattn.tools.quirks.lifecycle.facts import Facts
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 
@@ -24,10 +25,7 @@ _WHAT = {
 }
 _STAGE = {"unknown": "", "load": "", "launch": " at the launch", "parse": " in the front end"}
 _COLUMN = 44  # where comments beside values stand
-_FLAGS = (
-    "gqa", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "paged", "packed", "window", "softcap", "alibi_slopes",
-    "sinks", "bias", "mask", "log_weights", "magicpig", "return_lse",
-)  # fmt: skip
+_FLAGS = ("gqa", "paged", "packed", "window", *FEATURES)
 
 
 def title_of(facts: Facts) -> str:

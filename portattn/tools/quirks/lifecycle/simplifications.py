@@ -14,6 +14,7 @@ import msgspec
 
 from portattn.errors import ArgumentError
 from portattn.planning.kernel_specs import CORES
+from portattn.schema.features import of_kinds
 from portattn.schema.lowering import Lowering
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED
@@ -21,9 +22,10 @@ from portattn.tools.quirks.lifecycle.specialised import Specialised
 
 _TILES = (16, 32, 64, 128, 256)
 _WIDTHS = (16, 32, 64, 128, 256, 512)
+_BY_KEY = ("bias", "mask")  # whose second flag, that all rows have the same, goes with them
 _FLAGS = (
-    "softcap", "alibi_slopes", "sinks", "log_weights", "magicpig", "leftpad_q", "leftpad_k", "seqlens_q", "seqlens_k",
-    "return_lse", "large", "negative_scale", "needs_grad",
+    *of_kinds("scores", "row", "tokens"), "leftpad_q", "leftpad_k", "seqlens_q", "seqlens_k", "return_lse", "large",
+    "negative_scale", "needs_grad",
 )  # fmt: skip
 _DTYPES = ("fp16", "bf16", "fp32")
 
@@ -59,15 +61,10 @@ def _launch(what: Specialised, name: str, **changes: Any) -> Iterator[Step]:
 def _flag_off(flag: str) -> Callable[[Specialised], Iterator[Step]]:
     def offer(what: Specialised) -> Iterator[Step]:
         if getattr(what.problem, flag) and not (flag == "seqlens_k" and ROWS[what.problem.op].always_lengths):
-            yield from _problem(what, f"without {flag}", **{flag: False})
+            by_key = {f"{flag}_by_key": False} if flag in _BY_KEY else {}
+            yield from _problem(what, f"without {flag}", **{flag: False}, **by_key)
 
     return offer
-
-
-def _scores_off(what: Specialised) -> Iterator[Step]:
-    for name in ("bias", "mask"):
-        if getattr(what.problem, name):
-            yield from _problem(what, f"without {name}", **{name: False, f"{name}_by_key": False})
 
 
 def _no_window(what: Specialised) -> Iterator[Step]:
@@ -176,7 +173,6 @@ def _usual_choice(what: Specialised) -> Iterator[Step]:
 # In the order in which they are tried.
 OFFERS: tuple[Offer, ...] = (
     *(_flag_off(flag) for flag in _FLAGS),
-    _scores_off,
     _no_window,
     _not_causal,
     _plain_memory,
