@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 KNOWN = frozenset({(3, minor) for minor in range(2, 10)})
@@ -46,6 +46,9 @@ class Parameter:
     argument  the kernel's argument that it comes from; empty for what Triton adds
     type      Triton's type: a pointer `*…`, `i32`, `fp32`, or `nvTmaDesc`
     part      of a tensor descriptor: "shape" or "strides", and `axis`; "" for the descriptor itself and all else
+    size      bytes of it
+
+    Raises Unsupported for a type that is none of these.
     """
 
     argument: str
@@ -53,16 +56,18 @@ class Parameter:
     part: str = ""
     axis: int = 0
 
-    @property
-    def size(self) -> int:
-        """Bytes of it."""
+    size: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
         if self.type.startswith("*"):
-            return 8
-        if self.type == TENSOR_MAP:
-            return TENSOR_MAP_BYTES
-        if self.type not in _BYTES:
+            size = 8
+        elif self.type == TENSOR_MAP:
+            size = TENSOR_MAP_BYTES
+        elif self.type in _BYTES:
+            size = _BYTES[self.type]
+        else:
             raise Unsupported(f"argument {self.argument} is of type {self.type}")
-        return _BYTES[self.type]
+        object.__setattr__(self, "size", size)
 
 
 @functools.lru_cache(maxsize=1)
