@@ -1,7 +1,9 @@
-"""Every error that portattn raises on purpose. All derive from PortattnError."""
+"""Every error that portattn raises on purpose, all derived from PortattnError, and its warnings."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -167,3 +169,14 @@ class PluginWarning(UserWarning):
     Where warnings are errors (`-W error`), one call raises it, for all broken packages together, before anything of the
     call runs; the same call made again runs.
     """
+
+
+_BETWEEN = frozenset({"portattn", "contextlib", "functools"})  # packages whose frames may lie between call and warning
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside the library from which it was called, however deep inside it this is noticed."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

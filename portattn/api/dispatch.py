@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch
 from portattn.api import sizing
 from portattn.api.candidate import Candidate, candidate
 from portattn.config import Settings
-from portattn.errors import FallbackWarning, PathUnavailable
+from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.launch import cache
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.run import device_guard
@@ -266,8 +265,7 @@ def _warn(made: Plan, settings: Settings) -> None:
     _warned.add(key)
     cause = f" [{first.quirk or first.incident}]" if first.quirk or first.incident else ""
     hint = f" Hint: {first.hint}." if first.hint else ""
-    warnings.warn(
+    warn_caller(
         f"{made.problem.op} runs on the {made.path} path, not {first.path}: {first.reason}{cause}.{hint}",
         FallbackWarning,
-        stacklevel=6,  # _warn, _run, run, perform.perform, the op, its caller
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portattn.config import Settings
-from portattn.errors import CompileWarning
+from portattn.errors import CompileWarning, warn_caller
 from portattn.launch import cache, triton_compat
 from portattn.schema.ops import ROWS
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -110,11 +109,10 @@ def _warn(request: Request, kernels: list[str], seconds: float, nearest: list[st
         other = f"from the nearest call that was kept it differs in {'; '.join(nearest)}"
     else:
         other = "a call like it was kept before, and forgotten"
-    warnings.warn(
+    warn_caller(
         f"{' and '.join(kernels)} compiled after warm-up, in {seconds:.2f} s: {about}{key}; {other}. "
         "Give such a call to portattn.warmup",
         CompileWarning,
-        stacklevel=6,  # _warn, watching, contextlib, perform, the op, its caller
     )
 
 

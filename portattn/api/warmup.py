@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +21,7 @@ from portattn.api.request import Request, inputs_of
 from portattn.api.specs import Spec
 from portattn.compile import ensure
 from portattn.config import Settings
-from portattn.errors import ArgumentError, CompileWarning, PathUnavailable
+from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature
 from portattn.launch.cache import MAX_CLASSES, Kind
 from portattn.schema.plan import Plan
@@ -146,7 +145,7 @@ def warmup(
     )  # fmt: skip
     for failed in report.failed:
         text = f"warmup: specs[{failed.spec}] ({failed.call or read[failed.spec].op}): {failed.failed}"
-        warnings.warn(text, CompileWarning, stacklevel=2)
+        warn_caller(text, CompileWarning)
     return report
 
 

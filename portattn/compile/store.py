@@ -7,7 +7,6 @@ import datetime
 import functools
 import os
 import time
-import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 
 from portattn.compile import failures, sealed
 from portattn.config import Settings
+from portattn.errors import warn_caller
 from portattn.files import cache_folder, locked, sweep, write_whole
 from portattn.schema.outcome import CompileRecord, Incident
 
@@ -109,7 +109,7 @@ class CompileStore:
             if not self._complained:
                 self._complained = True
                 text = f"compile records cannot be kept under {self.folder} ({error}): set PORTATTN_CACHE_DIR"
-                warnings.warn(text, stacklevel=2)
+                warn_caller(text)
             return False
         if not self._swept:
             self._swept = True

@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata as metadata
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from portattn.errors import DataError, PluginWarning, PortattnError
+from portattn.errors import DataError, PluginWarning, PortattnError, warn_caller
 from portattn.planning.backend import ENTRY_POINT_GROUP, Backend, Variant, VendorPath
 from portattn.planning.data_files import load_arches, load_tuning, load_verified
 from portattn.planning.quirk_checks import ANY
@@ -125,7 +124,7 @@ def _warn_once(texts: Mapping[str, str]) -> None:
     raised = []
     for text in new.values():
         try:
-            warnings.warn(text, PluginWarning, stacklevel=4)
+            warn_caller(text, PluginWarning)
         except PluginWarning as error:
             raised.append(str(error))
     if raised:

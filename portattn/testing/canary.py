@@ -10,7 +10,6 @@ import datetime
 import functools
 import hashlib
 import re
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +20,7 @@ from portattn.compile.ensure import incident_of
 from portattn.compile.store import CompileStore, store
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
-from portattn.errors import PathUnavailable, PortattnError
+from portattn.errors import PathUnavailable, PortattnError, warn_caller
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.data_files import Seen, load_verified
 from portattn.planning.planner import plan
@@ -142,7 +141,7 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
                     )
                 )  # fmt: skip
             if cause:
-                warnings.warn(f"canary of {kernel} on {target}: inconclusive: {cause}", stacklevel=2)
+                warn_caller(f"canary of {kernel} on {target}: inconclusive: {cause}")
                 continue
             ran += 1
             worst = max(worst, float(reply.facts["error"]))
@@ -163,7 +162,7 @@ def planned(problem: Problem, target: Target, settings: Settings, path: str) -> 
     except PathUnavailable:
         return None
     except PortattnError as error:
-        warnings.warn(f"canary of {problem.op} on {target}: no plan: {error}", stacklevel=2)
+        warn_caller(f"canary of {problem.op} on {target}: no plan: {error}")
         return None
 
 

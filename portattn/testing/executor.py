@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from portattn.compile.ensure import compile_in, first_line
-from portattn.errors import PluginWarning
+from portattn.errors import PluginWarning, warn_caller
 from portattn.launch import KernelCall, kernel_calls
 from portattn.planning.registry import Registry, own_backends
 from portattn.schema.plan import Plan
@@ -198,9 +197,7 @@ def executors(backend: str, seconds: float = 0.0, here: Sequence[Target] = ()) -
     except Exception as error:
         if backend in own_backends():
             raise
-        warnings.warn(
-            f"backend {backend}: executors() raised {type(error).__name__}: {error}", PluginWarning, stacklevel=2
-        )
+        warn_caller(f"backend {backend}: executors() raised {type(error).__name__}: {error}", PluginWarning)
         return {}
 
 

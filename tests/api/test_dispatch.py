@@ -67,6 +67,20 @@ def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:
     assert portattn.plan("attention", q, k, v, causal=True) == made
 
 
+@pytest.mark.parametrize("way", ["op", "handle"])
+def test_the_warning_points_at_the_caller(sm_90, compiler, launched, way: str) -> None:
+    compiler("error")
+    q, k, v = tensors()
+
+    def call() -> None:
+        if way == "op":
+            portattn.attention(q, k, v)
+        else:
+            portattn.prepare("attention", q, k, v).run(q, k, v)
+
+    assert {warning.filename for warning in given(call)} == {__file__}
+
+
 @pytest.mark.parametrize("behaviour", ["error", "crash", "hang"])
 def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched, behaviour: str) -> None:
     requests = compiler(behaviour)
