@@ -95,7 +95,8 @@ def _vendor(library: VendorPath) -> Path:
 
 
 def _reference(asked: Asked) -> Plan:
-    return _unless(undeclared(REFERENCE, asked.problem, CORES, reference_takes.TAKES), asked, REFERENCE)
+    takes = reference_takes.TAKES[asked.problem.op]
+    return _unless(undeclared(REFERENCE, asked.problem, CORES, takes), asked, REFERENCE)
 
 
 def _unless(rejection: Rejection | None, asked: Asked, path: str) -> Plan:

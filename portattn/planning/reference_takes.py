@@ -1,7 +1,11 @@
-"""What the reference path can do: everything that a Problem can ask for today, gradients and dropout included."""
+"""What the reference path can do for each op: all that the op's core kernel can, gradients, and dropout where it is."""
 
 from __future__ import annotations
 
 from portattn.planning.kernel_specs import CORES
+from portattn.schema.ops import ROWS
 
-TAKES = frozenset().union(*(kernel.takes for kernel in CORES.values())) | {"needs_grad", "dropout"}
+TAKES = {
+    op: kernel.takes | {"needs_grad"} | ({"dropout"} if "dropout_p" in ROWS[op].values else set())
+    for op, kernel in CORES.items()
+}

@@ -74,7 +74,7 @@ def paths(backend: Backend) -> Iterator[tuple[str, Variant | VendorPath | None]]
 def declared(name: str, path: Variant | VendorPath | None, op: str) -> frozenset[str]:
     if path is not None:
         return path.takes if op in path.ops else frozenset()
-    return TAKES if name == "reference" else CORES[op].takes
+    return TAKES[op] if name == "reference" else CORES[op].takes
 
 
 CASES = [(backend, op) for backend in TARGETS for op in OPS]
