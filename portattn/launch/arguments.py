@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED, Problem
 
 
@@ -30,17 +32,22 @@ def numbers(call: Call) -> dict[str, float]:
     return {"scale": abs(float(call.scale)), "softcap": float(call.softcap)}
 
 
-def features(call: Call, axes: str) -> dict[str, Any]:
-    """Tensors of features that have these axes and no other (schema/features.py), by their names in kernels."""
-    return {
-        name: getattr(call, name) for name in COMMON if FEATURES[name].axes and set(FEATURES[name].axes) <= set(axes)
-    }
+@functools.cache
+def _tensors(launches: str) -> tuple[str, ...]:
+    """Features whose tensors a kernel takes: those of any op that it serves (schema/ops.py)."""
+    rows = [row for row in ROWS.values() if row.launches == launches]
+    return tuple(name for name in COMMON if any(name in row.tensors for row in rows))
+
+
+def features(call: Call) -> dict[str, Any]:
+    """Tensors of the features that the op's kernel takes, by their names in kernels."""
+    return {name: getattr(call, name) for name in _tensors(ROWS[call.problem.op].launches)}
 
 
 def score_strides(call: Call) -> dict[str, int]:
     """Strides of the features that have an element for each score."""
     found: dict[str, int] = {}
-    for name in COMMON:
+    for name in _tensors(ROWS[call.problem.op].launches):
         if "k" in FEATURES[name].axes:
             found |= strides(name, getattr(call, name), FEATURES[name].axes)
     return found

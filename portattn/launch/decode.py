@@ -31,7 +31,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "out": outputs.partial, "lse": outputs.partial_state,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
         "page_table": table,
-        **features(call, "bhqk"), **numbers(call),
+        **features(call), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbhs"),
         "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),

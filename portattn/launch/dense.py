@@ -31,7 +31,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
         "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        **features(call, "bhqk"), **numbers(call),
+        **features(call), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **{f"o_stride_{axis}": s for axis, s in zip("bhs", out.stride(), strict=False)},
         **alibi_stride(call), **score_strides(call),

@@ -30,7 +30,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "indices": call.indices, "counts": call.counts, "log_weights": weights,
         "magicpig_bits": call.magicpig_bits, "magicpig_tables": call.magicpig_tables,
         "seqlens_k": call.seqlens_k, "page_table": table,
-        **features(call, "bh"), **numbers(call),
+        **features(call), **numbers(call),
         **{f"q_stride_{axis}": s for axis, s in zip("bhsd", call.q.stride(), strict=True) if axis != "s"},
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbh"),
         "indices_stride_b": call.indices.stride(0), "indices_stride_h": call.indices.stride(1),

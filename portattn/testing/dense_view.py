@@ -12,6 +12,10 @@ import torch
 
 from portattn.reference.magicpig import log_sampling_probability
 from portattn.schema.call import Call
+from portattn.schema.features import FEATURES, of_kinds
+
+# Tensors that are added to scores, or to a row's sum.
+_ADDED = [name for name in of_kinds("scores", "row", "tokens") if FEATURES[name].axes and name != "mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class DenseView:
     def has_terms(self) -> bool:
         """Whether scores are more than scaled products."""
         call = self.call
-        tensors = (call.alibi_slopes, call.bias, call.log_weights, call.sinks)
+        tensors = (getattr(call, name) for name in _ADDED)
         return call.problem.softcap or call.problem.magicpig or any(tensor is not None for tensor in tensors)
 
     def products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

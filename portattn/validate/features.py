@@ -10,7 +10,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import UNLIMITED
+from portattn.schema.problem import UNLIMITED, Problem
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
 
@@ -161,7 +161,9 @@ class Features:
         self._tensor(name, tensor, dtypes)
         view = self._broadcast(name, tensor, scores.shape)
         self._add(name, view)
-        self.problem[f"{name}_by_key"] = all(view.stride(axis) == 0 or view.shape[axis] == 1 for axis in (1, 2))
+        by_key = f"{name}_by_key"
+        if by_key in Problem.__struct_fields__:
+            self.problem[by_key] = all(view.stride(axis) == 0 or view.shape[axis] == 1 for axis in (1, 2))
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.problem[name], self.call[name] = True, tensor
