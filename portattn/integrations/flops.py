@@ -1,0 +1,88 @@
+"""Floating-point operations of the torch operators, for torch.utils.flop_counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.api.operators import SIGNATURES, Signature
+
+
+def register() -> None:
+    """Tell torch's counter the formulas. To be called once it is imported."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    for op, signature in SIGNATURES.items():
+        register_flop_formula(getattr(torch.ops.portattn, op), get_raw=True)(_forward(signature))
+        register_flop_formula(getattr(torch.ops.portattn, f"{op}_backward"), get_raw=True)(_backward(signature))
+
+
+def _forward(signature: Signature) -> Any:
+    def formula(*arguments: Any, out_val: Any = None) -> int:
+        pairs, width, width_v = sizes(signature, arguments)
+        return 2 * pairs * (width + width_v)
+
+    return formula
+
+
+def _backward(signature: Signature) -> Any:
+    def formula(grad_out: Any, grad_lse: Any, wanted: Any, *arguments: Any, out_val: Any = None) -> int:
+        # Scores again, and dQ and dK of their gradients; the gradients of the probabilities, and dV.
+        pairs, width, width_v = sizes(signature, arguments)
+        return 2 * pairs * (3 * width + 2 * width_v)
+
+    return formula
+
+
+def sizes(signature: Signature, arguments: Any) -> tuple[int, int, int]:
+    """(pairs of a query row and a key in all heads, width of keys, width of values), as torch counts them: masks,
+    windows and padding of dense tensors are passed over. Packed rows, keys in pages and chosen tokens count as far as
+    their lengths say, which are read back; of tensors without data, as far as there is room.
+    """
+    given = dict(zip((*signature.tensors, *signature.values), arguments, strict=True))
+    op, q = signature.op, arguments[0]
+    bshd = given.get("layout") == "bshd"
+    if op == "mla_attention":
+        width, width_v = q.shape[-1] + given["q_rope"].shape[-1], q.shape[-1]
+    else:
+        k, v = arguments[1], arguments[2]
+        width, width_v = k.shape[-1], v.shape[-1]
+    if q.ndim == 3:
+        heads, batch = q.shape[1], given["cu_seqlens_q"].shape[0] - 1
+        rows = _lengths(given["cu_seqlens_q"])
+        rows = rows or [given["max_seqlen_q"] or q.shape[0]] * batch
+    else:
+        heads, batch = q.shape[2 if bshd else 1], q.shape[0]
+        rows = [q.shape[1 if bshd else 2]] * batch
+    keys = _keys(given, op, batch, bshd, heads)
+    return round(heads * sum(r * k for r, k in zip(rows, keys, strict=True))), width, width_v
+
+
+def _keys(given: dict[str, Any], op: str, batch: int, bshd: bool, heads: int) -> list[Any]:
+    """Keys of each sequence; of chosen tokens, those of a head in the mean."""
+    if op == "sparse_attention":
+        counts = given["counts"]
+        room = [given["indices"].shape[-1]] * batch
+        return room if _no_data(counts) else [n / heads for n in counts.sum(1).tolist()]
+    if op == "varlen_attention":
+        return _lengths(given["cu_seqlens_k"]) or [given["max_seqlen_k"]] * batch
+    if given.get("page_table") is not None:
+        lengths = given["seqlens_k"]
+        if lengths is not None and not _no_data(lengths):
+            found: list[Any] = lengths.tolist()
+            return found
+        pages = given["kv_pages"] if op == "mla_attention" else given["k_pages"]
+        size = pages.shape[2] if given.get("page_layout") == "hpd" else pages.shape[1]
+        return [given["page_table"].shape[1] * size] * batch
+    k = given["k"] if op == "attention" else given["k_cache"]
+    return [k.shape[1 if bshd else 2]] * batch
+
+
+def _lengths(ends: torch.Tensor) -> list[Any]:
+    """Lengths of packed sequences; empty where they cannot be read."""
+    return [] if _no_data(ends) else ends.diff().tolist()
+
+
+def _no_data(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
