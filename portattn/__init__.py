@@ -6,11 +6,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-from portattn import moved, source_tree
+from portattn import after_import, moved, source_tree
 from portattn.version import __version__ as __version__
 
 source_tree.install(os.path.dirname(os.path.abspath(__file__)))
 moved.install()
+after_import.install()
 
 # Public name -> module. Loaded on first use: `import portattn` touches no device, no Triton and no schema library.
 _PUBLIC = {

@@ -125,13 +125,14 @@ class QuirkConflict(PortattnError):
 
 
 class TracingError(PortattnError, RuntimeError):
-    """A call is recorded by a tracer, or transformed by torch.func: neither would see what is written to its output.
+    """What records or transforms a call asks for something that its operator cannot do: derivatives by forward mode,
+    second derivatives, dropout in a graph, the run of a handle in one.
 
     >>> import torch, portattn
-    >>> q = torch.randn(3, 1, 2, 5, 16)
-    >>> torch.func.vmap(portattn.attention)(q, q, q)
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> torch.func.jvp(lambda q: portattn.attention(q, q, q), (q,), (q,))
     Traceback (most recent call last):
-    portattn.errors.TracingError: attention: ...
+    portattn.errors.TracingError: attention: forward-mode derivatives ...
     """
 
 

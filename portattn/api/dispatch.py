@@ -115,7 +115,7 @@ def prepared(call: Call, settings: Settings, caching: Cacher) -> tuple[Plan, Cac
     launched, and nothing kept for other calls.
     """
     call.dry = False
-    with _without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
+    with without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
         made, own, failed = _compilable(call, settings)
     _refuse(made, settings)
     return made, None if own is None else _cached(own, call, caching, failed)
@@ -142,11 +142,11 @@ def run(call: Call, settings: Settings, caching: Cacher | None = None) -> tuple[
 
     Every path computes in the dtypes that it is given: autocast, which kernels do not see, is off for the others too.
     """
-    with _without_autocast(call.q.device.type):
+    with without_autocast(call.q.device.type):
         return _run(call, settings, caching)
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Inside the block, torch's operators compute in the dtypes that they are given."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

@@ -88,8 +88,8 @@ def attention(
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have (one of another
     library's names is answered with its own), PathUnavailable when a named path cannot run this or falling back is
-    forbidden, QuirkConflict when the registry contradicts itself, TracingError where the call is recorded or
-    transformed.
+    forbidden, QuirkConflict when the registry contradicts itself, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives, dropout).
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)
@@ -156,8 +156,8 @@ def varlen_attention(
     Memory beyond the inputs: as of `attention`.
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError where the call is recorded or
-    transformed.
+    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives, dropout).
 
     >>> import torch, portattn
     >>> lengths = torch.tensor([0, 5, 5, 45], dtype=torch.int32)  # sequences of 5, 0 and 40 rows
@@ -233,8 +233,8 @@ def decode_attention(
     splits·B·Hq·Sq·(Dv + 2) elements.
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError where the call is recorded or
-    transformed.
+    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives, dropout).
 
     >>> import torch, portattn
     >>> q, k_cache, v_cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
@@ -316,8 +316,8 @@ def paged_attention(
     splits·B·Hq·Sq·(Dv + 2) elements (packed: splits·Hq·Tq·(Dv + 2)).
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError where the call is recorded or
-    transformed.
+    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives, dropout).
 
     >>> import torch, portattn
     >>> q, cache = torch.randn(1, 8, 1, 64), torch.randn(12, 2, 16, 2, 64)  # 12 pages of 16 tokens: (P, 2, page, Hk, D)
@@ -404,8 +404,8 @@ def sparse_attention(
     splits·B·Hq·(Dv + 2) elements.
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError where the call is recorded or
-    transformed.
+    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives, dropout).
 
     >>> import torch, portattn
     >>> q, k_cache, v_cache = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)
@@ -498,8 +498,8 @@ def mla_attention(
     Memory beyond the inputs: as of `paged_attention`, with Hq = H and Dv = R.
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError where the call is recorded or
-    transformed.
+    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives, dropout).
 
     >>> import torch, portattn
     >>> q_nope, q_rope, latent = torch.randn(1, 4, 1, 512), torch.randn(1, 4, 1, 64), torch.randn(8, 16, 576)

@@ -6,9 +6,16 @@ from typing import Any
 
 import torch
 
-from portattn.api import dispatch, monitor
-from portattn.api.request import Caching, Request, Result
-from portattn.api.tracing import refuse_what_no_kernel_sees, shapes_alone
+from portattn.api import autocast, dispatch, monitor
+from portattn.api.in_graph import in_graph
+from portattn.api.request import Caching, Request, Result, request_from
+from portattn.api.tracing import (
+    are_dispatched,
+    are_transformed,
+    refuse_what_lies_nowhere,
+    refuse_what_no_kernel_sees,
+    shapes_alone,
+)
 from portattn.config import current
 from portattn.launch import cache
 from portattn.schema.call import Call
@@ -18,11 +25,19 @@ from portattn.schema.plan import Plan
 def try_cached(
     op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...] = ()
 ) -> Result | None:
-    """Perform a call of a kind that is known, with sizes of a class that is known; None where it is none.
+    """Perform a call of a kind that is known, with sizes of a class that is known; None where it is none. A call that
+    dynamo traces is its operator's.
 
     tensors, values, lengths  as the Request has them, in its order; `backend` and `validate` come last among values.
                               Nothing is known of them
     """
+    if torch.compiler.is_dynamo_compiling():
+        return in_graph(op, tensors, values, lengths)
+    return found_cached(op, tensors, values, lengths)
+
+
+def found_cached(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
+    """As try_cached, of a call that is not traced."""
     known = cache.kinds(op, values)
     if not known:
         return None
@@ -49,10 +64,30 @@ def try_cached(
 
 
 def perform(request: Request) -> Result:
-    """Carry a request out: out in the caller's layout, with the LSE where it is asked for."""
-    shapes = admitted(request)
-    if shapes is not None:
-        return shapes
+    """Carry a request out: out in the caller's layout, with the LSE where it is asked for.
+
+    What something records or transforms, and tensors that are more than memory, go through torch's dispatcher.
+    """
+    tensors, values, lengths = request.parts
+    if are_transformed(tensors) or are_dispatched(tensors):
+        return in_graph(request.op, tensors, values, lengths)
+    refuse_what_lies_nowhere(request.op, request.named_tensors)
+    if autocast.is_on(request.tensors["q"]):
+        return _as_autocast(request)
+    return carried_out(request)
+
+
+def _as_autocast(request: Request) -> Result:
+    """Carry a request out in the dtype of autocast, which no kernel sees."""
+    tensors, values, lengths = request.parts
+    tensors = tuple(autocast.cast(request.op, tensors))
+    with dispatch.without_autocast(tensors[0].device.type):
+        found = found_cached(request.op, tensors, values, lengths)
+        return carried_out(request_from(request.op, tensors, values, lengths)) if found is None else found
+
+
+def carried_out(request: Request) -> Result:
+    """Carry a request out whose tensors lie in memory."""
     call = request.build()
     caching = Caching(request) if request.cacheable() else None
     with monitor.watching(request):
@@ -61,7 +96,7 @@ def perform(request: Request) -> Result:
 
 
 def admitted(request: Request) -> Result | None:
-    """What a call gives that computes shapes alone; None where it is to be carried out.
+    """What the run of a handle gives that computes shapes alone; None where it is to be carried out.
 
     Raises where no kernel could see its tensors (tracing.py).
     """

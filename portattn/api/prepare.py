@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from portattn.api import dispatch
+from portattn.api import dispatch, in_graph
 from portattn.api.binding import named_arguments
 from portattn.api.perform import admitted, finished
 from portattn.api.request import Caching, Request, Result, request_of
@@ -104,6 +104,8 @@ class Prepared:
         >>> torch.equal(out, portattn.attention(other, q, q))
         True
         """
+        if torch.compiler.is_dynamo_compiling():
+            return in_graph.eagerly("run", self, args, kwargs)
         try:
             given = self._bind(*args, **kwargs)
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too

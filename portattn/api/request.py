@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,11 @@ class Request:
         """All other arguments, and what the call asked for."""
         return (*(self.values[name] for name in ROWS[self.op].fixed), *self.asked)
 
+    @property
+    def parts(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """What `request_from` makes it of: tensors, fixed values, sizes."""
+        return tuple(self.tensors.values()), self.fixed_values, tuple(self.lengths.values())
+
     def cacheable(self) -> bool:
         """Whether calls like it may be cached.
 
@@ -126,6 +131,20 @@ def request_of(op: str, given: Mapping[str, Any]) -> Request:
     return Request(
         op, settings_for(op, backend, validate), {name: given[parameter] for name, parameter in row.tensors.items()},
         {name: given[name] for name in row.values}, (backend, validate),
+    )  # fmt: skip
+
+
+def request_from(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Request:
+    """The request of a call by the values of its row, in their order; `backend` and `validate` come last of `values`.
+
+    Raises ArgumentError for these two.
+    """
+    row = ROWS[op]
+    *fixed, backend, validate = values
+    named = dict(zip(row.fixed, fixed, strict=True)) | dict(zip(row.lengths, lengths, strict=True))
+    return Request(
+        op, settings_for(op, backend, validate), dict(zip(row.tensors, tensors, strict=True)),
+        {name: named[name] for name in row.values}, (backend, validate),
     )  # fmt: skip
 
 

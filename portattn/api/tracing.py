@@ -1,6 +1,5 @@
-"""What a call is refused for before anything is launched: being recorded or transformed, tensors without memory.
-
-None of them sees that a kernel fills its output; a kernel sees addresses alone.
+"""What keeps a call from being launched at once: that it is recorded, transformed or seen by a dispatch mode, and
+tensors without memory of their own. Such a call goes through torch's dispatcher, as an operator.
 """
 
 from __future__ import annotations
@@ -11,41 +10,74 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError, TracingError
+from portattn.launch.guards import in_mode
+
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_PYTHON, _FUNCTIONAL = torch._C.DispatchKey.Python, torch._C.DispatchKey.Functionalize
+
+
+def are_transformed(tensors: Iterable[Any]) -> bool:
+    """Whether torch.func has some of the tensors, or forward-mode differentiation is under way."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in _only(tensors)):
+        return True
+    return any(_wrapped(tensor) for tensor in _only(tensors))
+
+
+def are_dispatched(tensors: Iterable[Any]) -> bool:
+    """Whether torch's dispatcher must see the call: something records it, or a tensor is more than memory."""
+    if in_mode() or torch._C._get_tracing_state() is not None or _proxy_tracer():
+        return True
+    return any(tensor.is_meta or _more_than_memory(tensor) for tensor in _only(tensors))
+
+
+def _more_than_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's own code computes operators: a DTensor, a fake tensor, one that is being functionalized."""
+    keys = torch._C._dispatch_keys(tensor)
+    return bool(keys.has(_PYTHON) or keys.has(_FUNCTIONAL))
+
+
+def _only(tensors: Iterable[Any]) -> Iterable[torch.Tensor]:
+    return (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def refuse_what_lies_nowhere(op: str, tensors: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for a tensor that has elements and no address: its memory was given back, say.
+
+    tensors  the call's, by name; what is no tensor is left to validation
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and _lies_nowhere(tensor):
+            limit = "must lie in memory: of a wrapper give what it wraps"
+            raise ArgumentError(op, name, f"a {type(tensor).__name__} without memory of its own", limit)
 
 
 def refuse_what_no_kernel_sees(op: str, tensors: Mapping[str, Any]) -> None:
-    """Raise where a call is recorded or transformed (TracingError), or a tensor lies nowhere (ArgumentError).
+    """Raise where a prepared call is recorded or transformed (TracingError), or a tensor lies nowhere (ArgumentError).
 
     tensors  the call's, by name; what is no tensor is left to validation, and so are meta tensors and fake ones
     """
     refuse_tracing(op, tensors.values())
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and _lies_nowhere(tensor):
-            limit = "must lie in memory: of a DTensor give the local tensor, of other wrappers what they wrap"
-            raise ArgumentError(op, name, f"a {type(tensor).__name__} without memory of its own", limit)
+    refuse_what_lies_nowhere(op, tensors)
 
 
 def refuse_tracing(op: str, tensors: Iterable[Any]) -> None:
-    """Raise TracingError where a call is being recorded, to be run again later, by torch.export, make_fx or jit.trace,
-    or where torch.func transforms it (vmap, grad, jvp).
+    """Raise TracingError where a handle's run is being recorded, to be run again later, by torch.export, make_fx or
+    jit.trace, or where torch.func transforms it (vmap, grad, jvp).
 
-    What would be recorded of a kernel's call is that memory is allocated: the recorded program would return what lies
-    there. Fake tensors alone, outside of a recording, are answered with fake tensors, which nobody can take for data.
+    What would be recorded of it is that memory is allocated: the recorded program would return what lies there.
     """
     recorder = "torch.jit.trace" if torch._C._get_tracing_state() is not None else _proxy_tracer()
     if recorder:
         raise TracingError(
-            f"{op}: {recorder} cannot record this call: it is no torch operator, and a program recorded of it would "
-            "return memory that nothing was written to. Call it outside of what is recorded, or keep it out of the "
-            "graph by torch.compiler.disable under torch.compile"
+            f"{op}: {recorder} cannot record the run of a handle, which launches kernels itself. Call "
+            f"portattn.{op} there: it is recorded as one operator"
         )
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if any(isinstance(tensor, torch.Tensor) and wrapped(tensor) for tensor in tensors):
+    if are_transformed(tensors):
         raise TracingError(
-            f"{op}: torch.func (vmap, grad, vjp, jvp, functionalize) cannot transform this call: it is no torch "
-            "operator. Give batches as the batch axis, and take gradients by requires_grad and backward()"
+            f"{op}: torch.func cannot transform the run of a handle. Call portattn.{op} there, which it can"
         )
 
 
@@ -56,7 +88,6 @@ def shapes_alone(tensors: Iterable[Any]) -> bool:
 
 
 def _lies_nowhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements and no address: a subclass that wraps others, or memory that was given back."""
     if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
         return False
     return tensor.numel() > 0 and tensor.data_ptr() == 0

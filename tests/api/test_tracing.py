@@ -1,118 +1,256 @@
-"""A call that is being recorded or transformed raises: what came of it would be memory that nothing is written to."""
+"""What modes, fake tensors, autocast and checkpoints make of a call; and what a graph cannot have."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
-from opcalls import given, perform, pretend_accelerator, problem
-from support import Device, random_call
+from graphs import RECORDERS, a_model, same
+from opcalls import CALLS, pretend_accelerator
+from support import Device
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import portattn
 
-OPS = ("attention", "varlen", "decode", "paged", "ragged", "sparse", "mla")
+HANDLES = {n: r for n, r in RECORDERS.items() if "compile" not in n and "strict" not in n}
 
 
-class Model(torch.nn.Module):
-    def __init__(self, op: str, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.op, self.arguments = op, arguments
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        names = [name for name, value in self.arguments.items() if isinstance(value, torch.Tensor)]
-        return perform(self.op, self.arguments | dict(zip(names, tensors, strict=True)))[0]
+def qkv(device: Device, rows: int = 6) -> list[torch.Tensor]:
+    return [torch.randn(2, 4, rows, 16, device=device.name) for _ in range(3)]
 
 
-def a_model(name: str, device: Device) -> tuple[Model, tuple[torch.Tensor, ...]]:
-    call = random_call(problem(name), seed=1, device=device.name)
-    arguments = given(call)
-    tensors = tuple(value for value in arguments.values() if isinstance(value, torch.Tensor))
-    return Model(call.problem.op, arguments), tensors
-
-
-def export(model: Model, tensors: tuple[torch.Tensor, ...]) -> Any:
-    return torch.export.export(model, tensors, strict=False)
-
-
-def by_proxies(mode: str) -> Callable[..., Any]:
-    return lambda model, tensors: make_fx(model, tracing_mode=mode)(*tensors)
-
-
-def by_jit(model: Model, tensors: tuple[torch.Tensor, ...]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(model, tensors)
-
-
-RECORDERS = {
-    "torch.export": export, "make_fx, real": by_proxies("real"), "make_fx, fake": by_proxies("fake"),
-    "make_fx, symbolic": by_proxies("symbolic"), "torch.jit.trace": by_jit,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_recorded_call_raises(recorder: str, name: str, device: Device) -> None:
-    model, tensors = a_model(name, device)
-    expected = model(*tensors)
-    with pytest.raises(portattn.TracingError) as error:
-        RECORDERS[recorder](model, tensors)
-    assert str(error.value).startswith(f"{model.op}: ")
-    assert recorder.split(",")[0] in str(error.value)
-    assert "cannot record this call" in str(error.value)
-    torch.testing.assert_close(model(*tensors), expected, equal_nan=True)
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", HANDLES)
 def test_a_recorded_run_of_a_handle_raises(recorder: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.path == "interpreter":
         pretend_accelerator(monkeypatch)
-    q, k, v = (torch.randn(1, 2, 4, 16, device=device.name) for _ in range(3))
+    q, k, v = qkv(device)
     handle = portattn.prepare("attention", q, k, v)
     expected = handle.run(q, k, v)
 
     class Run(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        def forward(self, *tensors: torch.Tensor) -> Any:
             return handle.run(*tensors)
 
-    with pytest.raises(portattn.TracingError, match="cannot record this call"):
-        RECORDERS[recorder](Run(), (q, k, v))  # type: ignore[operator]
+    with pytest.raises(portattn.TracingError, match="cannot record the run of a handle"):
+        HANDLES[recorder](Run(), (q, k, v))
     assert torch.equal(handle.run(q, k, v), expected)
 
 
-TRANSFORMS = {
-    "vmap": torch.func.vmap, "grad": lambda f: torch.func.grad(lambda q: f(q).sum()),
-    "jacrev": torch.func.jacrev, "jacfwd": torch.func.jacfwd, "functionalize": torch.func.functionalize,
+def test_a_transformed_run_of_a_handle_raises(device: Device) -> None:
+    q, k, v = qkv(device)
+    handle = portattn.prepare("attention", q, k, v)
+    with pytest.raises(portattn.TracingError, match=r"torch\.func cannot transform the run of a handle"):
+        torch.func.grad(lambda q: handle.run(q, k, v).sum())(q)
+
+
+class Counting:
+    """A compiler that keeps graphs as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, tensors: Any) -> Any:
+        self.graphs.append(graph)
+        return graph
+
+
+def test_a_run_of_a_handle_divides_a_compiled_graph_in_two(device: Device) -> None:
+    q, k, v = qkv(device)
+    handle, counting = portattn.prepare("attention", q, k, v), Counting()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: handle.run(q.neg(), k, v).sin(), backend=counting)
+    assert same(compiled(q), handle.run(q.neg(), k, v).sin())
+    assert len(counting.graphs) == 2  # before it and after it: nothing of the run is traced
+
+
+def test_dropout_divides_a_compiled_graph_in_two(device: Device) -> None:
+    q, k, v = qkv(device)
+    counting = Counting()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: portattn.attention(q.neg(), k, v, dropout_p=0.5).sin(), backend=counting)
+    torch.manual_seed(3)
+    found = compiled(q)
+    torch.manual_seed(3)
+    assert same(found, portattn.attention(q.neg(), k, v, dropout_p=0.5).sin())
+    assert len(counting.graphs) == 2
+
+
+@pytest.mark.parametrize("recorder", HANDLES)
+def test_dropout_is_refused_in_other_graphs(recorder: str, device: Device) -> None:
+    class Dropping(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return portattn.attention(*tensors, dropout_p=0.5)
+
+    with pytest.raises(portattn.TracingError, match=r"attention: dropout_p=0\.5 cannot be exported, traced"):
+        RECORDERS[recorder](Dropping(), tuple(qkv(device)))
+
+
+def test_an_unknown_argument_is_answered_inside_of_compile(device: Device) -> None:
+    q, _, _ = qkv(device)
+    torch._dynamo.reset()
+    with pytest.raises(portattn.UnknownArgument, match="is_causal=True -> causal"):
+        torch.compile(lambda q: portattn.attention(q, q, q, is_causal=True), backend="eager")(q)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_tell_shapes(name: str, device: Device) -> None:
+    model, tensors = a_model(name, device)
+    expected = model(*tensors)
+    with FakeTensorMode() as mode:
+        found = model(*(mode.from_tensor(t) for t in tensors))
+    for fake, real in zip(found, expected, strict=True):
+        assert isinstance(fake, torch._subclasses.FakeTensor)
+        assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (
+            real.shape, real.stride(), real.dtype, real.device
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_meta_tensors_tell_shapes(name: str, device: Device) -> None:
+    model, tensors = a_model(name, device)
+    found = model(*(t.to("meta") for t in tensors))
+    for meta, real in zip(found, model(*tensors), strict=True):
+        assert meta.is_meta
+        assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("bad", ["fake", "meta"])
+def test_bad_arguments_are_named_without_data(bad: str, device: Device) -> None:
+    q = torch.empty(2, 4, 6, 16, device="meta" if bad == "meta" else device.name)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, pytest.raises(portattn.ArgumentError, match="k's batch is 1, but must be q's, 2"):
+        portattn.attention(q, q[:1], q)
+
+
+FLOPS = {  # pairs of query and key rows, in all heads; D = 16 and Dv = 24, of latent rows 24 and 16
+    "attention": 3 * 4 * 19 * 37, "decode": 3 * 4 * 3 * 37,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("path", ["auto", "reference"])
-def test_a_transformed_call_raises(transform: str, path: str) -> None:
-    """And no transform is left half done: the next call is right."""
-    q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
-    expected = portattn.attention(q, k, v, backend=path)
-    with pytest.raises(portattn.TracingError, match=r"attention: torch\.func .* cannot transform this call"):
-        TRANSFORMS[transform](lambda q: portattn.attention(q, k, v, backend=path))(q)
-    assert torch.equal(portattn.attention(q, k, v, backend=path), expected)
+@pytest.mark.parametrize("name", CALLS)
+def test_flops_are_counted(name: str, device: Device) -> None:
+    model, tensors = a_model(name, device)
+    given = dict(zip(model.names, tensors, strict=True))
+    if name == "varlen":
+        pairs = 4 * int((given["cu_seqlens_q"].diff().long() * given["cu_seqlens_k"].diff()).sum())
+    elif name.startswith("sparse"):
+        pairs = int(given["counts"].sum())
+    elif "ragged" in name:
+        pairs = 4 * int((given["cu_seqlens_q"].diff().long() * given["seqlens_k"]).sum())
+    elif name in FLOPS:
+        pairs = FLOPS[name]
+    else:
+        pairs = 4 * 3 * int(given["seqlens_k"].sum())
+    with FlopCounterMode(display=False) as counter:
+        model(*tensors)
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
+    assert pairs > 0
 
 
-def test_strict_export_raises_too(device: Device) -> None:
-    """By dynamo's own words, or ours: in no case a program."""
-    model, tensors = a_model("attention", device)
-    with pytest.raises((portattn.TracingError, torch._dynamo.exc.TorchDynamoException)):
-        torch.export.export(model, tensors, strict=True)
+def test_flops_of_the_backward_pass_and_of_fakes(device: Device) -> None:
+    """torch's own convention: scores are computed again, five products in all; causal masks are passed over."""
+    q, k, v = (t.requires_grad_() for t in qkv(device))
+    with FlopCounterMode(display=False) as counter:
+        portattn.attention(q, k, v, causal=True).sum().backward()
+    product = 2 * 2 * 4 * 6 * 6 * 16
+    assert counter.get_total_flops() == (2 + 5) * product
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FlopCounterMode(display=False) as counter:
+        portattn.attention(*(mode.from_tensor(t.detach()) for t in (q, k, v)))
+    assert counter.get_total_flops() == 2 * product
 
 
-def test_shapes_of_fake_tensors_are_still_told(device: Device) -> None:
-    """Outside of a recording: who holds a fake tensor cannot take it for data."""
-    q = torch.randn(1, 2, 4, 16)
-    with FakeTensorMode() as mode:
-        out = portattn.attention(*(mode.from_tensor(q) for _ in "qkv"))
-    assert isinstance(out, torch._subclasses.FakeTensor)
-    assert out.shape == q.shape
+CASTS = {"float32": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", CASTS)
+def test_autocast_is_as_of_torchs_attention(dtype: str, device: Device) -> None:
+    q, k, v = (t.to(getattr(torch, dtype)) for t in qkv(device))
+    bias = torch.randn(6, 6, device=device.name)
+    with torch.autocast(device.name, dtype=torch.bfloat16):
+        found = portattn.attention(q, k, v, bias=bias)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    assert found.dtype == theirs.dtype == torch.bfloat16
+    lower = [t.bfloat16() for t in (q, k, v)]
+    assert same(found, portattn.attention(*lower, bias=bias))
+    torch.testing.assert_close(found, theirs, atol=0.05, rtol=0.05)
+
+
+def test_autocast_of_gradients_and_of_compiled_calls(device: Device) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with torch.autocast(device.name, dtype=torch.bfloat16):
+            return portattn.attention(q, k, v, causal=True)
+
+    torch._dynamo.reset()
+    q, k, v = (t.requires_grad_() for t in qkv(device))
+    gradients = []
+    for f in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        out = f(q, k, v)
+        assert out.dtype == torch.bfloat16
+        gradients.append(torch.autograd.grad(out.float().sin().sum(), (q, k, v)))
+        assert all(g.dtype == torch.float32 for g in gradients[-1])
+    torch.testing.assert_close(gradients[1], gradients[0], atol=0.02, rtol=0.02)
+
+
+def test_autocast_leaves_what_may_be_float32_alone(device: Device) -> None:
+    """Slopes and weights are taken in float32 only; a latent cache stays one tensor, read once."""
+    for name in ("attention", "sparse", "mla"):
+        model, tensors = a_model(name, device, alibi_slopes=True, sinks=True)
+        with torch.autocast(device.name, dtype=torch.bfloat16):
+            out, lse = model(*tensors)
+        assert out.dtype == torch.bfloat16
+        assert lse.dtype == torch.float32
+        assert portattn.last_plan().problem.dtype == "bf16"
+
+
+def test_autocast_switched_off_inside_is_off(device: Device) -> None:
+    q, k, v = qkv(device)
+    with torch.autocast(device.name, dtype=torch.bfloat16), torch.autocast(device.name, enabled=False):
+        assert portattn.attention(q, k, v).dtype == torch.float32
+
+
+def test_a_checkpointed_call(device: Device) -> None:
+    q, k, v = qkv(device)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(q.sin(), k, v).cos()
+
+    gradients = []
+    for f in (layer, lambda q: checkpoint.checkpoint(layer, q, use_reentrant=False)):
+        leaf = q.clone().requires_grad_()
+        f(leaf).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_selective_checkpointing_names_the_operator(device: Device) -> None:
+    """What is saved is not computed again."""
+    q, k, v = qkv(device)
+    seen: dict[bool, list[str]] = {True: [], False: []}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+        seen[context.is_recompute].append(str(operator))
+        if operator == torch.ops.portattn.attention.default:
+            return checkpoint.CheckpointPolicy.MUST_SAVE
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(q.sin(), k, v).cos()
+
+    contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
+    leaf, plain = q.clone().requires_grad_(), q.clone().requires_grad_()
+    checkpoint.checkpoint(layer, leaf, use_reentrant=False, context_fn=contexts).sum().backward()
+    layer(plain).sum().backward()
+    torch.testing.assert_close(leaf.grad, plain.grad)
+    assert seen[False].count("portattn.attention.default") == 1
+
+
+def test_inference_mode(device: Device) -> None:
+    q, k, v = qkv(device)
+    with torch.inference_mode():
+        found = portattn.attention(q, k, v)
+        assert found.is_inference()
+    assert same(found.clone(), portattn.attention(q, k, v))

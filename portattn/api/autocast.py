@@ -1,0 +1,41 @@
+"""torch.autocast, as of torch.nn.functional.scaled_dot_product_attention: queries, keys and values in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from portattn.schema.ops import ROWS
+
+# What must have one dtype with q. Everything else may be float32, and is left so: it is added in float32.
+_AS_Q = frozenset({"q", "k", "v", "q_rope"})
+_NAMES = {op: tuple(row.tensors) for op, row in ROWS.items()}
+_WIDE = (torch.float32, torch.float64)
+
+
+def is_on(q: Any) -> bool:
+    """Whether autocast is on for the device that q lies on."""
+    return isinstance(q, torch.Tensor) and _available(q.device.type) and torch.is_autocast_enabled(q.device.type)
+
+
+def _available(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+def cast(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
+    """A Request's tensors as autocast has them; as they are where it is off. Traced by dynamo: plain Python alone."""
+    if not is_on(tensors[0]):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    found: list[Any] = []
+    for name, tensor in zip(_NAMES[op], tensors):  # noqa: B905  # dynamo traces it without strict
+        kept = (torch.float64,) if name in _AS_Q else _WIDE
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype not in kept:
+            tensor = tensor.to(dtype)
+        found.append(tensor)
+    if ROWS[op].latent:  # latent rows are key and value: one tensor stays one
+        keys, values = _NAMES[op].index("k"), _NAMES[op].index("v")
+        found[values] = found[keys]
+    return found

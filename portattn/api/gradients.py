@@ -1,0 +1,118 @@
+"""Gradients of the torch operators, in eager mode, in graphs and inside torch.func's transforms alike.
+
+They stand at the operators' Autograd key. A transform of torch.func reaches that key once for each of its levels, so
+each is differentiated as a level of its own: by _SingleLevelFunction, which torch.func itself differentiates a
+torch.autograd.Function with. What torch.library's register_autograd makes is an ordinary Function, which torch.func
+refuses there (torch 2.13: "it must override the setup_context staticmethod").
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from portattn.api.operators import SIGNATURES, Signature
+from portattn.errors import TracingError
+
+
+def forward(signature: Signature, *arguments: Any) -> Any:
+    """The operator where something may be differentiated."""
+    return _differentiable(_Forward, signature.op, "", arguments)
+
+
+def backward(signature: Signature, *arguments: Any) -> Any:
+    """The operator of the gradients, likewise: second derivatives are refused."""
+    return _differentiable(_Backward, signature.op, "_backward", arguments)
+
+
+def _differentiable(function: Any, op: str, suffix: str, arguments: Sequence[Any]) -> Any:
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise forward_mode(op)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        with _one_level():
+            return function.apply(op, *arguments)
+    return _below(op + suffix, arguments)
+
+
+def _one_level() -> contextlib.AbstractContextManager[Any]:
+    """Inside the block a _SingleLevelFunction may be called though torch.func's transforms are under way."""
+    if not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+    return enable_single_level_autograd_function()
+
+
+def _recorded(name: str, arguments: Sequence[Any]) -> Any:
+    """As _below, inside of a torch.autograd.Function, which turns recording off: the next levels record as before."""
+    recording = torch.enable_grad() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
+    with recording:
+        return _below(name, arguments)
+
+
+def _below(name: str, arguments: Sequence[Any]) -> Any:
+    """The operator, past autograd; of transforms, past that of this level."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.portattn, name)(*arguments)
+
+
+class _Forward(_SingleLevelFunction):
+    """The operation's name, then the operator's arguments -> (out, lse)."""
+
+    @staticmethod
+    def forward(op: str, *arguments: Any) -> Any:
+        return _recorded(op, arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        op, *arguments = inputs
+        count = len(SIGNATURES[op].tensors)
+        ctx.save_for_backward(*arguments[:count])
+        ctx.op, ctx.others = op, tuple(arguments[count:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
+        """None for the name, and one value for each argument: the gradients that are asked for."""
+        signature, arguments = SIGNATURES[ctx.op], (*ctx.saved_tensors, *ctx.others)
+        if not signature.value(arguments, "return_lse"):
+            grad_lse = None
+        wanted = [bool(ctx.needs_input_grad[1 + place]) for place in signature.gradients]
+        found: list[Any] = [None] * (len(arguments) + 1)
+        if any(wanted) and not (grad_out is None and grad_lse is None):
+            made = getattr(torch.ops.portattn, f"{ctx.op}_backward")(grad_out, grad_lse, wanted, *arguments)
+            for place, needed, gradient in zip(signature.gradients, wanted, made, strict=True):
+                found[1 + place] = gradient if needed else None
+        return tuple(found)
+
+
+class _Backward(_SingleLevelFunction):
+    """The operation's name, then the arguments of the operator of gradients -> the gradients that are wanted."""
+
+    @staticmethod
+    def forward(op: str, *arguments: Any) -> Any:
+        return _recorded(f"{op}_backward", arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise TracingError(
+            f"{ctx.op}: second derivatives of a compiled, exported or transformed call are not computed. Call it "
+            "eagerly, outside of torch.func and torch.compile"
+        )
+
+
+def forward_mode(op: str) -> TracingError:
+    return TracingError(
+        f"{op}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad) are not "
+        "computed. Take gradients by reverse mode: torch.func.grad, vjp, jacrev, or backward()"
+    )

@@ -1,0 +1,56 @@
+"""A call as one node of a graph: the call of its torch operator, which compilers, exporters and modes see."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from portattn.api.autocast import cast
+from portattn.api.operators import RETURNS_LSE, SIGNATURES, arguments_of
+from portattn.errors import TracingError
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_DROPOUT = {op: s.values.index("dropout_p") for op, s in SIGNATURES.items() if "dropout_p" in s.values}
+
+
+def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Result:
+    """Call the operator, with what a Request is made of (request_from). Traced by dynamo: plain Python alone.
+
+    Dropout is no operator: its mask would be drawn anew in the backward pass. It breaks dynamo's graph, and elsewhere
+    it raises TracingError.
+    """
+    if op in _DROPOUT and values[_DROPOUT[op]]:
+        if torch.compiler.is_dynamo_compiling():
+            return eagerly("perform", op, tensors, values, lengths)
+        raise TracingError(
+            f"{op}: dropout_p={values[_DROPOUT[op]]} cannot be exported, traced or transformed. Call it eagerly, or "
+            "use torch.nn.functional.scaled_dot_product_attention for the layers that drop out"
+        )
+    arguments = arguments_of(op, cast(op, tensors), values, lengths)
+    out, lse = getattr(torch.ops.portattn, op)(*arguments)
+    return (out, lse) if values[RETURNS_LSE[op]] else out
+
+
+def _eagerly(what: str, *arguments: Any) -> Any:
+    if what == "run":  # of a handle
+        handle, args, kwargs = arguments
+        return handle.run(*args, **kwargs)
+    if what == "unknown":
+        return importlib.import_module("portattn.api.unknown_arguments").unknown_argument(*arguments)
+    request = importlib.import_module("portattn.api.request").request_from(*arguments)
+    return importlib.import_module("portattn.api.perform").perform(request)
+
+
+# What dynamo does not trace: it ends its graph there, calls, and begins another. See leave_dynamo_out.
+eagerly: Any = _eagerly
+
+
+def leave_dynamo_out() -> None:
+    """Have dynamo leave `eagerly` alone. To be called once dynamo is imported, which takes a second or more."""
+    global eagerly
+    from torch._dynamo import disable
+
+    eagerly = disable(_eagerly, reason="dropout, the run of a portattn handle, or an unknown argument")

@@ -1,0 +1,114 @@
+"""What the torch operators do: run, tell shapes, be mapped over one more axis. Their gradients are in gradients.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from portattn.api import vmapping
+from portattn.api.operators import Signature
+from portattn.api.perform import carried_out, found_cached
+from portattn.api.request import request_from
+
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+def forward(signature: Signature, *arguments: Any) -> Results:
+    """The operator: (out, lse), or (out, a float32 tensor without elements) where no LSE is asked for."""
+    parts = signature.split(arguments)
+    with torch.no_grad():  # gradients are the operator's own
+        found = found_cached(signature.op, *parts)
+        if found is None:
+            found = carried_out(request_from(signature.op, *parts))
+    if isinstance(found, tuple):
+        return found
+    return found, found.new_empty(0, dtype=torch.float32)
+
+
+def forward_shapes(signature: Signature, *arguments: Any) -> Results:
+    """Tensors without data of the results' sizes, which may be symbolic. Checks all that is known of the arguments."""
+    parts = signature.split(arguments)
+    tensors, q = parts[0], arguments[0]
+    sizes = [size for tensor in tensors if tensor is not None for size in (*tensor.shape, *tensor.stride())]
+    if not any(isinstance(size, torch.SymInt) for size in (*sizes, *parts[2])):
+        request_from(signature.op, *parts).build()
+    latent = signature.row.latent
+    v = tensors[tuple(signature.row.tensors).index("v")]
+    out = q.new_empty((*q.shape[:-1], q.shape[-1] if latent else v.shape[-1]))
+    if not signature.value(arguments, "return_lse"):
+        return out, q.new_empty(0, dtype=torch.float32)
+    axes: tuple[Any, ...]
+    if q.ndim == 3:
+        axes = (q.shape[1], q.shape[0])
+    elif "layout" in signature.values and signature.value(arguments, "layout") == "bshd":
+        axes = (q.shape[0], q.shape[2], q.shape[1])
+    else:
+        axes = tuple(q.shape[:-1])
+    return out, q.new_empty(axes, dtype=torch.float32)
+
+
+def backward(signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], *arguments: Any) -> Any:
+    """The gradients of the tensors that are wanted, by a path that torch differentiates."""
+    given = list(arguments)
+    inputs = []
+    for place, needed in zip(signature.gradients, wanted, strict=True):
+        if needed:
+            given[place] = given[place].detach().requires_grad_()
+            inputs.append(given[place])
+    with _recording():
+        found = carried_out(request_from(signature.op, *signature.split(given)))
+        results = found if isinstance(found, tuple) else (found,)
+        pairs = [(r, g) for r, g in zip(results, (grad_out, grad_lse), strict=False) if g is not None]
+        pairs = [(r, g) for r, g in pairs if r.requires_grad]  # of calls without keys, nothing depends on anything
+        made: Any = [None] * len(inputs)
+        if pairs:
+            made = torch.autograd.grad([r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    gradients = iter(made)
+    places = zip(signature.gradients, wanted, strict=True)
+    return tuple(
+        _gradient(arguments[place], next(gradients)) if needed else _none(arguments) for place, needed in places
+    )
+
+
+def _none(arguments: Sequence[Any]) -> torch.Tensor:
+    return arguments[0].new_empty(0)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Inside the block torch's operators are differentiated, which they are not inside of an operator."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def _gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """A gradient in memory of its own, with the strides that backward_shapes tells."""
+    if gradient is None:
+        return torch.zeros_like(tensor, requires_grad=False)
+    return torch.empty_like(tensor, requires_grad=False).copy_(gradient)
+
+
+def backward_shapes(signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], *arguments: Any) -> Any:
+    places = zip(signature.gradients, wanted, strict=True)
+    return tuple(torch.empty_like(arguments[place]) if needed else _none(arguments) for place, needed in places)
+
+
+def forward_vmapped(signature: Signature, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    """The operator for each index of the axis that vmap maps over, and the results stacked.
+
+    Where the operation has a batch axis in all tensors that are mapped, the axis becomes part of that.
+    """
+    operator = getattr(torch.ops.portattn, signature.op)
+    return vmapping.forward(signature, operator, info.batch_size, in_dims, arguments)
+
+
+def backward_vmapped(signature: Signature, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    operator = getattr(torch.ops.portattn, f"{signature.op}_backward")
+    return vmapping.backward(operator, info.batch_size, in_dims, arguments)

@@ -1,0 +1,165 @@
+"""The operations as torch operators, `torch.ops.portattn.attention` and so on: what a graph holds of a call.
+
+A plain eager call never comes here: it launches its kernels directly. A call that is compiled, exported, traced or
+transformed, or that a dispatch mode sees, is one node of the operator. Its arguments are the tensors of the operation's
+row, each once, and then its other arguments as an operator's schema can have them.
+
+This module is imported as soon as torch is (after_import.py), so that exported programs can be loaded: it imports
+nothing of the library but the table of operations. What an operator does is in operator_kernels.py, its gradients are
+in gradients.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from portattn.schema.ops import ROWS, OpRow
+
+NAMESPACE = "portattn"
+# Types of an operator's arguments by the parameter's name. A size is symbolic where shapes are dynamic.
+_TYPES = {
+    "scale": "float?", "causal": "str", "window": "int[]?", "softcap": "float?", "dropout_p": "float",
+    "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
+    "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",
+}  # fmt: skip
+# Parameters that every call of an operation that has them gives.
+_GIVEN = frozenset({
+    "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "indices", "counts",
+    "cu_seqlens_q", "cu_seqlens_k",
+})  # fmt: skip
+# Of an operation over pages or latent rows, packed queries are an option.
+_OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q"}}
+# Tensors that gradients can be asked for.
+_DIFFERENTIABLE = frozenset({
+    "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "alibi_slopes", "sinks",
+    "bias", "log_weights",
+})  # fmt: skip
+_NO_LIMIT = -1
+
+
+def _causal(value: Any) -> Any:
+    return ("bottom_right" if value else "none") if isinstance(value, bool) else value
+
+
+def _window(value: Any) -> Any:
+    if value is None or not isinstance(value, (tuple, list)):
+        return value
+    return [_NO_LIMIT if side is None else side for side in value]
+
+
+def _numbers(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# How an argument is written for an operator, and read again.
+_WRITE: dict[str, Callable[[Any], Any]] = {"causal": _causal, "window": _window, "magicpig": _numbers}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "causal": lambda value: False if value == "none" else value,
+    "window": lambda value: None if value is None else tuple(value),
+    "magicpig": lambda value: None if value is None else tuple(value),
+}
+
+
+class Signature:
+    """The arguments of one operation's operator.
+
+    op, row    its name and its row
+    kept       places of a Request's tensors that are arguments: each parameter once
+    shared     for each of a Request's tensors the argument that it is
+    tensors    the arguments that are tensors
+    gradients  places of those that gradients can be asked for, in the order of what the backward operator returns
+    values     all others, in the order (fixed values, backend, validate, sizes)
+    write      places of arguments that an operator's schema has another form of, and what makes that of them
+    """
+
+    __slots__ = ("gradients", "kept", "op", "row", "shared", "tensors", "values", "write")
+
+    def __init__(self, row: OpRow) -> None:
+        self.op, self.row = row.name, row
+        self.tensors = tuple(dict.fromkeys(row.parameters))
+        self.kept = tuple(row.parameters.index(parameter) for parameter in self.tensors)
+        self.shared = tuple(self.tensors.index(parameter) for parameter in row.parameters)
+        self.gradients = tuple(place for place, name in enumerate(self.tensors) if name in _DIFFERENTIABLE)
+        self.values = (*row.fixed, "backend", "validate", *row.lengths)
+        count = len(self.tensors)
+        self.write = tuple((count + i, _WRITE[name]) for i, name in enumerate(self.values) if name in _WRITE)
+
+    @property
+    def schema(self) -> str:
+        optional = _OPTIONAL.get(self.op, set())
+        tensors = [f"Tensor{'' if n in _GIVEN - optional else '?'} {n}" for n in self.tensors]
+        return ", ".join([*tensors, *(f"{_TYPES[name]} {name}" for name in self.values)])
+
+    def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """An operator's arguments as a Request has them: its tensors, its fixed values, its sizes."""
+        count = len(self.tensors)
+        found = [_READ.get(n, _same)(value) for n, value in zip(self.values, arguments[count:], strict=True)]
+        fixed = len(found) - len(self.row.lengths)
+        return tuple(arguments[place] for place in self.shared), tuple(found[:fixed]), tuple(found[fixed:])
+
+    def value(self, arguments: Sequence[Any], name: str) -> Any:
+        """One of the arguments that are no tensors, as the operator has it."""
+        return arguments[len(self.tensors) + self.values.index(name)]
+
+
+SIGNATURES = {op: Signature(row) for op, row in ROWS.items()}
+# The place of `return_lse` among a Request's fixed values.
+RETURNS_LSE = {op: row.fixed.index("return_lse") for op, row in ROWS.items()}
+
+
+def arguments_of(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> list[Any]:
+    """The arguments of an operator, of what a Request has. Traced by dynamo: plain Python alone."""
+    signature = SIGNATURES[op]
+    found = [tensors[place] for place in signature.kept]
+    found += values
+    found += lengths
+    for place, write in signature.write:
+        found[place] = write(found[place])
+    return found
+
+
+def define() -> None:
+    """Register the operators. Once a process."""
+    for signature in SIGNATURES.values():
+        _define(signature)
+
+
+def _define(signature: Signature) -> None:
+    op, schema = signature.op, signature.schema
+    forward, backward = f"{NAMESPACE}::{op}", f"{NAMESPACE}::{op}_backward"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    torch.library.define(forward, f"({schema}) -> (Tensor, Tensor)", tags=tags)
+    # A gradient for each tensor that can have one; where it is not wanted, a tensor without elements.
+    returned = ", ".join(["Tensor"] * len(signature.gradients))
+    torch.library.define(
+        backward, f"(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, {schema}) -> ({returned})", tags=tags
+    )
+    for name, what in ((forward, "forward"), (backward, "backward")):
+        torch.library.impl(name, "default", _later("operator_kernels", what, op))
+        torch.library.register_fake(name, _later("operator_kernels", f"{what}_shapes", op))
+        torch.library.register_vmap(name, _later("operator_kernels", f"{what}_vmapped", op))
+        _library().impl(name.partition("::")[2], _later("gradients", what, op), "Autograd")
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> torch.library.Library:
+    return torch.library.Library(NAMESPACE, "IMPL")  # kept: what it has registered goes with it
+
+
+def _later(module: str, what: str, op: str) -> Callable[..., Any]:
+    """A function of a module beside this one, which is imported when it is first called."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        found = getattr(importlib.import_module(f"portattn.api.{module}"), what)
+        return found(SIGNATURES[op], *arguments, **named)
+
+    return call
