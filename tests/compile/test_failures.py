@@ -20,7 +20,7 @@ from portattn.api import candidate, dispatch
 from portattn.compile import ensure, failures
 from portattn.compile.ensure import code_key
 from portattn.compile.failures import standing
-from portattn.compile.store import CompileStore, store
+from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.schema.outcome import Standing
@@ -186,7 +186,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(autouse=True)
 def _own_store() -> None:
-    store.__globals__["_store"].cache_clear()
+    _store.cache_clear()
 
 
 @pytest.mark.parametrize("behaviour", CHILDREN)

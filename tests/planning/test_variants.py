@@ -21,7 +21,7 @@ from portattn import CompileRecord, Problem, Target
 from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.compile import ensure
-from portattn.compile.store import CompileStore, store
+from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings, current
 from portattn.launch import Signature
 from portattn.planning import variant_path
@@ -287,7 +287,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
     # What a new process knows: it is planned so at once, and nobody compiles it again.
     dispatch.forget_plans()
     ensure._ready.clear()
-    store.__globals__["_store"].cache_clear()
+    _store.cache_clear()
     asked = child.asked.count("scheduled_forward")
     assert portattn.plan("attention", *tensors()).path == "triton"
     silently(lambda: portattn.attention(*tensors()))
