@@ -253,7 +253,8 @@ class Other(CpuBackend):
 def provides(monkeypatch: pytest.MonkeyPatch, *loads: Any) -> None:
     """Packages are installed that name a backend each, in the group that portattn looks in."""
     points = [SimpleNamespace(name="other", value=f"package{i}:Backend", load=load) for i, load in enumerate(loads)]
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: points if group == "portattn.backends" else [])
+    found = {"portattn.backends": points}
+    monkeypatch.setattr(plugins.distributions, "entry_points", lambda group: (found.get(group, []), []))
 
 
 @pytest.mark.parametrize("given", [Other, Other()], ids=["class", "instance"])
