@@ -85,10 +85,10 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     broken: list[Broken] = []
     loaded: dict[str, _Loaded] = {}
     points, unreadable = _points()
-    for one in unreadable:
-        fault = Fault(text=f"its entry points cannot be read: {one.problem}", file=one.file)
+    for dist in unreadable:
+        fault = Fault(text=f"its entry points cannot be read: {dist.problem}", file=dist.file)
         means = "portattn plans without the backends that it may have"
-        broken.append(Broken(name=one.name, package=one.shown, faults=(fault,), means=means, kind="distribution"))
+        broken.append(Broken(name=dist.name, package=dist.shown, faults=(fault,), means=means, kind="distribution"))
     for point in points:
         package = _package(point)
         try:

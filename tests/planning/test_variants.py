@@ -209,7 +209,16 @@ def test_of_two_variants_that_leave_a_problem_to_the_core_the_first_runs_where_i
     made = plan(P, SM_90, two_variants("has no such tile", swapped=True), {failed.key: failed})
     assert made.path == "first"
     assert made.notes[0] == "not second: it has no such tile", "why the one before it was passed over"
-    assert made.notes[-1].startswith("not triton: this specialisation failed here")
+    assert made.notes[-1] == "not triton: this specialisation failed here on 2026-11-21: boom"
+
+
+def test_a_variants_failure_without_an_incident_is_a_sentence() -> None:
+    failed = CompileRecord(
+        key=plan(P, SM_90).key, kernel=NAME, target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
+        passed=False, date=datetime.date(2026, 11, 21), reason="boom",
+    )  # fmt: skip
+    made = plan(P, SM_90, records={failed.key: failed})
+    assert (made.path, made.notes[0]) == ("triton", "not gluon_forward: it failed here on 2026-11-21: boom")
 
 
 def test_a_variant_that_cannot_run_a_problem_leaves_it_where_an_earlier_one_left_it() -> None:
