@@ -28,8 +28,6 @@ from portattn import Target, config  # noqa: E402
 from portattn.planning.registry import Registry, parse_target  # noqa: E402
 from portattn.tools.lab import folders  # noqa: E402
 
-REAL_LAB = folders.root()  # before any test has a cache folder of its own
-
 torch.set_num_threads(1)  # problems are tiny, and test processes run side by side
 
 
@@ -76,11 +74,19 @@ def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     config.environment_settings.cache_clear()  # fixtures of the session are made between tests: the developer's hold
 
 
+@pytest.fixture(scope="session")
+def _users_lab() -> Path:
+    """Where it lies by the developer's settings: asked before a test has its own. Asked as this file is imported,
+    mutmut's mutants of what it asks would end pytest before any test.
+    """
+    return folders.root()
+
+
 @pytest.fixture
-def real_lab(_own_settings: None, tmp_path: Path) -> None:
+def real_lab(_users_lab: Path, _own_settings: None, tmp_path: Path) -> None:
     """The lab of this machine's user, in the test's own cache folder. Child processes find it there, too."""
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "lab").symlink_to(REAL_LAB)
+    (tmp_path / "cache" / "lab").symlink_to(_users_lab)
 
 
 @pytest.fixture(autouse=True)

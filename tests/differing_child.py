@@ -62,7 +62,10 @@ def way(op: str, arguments: dict[str, Any]) -> str:
     """How a call is answered: by "C" or "python"; "no class": of a kind that is known, with sizes that are not; or by
     "nothing": it would be validated and planned."""
     matched.clear()
-    result = opcalls.perform(op, arguments)
+    try:
+        result = opcalls.perform(op, arguments)
+    except portattn.ArgumentError:  # a Request says so, before it would be planned
+        result = NOTHING
     launches = fake.launches()
     if result is NOTHING:
         assert not launches
@@ -147,6 +150,10 @@ def arguments() -> None:
         "axes": {"q": q[0]}, "gradient": {"q": q.clone().requires_grad_()}, "k is v": {"k": given["v"]},
         "more": {"sinks": torch.ones(4)}, "less": {"seqlens_k": None}, "no tensor": {"k": 3},
         "subclass": {"k": torch.nn.Parameter(k, requires_grad=False)}, "negated": {"k": torch._neg_view(k)},
+        # Of k's type and axes. Torch's guards would end the process at the nested one, which has no sizes.
+        "nested": {"k": torch.nested.nested_tensor(list(k))}, "sparse": {"k": k.to_sparse()},
+        "oneDNN's": {"k": k.to_mkldnn()},
+        "64 axes": {name: torch.zeros([1] * 64) for name in "qkv"},
     }  # fmt: skip
     for name, change in changes.items():
         tell(name, "attention", given | change)
@@ -214,6 +221,7 @@ def modes() -> None:
     inside("a mode that counts", Counting())
     inside("inference", torch.inference_mode())
     inside("autocast", torch.autocast("cpu", dtype=torch.bfloat16))
+    traced("jit.trace", lambda body: lambda x: torch.jit.trace(body, (x,), check_trace=False))
     traced("vmap", torch.func.vmap)
     traced("grad", torch.func.grad)
     traced("functionalize", torch.func.functionalize)

@@ -9,6 +9,7 @@ import torch
 from portattn.api.page_table import PageTable
 from portattn.api.request import settings_for
 from portattn.errors import ArgumentError
+from portattn.validate.checks import check_dense
 from portattn.validate.values import reads
 
 NO_SAMPLING = {"magicpig_bits": None, "magicpig_tables": None}
@@ -51,9 +52,10 @@ def table_tensors(
     if not isinstance(table, PageTable):
         return table, seqlens_k
     if seqlens_k is not None:
+        check_dense(op, "seqlens_k", seqlens_k)
         given = tuple(seqlens_k.shape) if isinstance(seqlens_k, torch.Tensor) else seqlens_k
         raise ArgumentError(op, "seqlens_k", given, "goes with a tensor of page ids; a PageTable has its own")
-    if not isinstance(pages, torch.Tensor) or pages.ndim < 3:
+    if not isinstance(pages, torch.Tensor) or pages.is_nested or pages.ndim < 3:
         return table.pages, None  # validation says what is wrong with the pages
     page_size = pages.shape[2 if page_layout == "hpd" else 1]
     # Dynamo can trace no reading of a context variable; what is recorded has no values to read.
@@ -83,7 +85,11 @@ def _magicpig(op: str, magicpig: Any, counts: Any) -> tuple[Any, Any]:
             limit = f"must be an integer in {least}..{2**15 - 1}, or (Hq,) int32"
             raise ArgumentError(op, f"magicpig's {name}", value, limit)
     tensor = next((value for value in magicpig if isinstance(value, torch.Tensor)), None)
-    if tensor is not None and isinstance(counts, torch.Tensor) and counts.ndim == 2:
+    if tensor is None or all(isinstance(value, torch.Tensor) for value in magicpig):
+        return magicpig[0], magicpig[1]
+    for name, value in (("counts", counts), ("magicpig's K", magicpig[0]), ("magicpig's L", magicpig[1])):
+        check_dense(op, name, value)
+    if isinstance(counts, torch.Tensor) and counts.ndim == 2:
         heads = counts.shape[1]
         magicpig = tuple(
             t if isinstance(t, torch.Tensor) else tensor.new_full((heads,), t, dtype=torch.int32) for t in magicpig

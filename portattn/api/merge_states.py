@@ -9,6 +9,7 @@ import torch
 
 from portattn.api.unknown_arguments import operation, require, unknown_argument
 from portattn.errors import ArgumentError
+from portattn.validate.checks import check_dense
 
 OP = "merge_states"
 
@@ -47,6 +48,7 @@ def merge_states(
         raise unknown_argument(OP, unknown)
     require(OP, {"outs": outs, "lses": lses})
     for name, several in (("outs", outs), ("lses", lses)):
+        check_dense(OP, name, several)
         if not isinstance(several, (torch.Tensor, Sequence)) or (
             isinstance(several, torch.Tensor) and not several.ndim
         ):
@@ -60,6 +62,7 @@ def merge_states(
         for name, tensor in (("outs", out), ("lses", lse)):
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(OP, f"{name}[{index}]", type(tensor).__name__, "must be a torch.Tensor")
+            check_dense(OP, f"{name}[{index}]", tensor)
         if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
             given = (tuple(out.shape), out.dtype, str(out.device))
             limit = f"must be as outs[0], {(tuple(first.shape), first.dtype, str(first.device))}"

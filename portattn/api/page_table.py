@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.errors import ArgumentError
+from portattn.validate.checks import check_dense
 
 OP = "PageTable.from_csr"
 NO_PAGE = -1
@@ -21,7 +22,8 @@ class PageTable:
     counts         (B,) int32: pages of each sequence
     last_page_len  (B,) int32: tokens in each sequence's last page
 
-    Raises ArgumentError where one is no int32 tensor of these axes, or they are of different numbers of sequences.
+    Raises ArgumentError where one is no dense int32 tensor of these axes, or they are of different numbers of
+    sequences.
 
     >>> import torch, portattn
     >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
@@ -37,6 +39,7 @@ class PageTable:
     def __post_init__(self) -> None:
         for name, axes in (("pages", 2), ("counts", 1), ("last_page_len", 1)):
             tensor = getattr(self, name)
+            check_dense("PageTable", name, tensor)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.ndim != axes:
                 raise ArgumentError("PageTable", name, _kind(tensor), f"must be an int32 torch.Tensor with {axes} axes")
             if tensor.shape[0] != self.pages.shape[0]:
@@ -73,6 +76,7 @@ class PageTable:
         [[3, 1], [0, -1]]
         """
         for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+            check_dense(OP, name, tensor)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.ndim != 1:
                 raise ArgumentError(OP, name, _kind(tensor), "must be a torch.Tensor of torch.int32 with one axis")
             if tensor.device != indptr.device:

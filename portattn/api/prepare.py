@@ -22,6 +22,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.tensors import POINTER_ALIGNMENT
 from portattn.validate import wants_gradients
+from portattn.validate.checks import check_dense
 
 
 class Prepared:
@@ -187,13 +188,21 @@ class Prepared:
             self._check_result("lse", lse, self._lse_shape, torch.float32)
 
     def _check_result(self, name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            given = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ArgumentError(self._name, name, given, f"must be a torch.Tensor of {shape}, {dtype}")
-        where = self._device
-        if tensor.device != where or not tensor.is_contiguous() or tensor.data_ptr() % POINTER_ALIGNMENT:
-            limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
-            raise ArgumentError(self._name, name, (str(tensor.device), tensor.stride()), limit)
+        try:
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                check_dense(self._name, name, tensor)
+                given = (
+                    (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                )
+                raise ArgumentError(self._name, name, given, f"must be a torch.Tensor of {shape}, {dtype}")
+            where = self._device
+            if tensor.device != where or not tensor.is_contiguous() or tensor.data_ptr() % POINTER_ALIGNMENT:
+                check_dense(self._name, name, tensor)
+                limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
+                raise ArgumentError(self._name, name, (str(tensor.device), tensor.stride()), limit)
+        except RuntimeError:  # nested ones have no shape, and others no address. To ask first would cost each run
+            check_dense(self._name, name, tensor)
+            raise
 
 
 def _description(request: Request) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.outcome import CompileRecord
 from portattn.schema.target import Target
 from portattn.validate.builders import build_call
+from portattn.validate.checks import check_dense
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -120,13 +121,15 @@ class Request:
 def request_of(op: str, given: Mapping[str, Any]) -> Request:
     """The request of a call with these arguments, by the names of the operation's parameters; others are passed over.
 
-    Nothing is validated but `backend`, `validate` and what stands for several tensors. Raises ArgumentError, and
-    TypeError where an argument that must be given is not.
+    Nothing is validated but `backend`, `validate`, what stands for several tensors, and that each tensor is a dense
+    one. Raises ArgumentError, and TypeError where an argument that must be given is not.
     """
     row, given = ROWS[op], dict(given)
     require(op, given)
     if row.arguments:
         row.load("arguments")(given)
+    for name, parameter in row.tensors.items():
+        check_dense(op, row.called[name], given[parameter])
     backend, validate = given["backend"], given["validate"]
     return Request(
         op, settings_for(op, backend, validate), {name: given[parameter] for name, parameter in row.tensors.items()},

@@ -15,6 +15,7 @@ from portattn.api.page_table import PageTable
 from portattn.errors import ArgumentError
 from portattn.schema.problem import OPS
 from portattn.schema.tensors import TORCH_DTYPE
+from portattn.validate.checks import check_dense
 
 MOST_SIZES = 1 << 17  # combinations of a spec's sizes: each takes about 30 µs to look at (a decode, on a CPU)
 _SIZE = r"(?:\d+|[A-Za-z_]\w*)"
@@ -123,6 +124,7 @@ class Spec:
 
 def _argument(name: str, argument: str, value: Any) -> Any:
     """An argument of a spec, with tensors that are not there as Described."""
+    check_dense("warmup", name, value)
     if isinstance(value, torch.Tensor) and value.is_meta:
         return Described(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, (torch.Tensor, PageTable)) or not isinstance(value, (str, list)):

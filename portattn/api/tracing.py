@@ -88,7 +88,8 @@ def shapes_alone(tensors: Iterable[Any]) -> bool:
 
 
 def _lies_nowhere(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
+    """Whether a tensor has elements and no address: a subclass that wraps others, or memory that was given back."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return tensor.numel() > 0 and tensor.data_ptr() == 0
 

@@ -57,7 +57,7 @@ class Kind:
 
     __slots__ = (
         "_absent", "_distinct", "_guard", "_lengths", "_natives", "_only", "_present",
-        "_residues", "_twins", "classes", "hit", "kinds", "lengths", "names", "op", "places", "settings",
+        "_residues", "_twins", "_types", "classes", "hit", "kinds", "lengths", "names", "op", "places", "settings",
         "value_names", "values",
     )  # fmt: skip
 
@@ -83,6 +83,7 @@ class Kind:
         self._distinct = sorted(first.values())
         absent = [i for i, t in enumerate(every) if t is None]
         self._present, self._absent = tuple(present), tuple(absent)
+        self._types = tuple(type(given[i]) for i in self._distinct)
         self._guard = guard([given[i] for i in self._distinct])
         self._residues = [_address(t) & _LOW_BITS for t in given]
         self.kinds = tuple(TensorKind.of(given[i]) for i in self._distinct)
@@ -112,13 +113,18 @@ class Kind:
         if not all(given[i] is given[j] for i, j in self._twins):
             return None
         distinct = [given[i] for i in self._distinct]
-        if not self._guard(*distinct) or forward_ad._current_level >= 0 or in_mode():
+        if tuple(map(type, distinct)) != self._types or forward_ad._current_level >= 0 or in_mode():
+            return None
+        try:
+            inputs = sizes_of(distinct) + [length for length in lengths if length is not None]
+        except RuntimeError:  # nested and sparse tensors: torch's guards end the process at one without sizes
+            return None
+        if not self._guard(*distinct):
             return None
         addresses = list(map(_address, given))
         # 0: its memory was freed, or it has no element.
         if 0 in addresses or [address & _LOW_BITS for address in addresses] != self._residues:
             return None
-        inputs = sizes_of(distinct) + [length for length in lengths if length is not None]
         return None if self._only is not None and inputs != self._only else (given, addresses, inputs)
 
     def find(self, inputs: Sequence[int]) -> tuple[CachedLaunch, list[int]] | None:
@@ -148,8 +154,8 @@ class Kind:
             return direct.native.Kind(
                 values=self.values, settings=self.settings, guard=self._guard, levels=vars(forward_ad),
                 level_name="_current_level", modes=mode_depth, index=cached._index, current=at.current,
-                stream=at.stream, empty=at.empty, hooked=direct.hooked, address=_address, shape="shape",
-                strides=_strides, lengths=self._lengths,
+                stream=at.stream, empty=at.empty, hooked=direct.hooked, address=_address, types=self._types,
+                shape="shape", strides=_strides, lengths=self._lengths,
                 classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
                 noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS,
                 absent=self._absent, given=self._present, twins=tuple(i for pair in self._twins for i in pair),

@@ -1,5 +1,8 @@
 """Whether tensors are like others in everything but their data and sizes: torch's own guards, which torch.compile uses.
 
+They are for tensors that have sizes: at a strided nested one they end the process (torch 2.13). Who asks them has read
+sizes before.
+
 One call into C++ compares types, dispatch keys (device, views that negate, modes of autograd, autocast, tracing and
 transforms), element types, device indices, `requires_grad` and the number of axes of all of them: 0.1 µs a tensor,
 where reading the same in Python takes 0.7 µs. They are torch's private interface, so they are tried out once before
@@ -63,7 +66,7 @@ def _transformed() -> bool:
 
 
 def _facts(t: torch.Tensor) -> tuple[Any, ...]:
-    return (type(t), t.dtype, t.device, t.ndim, t.requires_grad, t.is_neg(), t.layout)
+    return (type(t), t.dtype, t.device, t.ndim, t.requires_grad, t.is_neg(), t.layout, t.is_nested)
 
 
 def _with_grad_mode(tensors: Sequence[torch.Tensor], check: Callable[..., bool]) -> Callable[..., bool]:
@@ -80,7 +83,8 @@ def _usable() -> bool:
     x = torch.zeros(2, 4, 6)
     others: list[Any] = [
         x[0], x.half(), x.to("meta"), x.view(2, 4, 3, 2),
-        torch.nn.Parameter(x, requires_grad=False), torch.zeros(2, 4, 6, requires_grad=True), torch._neg_view(x), None,
+        torch.nn.Parameter(x, requires_grad=False), torch.zeros(2, 4, 6, requires_grad=True), torch._neg_view(x),
+        x.to_sparse(), None,
     ]  # fmt: skip
     try:
         check = _made([x, x])

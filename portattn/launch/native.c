@@ -517,7 +517,7 @@ static PyObject *sized_note(Sized *self) {
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
    classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None */
 #define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(hooked) \
-  X(address) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused)
+  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
 typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;
@@ -532,10 +532,11 @@ static PyObject *kind_new(PyTypeObject *type, PyObject *args, PyObject *named) {
   OBJECTS(TAKE)
   INTEGERS(TAKE_INTEGERS)
   if (right && (right = (item = PyDict_GetItemString(named, "low_bits")) != NULL)) self->low_bits = PyLong_AsUnsignedLongLong(item);
-  right = right && !PyErr_Occurred() && PyTuple_Check(self->values) && PyTuple_Check(self->lengths) &&
+  right = right && !PyErr_Occurred() && PyTuple_Check(self->values) && PyTuple_Check(self->lengths) && PyTuple_Check(self->types) &&
     PyDict_Check(self->levels) && PyList_Check(self->classes) && PyContextVar_CheckExact(self->noted) &&
     (self->fixed == Py_None || PyBytes_Check(self->fixed)) && self->residues.count == self->given.count &&
-    self->given.count <= MOST && self->distinct.count <= self->given.count;
+    self->given.count <= MOST && self->distinct.count <= self->given.count &&
+    PyTuple_GET_SIZE(self->types) == self->distinct.count;
   if (!right) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the fields of a Kind are not all there, or do not fit");
     Py_XDECREF(self);
@@ -585,48 +586,33 @@ static int address_of(Kind *self, PyObject *tensor, uint64_t *address) {
   return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* The tensors that are given, borrowed, and their addresses: 1 where all is as in the kind, 0 where not. */
-static int same_tensors(Kind *self, PyObject *tensors, PyObject **given, uint64_t *addresses) {
-  for (Py_ssize_t i = 0; i < self->absent.count; i++)
-    if (PyTuple_GET_ITEM(tensors, self->absent.at[i]) != Py_None) return 0;
-  for (Py_ssize_t i = 0; i < self->given.count; i++) given[i] = PyTuple_GET_ITEM(tensors, self->given.at[i]);
-  for (Py_ssize_t i = 0; i + 1 < self->twins.count; i += 2)
-    if (given[self->twins.at[i]] != given[self->twins.at[i + 1]]) return 0;
-  PyObject *once[MOST];
-  for (Py_ssize_t i = 0; i < self->distinct.count; i++) once[i] = given[self->distinct.at[i]];
-  int alike = truth(PyObject_Vectorcall(self->guard, once, self->distinct.count, NULL));
-  if (alike <= 0) return alike;
-  PyObject *level = PyDict_GetItem(self->levels, self->level_name); /* of forward-mode differentiation; -1 outside */
-  if (!level || PyLong_AsLong(level) >= 0) return 0;
-  int modes = truth(PyObject_CallNoArgs(self->modes)); /* that see every operator, as a launch is none */
-  if (modes) return modes < 0 ? -1 : 0;
-  for (Py_ssize_t i = 0; i < self->given.count; i++) {
-    if (address_of(self, given[i], &addresses[i]) < 0) return -1;
-    if (!addresses[i]) return 0; /* its memory was freed, or it has no element */
-    if ((addresses[i] & self->low_bits) != (uint64_t)self->residues.at[i]) return 0;
-  }
-  return 1;
-}
-
-/* Numbers of a tuple after those that are there. -1 with an exception. */
+/* Integers of a tuple after those that are there: 1; 0 where it is none of integers alone (a tracer's are tensors), or
+   they are more than there is room for, or where there is none, as nested and sparse tensors have no sizes or strides. */
 static int add_numbers(PyObject *found, int64_t *inputs, Py_ssize_t *count) {
-  if (!found) return -1;
+  if (!found) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+    PyErr_Clear();
+    return 0;
+  }
   int right = PyTuple_Check(found) && *count + PyTuple_GET_SIZE(found) <= INPUTS;
   for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(found); i++) {
-    inputs[*count] = PyLong_AsLongLong(PyTuple_GET_ITEM(found, i));
-    if (inputs[(*count)++] == -1 && PyErr_Occurred()) right = 0;
+    int overflow = 0;
+    if ((right = PyLong_CheckExact(PyTuple_GET_ITEM(found, i))))
+      inputs[(*count)++] = PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(found, i), &overflow);
+    right = right && !overflow;
   }
   Py_DECREF(found);
-  if (!right && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "more sizes than there is room for");
-  return right ? 0 : -1;
+  return right;
 }
 
-/* Sizes and strides of each tensor, then the integers among `lengths`: 1; 0 where those are of other types. */
+/* Sizes and strides of each tensor, then the integers among `lengths`: 1; 0 where one is of another type, or
+   a tensor has not both. */
 static int inputs_of(Kind *self, PyObject *const *given, PyObject *lengths, int64_t *inputs, Py_ssize_t *count) {
   for (Py_ssize_t i = 0; i < self->distinct.count; i++) {
     PyObject *tensor = given[self->distinct.at[i]];
-    if (add_numbers(PyObject_GetAttr(tensor, self->shape), inputs, count) < 0) return -1;
-    if (add_numbers(PyObject_Vectorcall(self->strides, &tensor, 1, NULL), inputs, count) < 0) return -1;
+    int added = add_numbers(PyObject_GetAttr(tensor, self->shape), inputs, count);
+    if (added > 0) added = add_numbers(PyObject_Vectorcall(self->strides, &tensor, 1, NULL), inputs, count);
+    if (added <= 0) return added;
   }
   if (!PyTuple_Check(lengths) || PyTuple_GET_SIZE(lengths) != PyTuple_GET_SIZE(self->lengths)) return 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lengths); i++) {
@@ -637,6 +623,36 @@ static int inputs_of(Kind *self, PyObject *const *given, PyObject *lengths, int6
       inputs[(*count)++] = PyLong_AsLongLongAndOverflow(found, &overflow);
       if (overflow) return 0;
     } else if (found != Py_None) return 0;
+  }
+  return 1;
+}
+
+/* The tensors that are given, borrowed, their addresses, and all sizes: 1 where all is as in the kind, 0 where not.
+   Sizes come before torch's guards, which end the process at a tensor that has none. */
+static int same_tensors(Kind *self, PyObject *tensors, PyObject *lengths, PyObject **given, uint64_t *addresses,
+                        int64_t *inputs, Py_ssize_t *count) {
+  for (Py_ssize_t i = 0; i < self->absent.count; i++)
+    if (PyTuple_GET_ITEM(tensors, self->absent.at[i]) != Py_None) return 0;
+  for (Py_ssize_t i = 0; i < self->given.count; i++) given[i] = PyTuple_GET_ITEM(tensors, self->given.at[i]);
+  for (Py_ssize_t i = 0; i + 1 < self->twins.count; i += 2)
+    if (given[self->twins.at[i]] != given[self->twins.at[i + 1]]) return 0;
+  PyObject *once[MOST];
+  for (Py_ssize_t i = 0; i < self->distinct.count; i++) {
+    once[i] = given[self->distinct.at[i]];
+    if ((PyObject *)Py_TYPE(once[i]) != PyTuple_GET_ITEM(self->types, i)) return 0;
+  }
+  PyObject *level = PyDict_GetItem(self->levels, self->level_name); /* of forward-mode differentiation; -1 outside */
+  if (!level || PyLong_AsLong(level) >= 0) return 0;
+  int modes = truth(PyObject_CallNoArgs(self->modes)); /* that see every operator, as a launch is none */
+  if (modes) return modes < 0 ? -1 : 0;
+  int sized = inputs_of(self, given, lengths, inputs, count);
+  if (sized <= 0) return sized;
+  int alike = truth(PyObject_Vectorcall(self->guard, once, self->distinct.count, NULL));
+  if (alike <= 0) return alike;
+  for (Py_ssize_t i = 0; i < self->given.count; i++) {
+    if (address_of(self, given[i], &addresses[i]) < 0) return -1;
+    if (!addresses[i]) return 0; /* its memory was freed, or it has no element */
+    if ((addresses[i] & self->low_bits) != (uint64_t)self->residues.at[i]) return 0;
   }
   return 1;
 }
@@ -699,8 +715,7 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   if (PyTuple_GET_SIZE(args[0]) != self->absent.count + self->given.count) Py_RETURN_NONE;
   int same = identical(self->values, args[1]);
   if (same > 0) same = equal(self->settings, args[3]);
-  if (same > 0) same = same_tensors(self, args[0], given, addresses);
-  if (same > 0) same = inputs_of(self, given, args[2], inputs, &count);
+  if (same > 0) same = same_tensors(self, args[0], args[2], given, addresses, inputs, &count);
   if (same < 0) return NULL;
   if (!same) Py_RETURN_NONE;
 

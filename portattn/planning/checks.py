@@ -47,9 +47,8 @@ def undeclared(path: str, problem: Problem, ops: Collection[str], takes: Collect
     lacking = [name for name in problem.demands() if name not in takes]
     if not lacking:
         return None
-    return Rejection(
-        path=path, reason=f"does not declare that it takes {', '.join(lacking)}", hint="backend='reference'"
-    )
+    hint = "" if path == "reference" else "backend='reference'"  # no path is left where it is the one
+    return Rejection(path=path, reason=f"does not declare that it takes {', '.join(lacking)}", hint=hint)
 
 
 def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str = "backend='reference'") -> Check:

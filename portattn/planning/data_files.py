@@ -11,10 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from portattn.errors import DataError
+from portattn.planning.arch_checks import arch_problem
 from portattn.planning.compiler_options import backend_options
 from portattn.schema import toml_reader
 from portattn.schema.target import Arch
-from portattn.schema.toolchain import COMPILERS, parse_range
 from portattn.schema.tuning import Tuning, read_tuning
 
 # A backend's arches: a folder with a file each, and (what a small package finds easier) one file with a table each.
@@ -31,21 +31,26 @@ def load_arches(folder: Path) -> dict[str, Arch]:
     """A backend's arches by name, of its folder's arches/<name>.toml and of the tables of its arches.toml.
 
     In the order of their names, numbers by value. Raises DataError (file, line, key), also on an arch that is there
-    twice, and FileNotFoundError where there are neither files nor tables.
+    twice and on a file that would not be read, and FileNotFoundError where there are neither files nor tables.
     """
     arches: dict[str, Arch] = {}
     for path, name, table, text, keys in _tables(folder):
         if name in arches:
             raise DataError(path, None, f"arch {name!r} is already in {ARCH_TABLES}")
-        arch = msgspec.structs.replace(toml_reader.convert(table, Arch, path, text, *keys), name=name)
-        if problem := _problem(arch):
-            raise DataError(path, toml_reader.line_of(text, *keys, problem[0]), f"key {problem[0]!r}: {problem[1]}")
+        found = toml_reader.convert(table, Arch, path, text, *keys)
+        arch = msgspec.structs.replace(found, name=name)
+        if problem := arch_problem(arch, found.name):
+            key, said = problem
+            where = toml_reader.line_of(text, *keys, *([key] if key else []))
+            raise DataError(path, where, f"key {key!r}: {said}" if key else said)
         arches[name] = arch
     for name, arch in arches.items():
         for device in arch.devices:
             other = next((n for n, a in arches.items() if n != name and a.is_device(device)), None)
             if other is not None:
                 raise DataError(_file_of(folder, name), None, f"device {device!r} of {name} is one of {other}'s, too")
+        if arch.tuning and arch.tuning not in arches:
+            raise DataError(_file_of(folder, name), None, f"{name} shares the tuning of {arch.tuning!r}, no arch here")
     return dict(sorted(arches.items(), key=lambda item: _by_number(item[0])))
 
 
@@ -56,7 +61,7 @@ def _file_of(folder: Path, name: str) -> Path:
 
 def _tables(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], str, tuple[str, ...]]]:
     """(file, name, values, the file's text, keys that lead to the values) of every arch."""
-    files = sorted((folder / ARCH_FOLDER).glob("*.toml"))
+    files = _files(folder / ARCH_FOLDER)
     tables = folder / ARCH_TABLES
     if tables.exists() or not files:
         data, text = toml_reader.read(tables)
@@ -69,23 +74,22 @@ def _tables(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], str, tupl
         yield path, path.stem, data, text, ()
 
 
-def _problem(arch: Arch) -> tuple[str, str] | None:
-    """(key, what is wrong with it) where the types alone do not catch it."""
-    for name, text in arch.toolchain.items():
-        if name not in COMPILERS:
-            return "toolchain", f"{name!r} is no compiler; known: {', '.join(COMPILERS)}"
-        try:
-            parse_range(text)
-        except ValueError as error:
-            return "toolchain", str(error)
-    if arch.name in arch.families:
-        return "families", f"{arch.name!r} is the arch itself"
-    return None
-
-
 def _by_number(name: str) -> list[tuple[bool, int, str]]:
     parts = (part for part in _NUMBERS.split(name) if part)
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of arches in a folder. Raises DataError on what else lies there: whoever put it there takes it for one.
+
+    Hidden files, which editors and file managers leave, are passed over.
+    """
+    lying = [] if not folder.is_dir() else sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in lying:
+        if path.suffix != ".toml" or not path.is_file():
+            limit = "it would not be read: a folder of arches has files called <arch>.toml alone"
+            raise DataError(path, None, limit)
+    return lying
 
 
 def load_tuning(path: Path, backend: str) -> Tuning:

@@ -64,7 +64,7 @@ def plan(
             if deferred is not None and not path.extra:
                 return msgspec.structs.replace(deferred, notes=(*deferred.notes, no.note()))
             if path.extra and automatic:
-                notes.append(no.note())
+                notes.append(no.note("it"))
             else:
                 rejected.append(no)
             found = _against(no, registry)
@@ -78,7 +78,7 @@ def plan(
                 made, quirks=(*quirks.values(), *made.quirks), notes=(*notes, *made.notes), rejected=tuple(rejected)
             )
         deferred = deferred or msgspec.structs.replace(made, notes=(*notes, *made.notes))
-        notes.append(Rejection(path=path.name, reason=f"leaves such problems to the core: {why}").note())
+        notes.append(Rejection(path=path.name, reason=f"leaves such problems to the core: {why}").note("it"))
     if not rejected:
         offered = f"; its core kernels run by backend={core!r}" if core else ""
         rejected.append(Rejection(path=settings.backend, reason=f"{target.backend} has no such path{offered}"))

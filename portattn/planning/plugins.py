@@ -6,9 +6,8 @@ Whole, because a quirk that cannot be read guards against wrong results: without
 from __future__ import annotations
 
 import functools
-import importlib.metadata as metadata
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
 from portattn.schema import quirk_names
 from portattn.schema.problem import DEMANDS, OPS
+from portattn.worker import distributions
+from portattn.worker.distributions import Unreadable
 
 _NAME = re.compile(r"[\w-]+")
 _warned: set[str] = set()
@@ -48,6 +49,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     device_type   torch's device type of its tensors; empty where it did not come to say
     means         what follows from it
     quirks        ids of its quirk files, as far as they are known
+    kind          what it is; a distribution whose entry points cannot be read need be no backend package
     """
 
     name: str
@@ -56,6 +58,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     device_type: str = ""
     means: str = "portattn plans as if it were not installed"
     quirks: tuple[str, ...] = ()
+    kind: str = "backend package"
 
     def has_quirk(self, name: str) -> bool:
         """Whether an id, whole or up to its number, is one of the package's, or begins with its backend's name."""
@@ -63,7 +66,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
     def told(self) -> str:
         """What is wrong, and what it means: goes on after "but", as an ArgumentError's limit does."""
-        return f"backend package {self.package} is broken: {'; '.join(map(str, self.faults))}. {self.means}"
+        return f"{self.kind} {self.package} is broken: {'; '.join(map(str, self.faults))}. {self.means}"
 
 
 class _Loaded(msgspec.Struct, kw_only=True):
@@ -81,7 +84,12 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     """
     broken: list[Broken] = []
     loaded: dict[str, _Loaded] = {}
-    for point in _points():
+    points, unreadable = _points()
+    for dist in unreadable:
+        fault = Fault(text=f"its entry points cannot be read: {dist.problem}", file=dist.file)
+        means = "portattn plans without the backends that it may have"
+        broken.append(Broken(name=dist.name, package=dist.shown, faults=(fault,), means=means, kind="distribution"))
+    for point in points:
         package = _package(point)
         try:
             value = point.load()
@@ -169,7 +177,7 @@ def asked(backend: Backend, question: str, own: Collection[str], *given: Any) ->
 
 
 def _disable(backend: Backend, question: str, error: Exception) -> None:
-    package = next((_package(point) for point in _points() if _is_of(backend, point)), type(backend).__module__)
+    package = next((_package(point) for point in _points()[0] if _is_of(backend, point)), type(backend).__module__)
     fault = Fault(text=f"{question}() raised {type(error).__name__}: {error}")
     one = Broken(
         name=backend.name, package=package, faults=(fault,), device_type=backend.device_type,
@@ -184,8 +192,8 @@ def disabled() -> tuple[Broken, ...]:
     return tuple(_disabled.values())
 
 
-def _points() -> Iterable[Any]:
-    return metadata.entry_points(group=ENTRY_POINT_GROUP)
+def _points() -> tuple[list[Any], list[Unreadable]]:
+    return distributions.entry_points(ENTRY_POINT_GROUP)
 
 
 def _is_of(backend: Backend, point: Any) -> bool:

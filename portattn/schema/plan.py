@@ -51,11 +51,15 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     incident: str = ""
     choice: CoreChoice | None = None
 
-    def note(self) -> str:
-        """Why the path was passed over, as a note of the plan that is taken instead."""
+    def note(self, subject: str = "") -> str:
+        """Why the path was passed over, as a note of the plan that is taken instead.
+
+        subject  of the reason, where that is only what is said of the path, as variants' reasons are
+        """
         if self.quirk or self.incident:
             return f"not {self.path}: {self.reason} [{self.quirk or self.incident}]"
-        return f"not {self.path}: it {self.reason}"
+        whole = not subject or self.reason.startswith(f"{subject} ")
+        return f"not {self.path}: {self.reason}" if whole else f"not {self.path}: {subject} {self.reason}"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

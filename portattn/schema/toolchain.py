@@ -7,7 +7,6 @@ project's number. The installed files' owner does.
 from __future__ import annotations
 
 import functools
-import importlib.metadata as metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -16,6 +15,8 @@ import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+
+from portattn.worker import distributions
 
 # Builds of community Triton that are published under other names.
 _ALIASES = {
@@ -157,8 +158,7 @@ def owners(folder: Path) -> list[tuple[str, str]]:
     """
     target = folder / "__init__.py"
     found = []
-    for name in metadata.packages_distributions().get("triton", []):
-        dist = metadata.distribution(name)
+    for name, dist in distributions.claiming("triton"):
         claims = any(
             str(f) == "triton/__init__.py" and Path(str(dist.locate_file(f))).resolve() == target.resolve()
             for f in dist.files or []
@@ -167,7 +167,7 @@ def owners(folder: Path) -> list[tuple[str, str]]:
             record = Path(str(dist.locate_file(""))) / f"{name.replace('-', '_')}-{dist.version}.dist-info"
             written = record.stat().st_mtime if record.exists() else 0.0
             found.append((written, name, dist.version))
-    # packages_distributions lists a distribution once per file group: keep each once, in order of writing.
+    # A distribution that is found by two entries of sys.path is kept once, in order of writing.
     return list(dict.fromkeys((name, version) for _, name, version in sorted(found)))
 
 
@@ -204,10 +204,8 @@ def installed() -> Toolchain:
     name, version = claims[-1] if claims else _stated(folder)
     components = {}
     for component in ("torch", "torch-npu", "numpy"):
-        try:
-            components[component] = metadata.version(component)
-        except metadata.PackageNotFoundError:
-            continue
+        if stated := distributions.version(component):
+            components[component] = stated
     return Toolchain(
         distribution=_ALIASES.get(canonicalize_name(name), canonicalize_name(name)),
         version=version,

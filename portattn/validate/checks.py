@@ -18,18 +18,32 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
 
+def check_dense(op: str, name: str, value: Any) -> None:
+    """A tensor that has one shape, strides and memory: not nested, not sparse. What is no tensor is checked elsewhere.
+
+    It comes before all other questions: strided nested tensors have no shape to ask for.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    limit = "must be a dense, strided torch.Tensor"
+    if value.is_nested and value.layout is torch.jagged:
+        hint = "varlen_attention takes packed rows: values(), and offsets() as int32 cu_seqlens"
+        raise ArgumentError(op, name, "a jagged nested tensor", f"{limit} (hint: {hint})")
+    if value.is_nested:
+        hint = "torch.nested.to_padded_tensor, and the lengths beside it"
+        raise ArgumentError(op, name, "a nested tensor", f"{limit} (hint: {hint})")
+    if value.layout is not torch.strided:
+        raise ArgumentError(op, name, f"a {value.layout} tensor", f"{limit} (hint: tensor.to_dense())")
+
+
 def check_tensor(op: str, name: str, tensor: Any, axes: tuple[str, ...]) -> None:
     """A floating-point tensor with these axes."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
-    if tensor.is_nested:
-        raise ArgumentError(op, name, "a nested tensor", "must be a strided one; varlen_attention takes packed rows")
     if tensor.ndim != len(axes):
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, f"must be {len(axes)}: ({', '.join(axes)})")
     if tensor.dtype not in DTYPES:
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
-    if tensor.layout is not torch.strided:
-        raise ArgumentError(op, f"{name}.layout", tensor.layout, "must be torch.strided")
 
 
 def check_like(op: str, name: str, tensor: torch.Tensor, whose: str, like: torch.Tensor) -> None:

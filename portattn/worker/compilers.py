@@ -7,7 +7,6 @@ process; standard library and Triton only.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata as metadata
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from portattn.worker import resources
+from portattn.worker import distributions, resources
 
 try:
     from triton.compiler import ASTSource
@@ -28,8 +27,8 @@ VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split("."
 def versions() -> dict[str, str]:
     """Versions of Python, and of every distribution that claims triton/, by name."""
     found = {"python": platform.python_version()}
-    for name in sorted(set(metadata.packages_distributions().get("triton", []))):
-        found[name.replace("_", "-").lower()] = metadata.version(name)
+    for name, dist in sorted(distributions.claiming("triton"), key=lambda claim: claim[0]):
+        found.setdefault(name.replace("_", "-").lower(), str(dist.version))
     return found
 
 

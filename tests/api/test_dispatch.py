@@ -17,7 +17,7 @@ from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.sdpa import SdpaPath
 from portattn.compile import ensure
-from portattn.compile.store import store
+from portattn.compile.store import _store, store
 from portattn.config import Settings
 from portattn.planning.backend import Backend
 from portattn.planning.planner import plan
@@ -116,7 +116,7 @@ def test_a_second_process_sees_the_record(sm_90, compiler, launched) -> None:
     # What a new process has not: plans, records read, keys known to compile, warnings given.
     dispatch.forget_plans()
     dispatch._warned.clear()
-    store.__globals__["_store"].cache_clear()
+    _store.cache_clear()
     made = portattn.plan("attention", q, k, v)
     assert made.path == "sdpa"
     assert "SIGABRT" in made.rejected[0].reason

@@ -1,4 +1,4 @@
-"""Tensors that do not simply lie in memory: fake, meta, nested, and views whose negation is still to be done."""
+"""Tensors that do not simply lie in memory: fake, meta, and views whose negation is still to be done."""
 
 from __future__ import annotations
 
@@ -86,12 +86,6 @@ def test_other_negated_views_are_refused(name: str) -> None:
     shape = (9,) if name == "bias" else (8,)
     with pytest.raises(ArgumentError, match=f"{name} is 'a view to be negated'.*resolve_neg"):
         portattn.attention(*dense(), **{name: negated(torch.randn(shape))})
-
-
-def test_nested_tensors_are_refused() -> None:
-    nested = torch.nested.nested_tensor([torch.randn(4, 5, 16)], layout=torch.jagged)
-    with pytest.raises(ArgumentError, match=r"q is 'a nested tensor'.*varlen_attention takes packed rows"):
-        portattn.attention(nested, *dense()[1:])
 
 
 class _Wrapper(torch.Tensor):

@@ -18,7 +18,7 @@ from support import BEHAVIOURS, problem, random_call
 import portattn
 from portattn.compile import ensure
 from portattn.compile.ensure import code_key
-from portattn.compile.store import CompileStore, store
+from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings
 from portattn.launch import kernel_calls
 from portattn.planning.planner import plan
@@ -102,7 +102,7 @@ def test_a_later_process_trusts_the_record(compiler, settings, in_process) -> No
     made, launches, q, target = planned()
     ensure.ensure(made, launches, q, target, settings)
     ensure._ready.clear()
-    store.__globals__["_store"].cache_clear()
+    _store.cache_clear()
     assert ensure.ensure(made, launches, q, target, settings) is None
     assert requests_in(requests) == 1
 

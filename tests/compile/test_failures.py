@@ -20,7 +20,7 @@ from portattn.api import candidate, dispatch
 from portattn.compile import ensure, failures
 from portattn.compile.ensure import code_key
 from portattn.compile.failures import standing
-from portattn.compile.store import CompileStore, store
+from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.schema.outcome import Standing
@@ -146,6 +146,52 @@ def test_a_full_disk_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert not failures.has_room()
 
 
+def test_no_folder_for_temporary_files_is_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python has no other word for it: it tries each folder by a file, and none took one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def none() -> str:
+        raise FileNotFoundError("no usable temporary directory found")
+
+    monkeypatch.setattr(failures.tempfile, "gettempdir", none)
+    assert not failures.has_room()
+
+
+def test_the_disk_of_tritons_cache_is_looked_at_where_triton_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    usage = shutil.disk_usage(tmp_path)
+
+    def look(folder: Path) -> Any:
+        asked.append(str(folder))
+        if not folder.exists():
+            raise FileNotFoundError(folder)
+        return usage
+
+    monkeypatch.setattr(shutil, "disk_usage", look)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    failures.has_room()
+    assert str(tmp_path / ".triton" / "cache") in asked
+    assert str(tmp_path / ".triton") in asked
+    assert str(tmp_path) in asked
+    asked.clear()
+    monkeypatch.delenv("TRITON_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    failures.has_room()
+    assert str(tmp_path / "home" / ".triton" / "cache") in asked
+
+
+def test_a_disk_that_nobody_can_ask_about_has_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def gone(folder: Path) -> Any:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    monkeypatch.setattr(failures, "ROOM", 1)
+    assert not failures.has_room()
+
+
 # By the real way, a child that stands in for the compiler: behaviour -> (standing, in the message).
 CHILDREN = {
     "error": ("lasting", "PassManager::run failed"),
@@ -186,7 +232,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(autouse=True)
 def _own_store() -> None:
-    store.__globals__["_store"].cache_clear()
+    _store.cache_clear()
 
 
 @pytest.mark.parametrize("behaviour", CHILDREN)
@@ -213,6 +259,9 @@ def test_a_passing_failure_is_asked_again_after_some_time(compiler, settings: Se
         failed = ensure.ensure(made, launches, q, target, settings)
         assert failed is not None
         waits.append(failed.wait)
+        assert failed.until is not None, "what is launched instead is kept as long"
+        left = failed.until - datetime.datetime.now(datetime.timezone.utc)
+        assert failed.wait - 60 < left.total_seconds() <= failed.wait
         clock.now += failed.wait - 1
         assert ensure.known_failure(made, launches, settings) == failed
         assert not ensure.unseen(made, launches, settings)

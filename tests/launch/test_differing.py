@@ -36,6 +36,7 @@ def test_other_arguments_are_another_call(seen: dict[str, Any]) -> None:
     names = (
         "scale", "type", "type in a tuple", "float in a tuple", "list", "window", "array", "dtype", "aligned", "axes",
         "gradient", "k is v", "more", "less", "no tensor", "subclass", "negated", "other settings", "freed",
+        "nested", "sparse", "oneDNN's", "64 axes",
     )  # fmt: skip
     assert ways(seen, *names) == dict.fromkeys(names, NOTHING)
 
@@ -59,6 +60,7 @@ def test_what_torch_does_around_a_call_is_part_of_it(seen: dict[str, Any]) -> No
     """Forward-mode differentiation, modes that see every operator, transforms, inference and autocast."""
     names = (
         "dual level", "tangent", "fake tensors' mode", "a mode that counts", "inference", "autocast", "vmap", "grad",
+        "jit.trace",
         "functionalize", "jvp", "kept in inference, outside", "kept in autocast, outside",
     )  # fmt: skip
     assert ways(seen, *names) == dict.fromkeys(names, NOTHING)

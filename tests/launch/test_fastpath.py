@@ -63,11 +63,21 @@ def test_what_else_differs_makes_another_kind(q: torch.Tensor) -> None:
     assert not matches(one, q, freed, None), "nothing may be launched at address 0"
     assert not matches(one, q, torch.nn.Parameter(k), None)
     assert not matches(one, q, torch._neg_view(k), None)
+    assert not matches(one, q, k.to_sparse(), None)
+    assert not matches(one, q, k.to_mkldnn(), None)
     assert not matches(one, q, k, None, values=(None, True))
     with portattn.settings(fallback="error"):
         assert not matches(one, q, k, None)
     with portattn.settings(fallback=current().fallback):
         assert matches(one, q, k, None), "equal settings"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_never_of_the_kind(q: torch.Tensor, layout: torch.layout) -> None:
+    """Torch's guards would end the process at a strided one, which is of the tensor's type and axes."""
+    one = kind({"q": q, "k": q.clone(), "sinks": None})
+    assert not matches(one, q, torch.nested.nested_tensor([q[0], q[0]], layout=layout), None)
 
 
 def test_a_tensor_that_is_given_twice_is_given_twice_again(q: torch.Tensor) -> None:

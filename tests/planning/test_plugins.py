@@ -253,6 +253,83 @@ def ran(folder: Path, script: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+# What is done to the entry points of a distribution that may have nothing to do with portattn, and what is said of it.
+UNREADABLE: dict[str, tuple[str | bytes | None, str]] = {
+    "not_text": (b"[portattn.backends]\n\xff = x:Y\n", "UnicodeDecodeError: "),
+    "no_equals": ("[console_scripts]\nportattn\n", "TypeError: "),
+    "a_folder": ("", "IsADirectoryError: Is a directory"),
+    "a_link": ("", "FileNotFoundError: No such file or directory"),
+    "missing": (None, "it is missing, and the distribution's RECORD lists it"),
+    "metadata": (b"[portattn.backends]\n\xff = x:Y\n", "UnicodeDecodeError: "),
+}
+
+
+def install_unreadable(folder: Path, kind: str) -> Path:
+    """A distribution KIND 0.1 whose entry points cannot be read, and where they would be."""
+    text, _ = UNREADABLE[kind]
+    info = folder / f"{kind}-0.1.dist-info"
+    info.mkdir()
+    about = f"Metadata-Version: 2.1\nName: {kind}\nVersion: 0.1\n".encode()
+    (info / "METADATA").write_bytes(about + (b"Summary: \xff\n" if kind == "metadata" else b""))
+    (info / "RECORD").write_bytes(f"{info.name}/entry_points.txt,,\n".encode() + b"\xff" * (kind == "metadata"))
+    file = info / "entry_points.txt"
+    if kind == "a_folder":
+        file.mkdir()
+    elif kind == "a_link":
+        file.symlink_to(folder / "gone")
+    elif text is not None:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return file
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_distribution_whose_entry_points_cannot_be_read(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops nobody: calls, plans and a backend of another distribution go on. torch itself must not look for its
+    own entry points, of which its import would die.
+    """
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    file = install_unreadable(tmp_path, kind)
+    install(tmp_path, "umbra")
+    found = seen(tmp_path)
+    assert found["planned"] == "umbra_attention"
+    assert found["backends"][-1] == "umbra"
+    (warning,) = found["warnings"]
+    shown = "metadata-0.1.dist-info" if kind == "metadata" else f"{kind} 0.1"
+    said = f"distribution {shown} is broken: {file}: its entry points cannot be read: {UNREADABLE[kind][1]}"
+    assert warning.startswith(said)
+    assert "portattn plans without the backends that it may have; `portattn doctor` shows it too" in warning
+    (backends,) = [s for s in json.loads(found["doctor--json"][1])["sections"] if s["title"] == "backends"]
+    assert [error.startswith(said) for error in backends["errors"]] == [True]
+    assert not [s["error"] for s in json.loads(found["doctor--json"][1])["sections"] if s["error"]]
+    (finding,) = [f for f in json.loads(found["audit--json"][1])["findings"] if f["file"] == str(file)]
+    assert finding["severity"] == "error"
+    assert finding["message"].startswith(f"distribution {shown} is left out of every plan: its entry points cannot")
+    assert [found[key][0] for key in ("doctor", "audit")] == [1, 1]
+
+
+def test_distributions_without_entry_points_are_whole(tmp_path: Path) -> None:
+    """Most have none; a file without a line has none either. Of two of one name the first counts."""
+    for name, points in (("none", None), ("empty", ""), ("blank", "\n# nothing\n")):
+        info = tmp_path / f"{name}-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        (info / "RECORD").write_text(f"{info.name}/METADATA,,\n")
+        if points is not None:
+            (info / "entry_points.txt").write_text(points)
+    second = tmp_path / "second"
+    second.mkdir()
+    install(tmp_path, "umbra")
+    (second / "Portattn.Umbra-0.0.dist-info").mkdir()
+    (second / "Portattn.Umbra-0.0.dist-info" / "entry_points.txt").write_bytes(b"\xff")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(second), os.environ.get("PYTHONPATH", "")]))
+        found = seen(tmp_path)
+    assert found["warnings"] == []
+    assert found["backends"][-1] == "umbra"
+
+
 RAISES = """
 import json, warnings
 import click.testing, torch

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from quirk_files import plant
 
@@ -15,6 +16,7 @@ from portattn.planning import plugins
 from portattn.planning.data_files import load_arches
 from portattn.planning.quirk_files import load_quirks
 from portattn.planning.registry import Registry, find_backends, look_around
+from portattn.schema.target import Arch
 
 KNOWN = Registry.load()
 
@@ -98,6 +100,25 @@ def test_arches_of_files_and_of_tables_come_in_the_order_of_their_numbers(tmp_pa
         (ARCH + "families = ['x9']\n", 7, "key 'families': 'x9' is the arch itself"),
         (ARCH + "[toolchain]\ngcc = '>=9'\n", 7, "key 'toolchain': 'gcc' is no compiler; known: triton, "),
         (ARCH + "[toolchain]\ntriton = 'new'\n", 7, "key 'toolchain': 'new' is not a PEP 440 version range"),
+        (ARCH + "name = 'x8'\n", 7, "key 'name': 'x8' is not the arch's name, 'x9', which is its file's"),
+        (
+            ARCH + "compiler_target = ['x', 'x8', 0]\n",
+            7,
+            "key 'compiler_target': 'x8' is not the compiler's name of x9",
+        ),
+        (ARCH + "compiler_target = ['x', 90, 0]\n", 7, "key 'compiler_target': 90 is not the compiler's name of x9"),
+        (ARCH + "compiler_target = ['x', 9, 32]\n", 7, "key 'compiler_target': 32 lanes of a warp, and warp_size is 0"),
+        (ARCH + "families = ['']\n", 7, "key 'families': one of them is empty"),
+        (ARCH + "devices = [' ']\n", 7, "key 'devices': one of them is empty"),
+        (ARCH.replace("One", " "), 1, "key 'title': it is empty"),
+        (ARCH.replace("cores = 1", "cores = 0"), 2, "key 'cores': 0 must be at least 1"),
+        (ARCH.replace("cores = 1", "cores = true"), 2, "key 'cores': Expected `int`, got `bool`"),
+        (ARCH.replace("cores = 1", "cores = 1.0"), 2, "key 'cores': Expected `int`, got `float`"),
+        (ARCH.replace("cores = 1", "cores = '1'"), 2, "key 'cores': Expected `int`, got `str`"),
+        (ARCH.replace("max_programs = 1", "max_programs = -1"), 5, "key 'max_programs': -1 must be at least 1"),
+        (ARCH.replace("max_programs = 1", "max_programs = 0"), 5, "key 'max_programs': 0 must be at least 1"),
+        (ARCH.replace("bytes = 0", "bytes = 4"), 3, "key 'scratchpad_bytes': 4 bytes of scratchpad_kind 'none'"),
+        (ARCH.replace("none", "LDS"), 3, "key 'scratchpad_bytes': 0 bytes of scratchpad_kind 'LDS'"),
     ],
 )
 def test_a_broken_file_of_an_arch(tmp_path: Path, text: str, line: int, said: str) -> None:
@@ -107,6 +128,89 @@ def test_a_broken_file_of_an_arch(tmp_path: Path, text: str, line: int, said: st
     with pytest.raises(DataError) as caught:
         load_arches(tmp_path)
     assert str(caught.value).startswith(f"{path}:{line}: {said}")
+
+
+SIZES = (
+    "core_threads", "core_registers", "register_unit", "reserved_memory", "warp_size", "registers", "scratchpad_bytes",
+    "cache_share",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_negative_size(tmp_path: Path, key: str) -> None:
+    """Each would be planned with: fewer programs than none, tiles that fit nowhere."""
+    path = tmp_path / "arches" / "x9.toml"
+    path.parent.mkdir()
+    kept = "\n".join(line for line in ARCH.splitlines() if not line.startswith(key))
+    path.write_text(f"{key} = -1\n{kept}")
+    with pytest.raises(DataError) as caught:
+        load_arches(tmp_path)
+    assert str(caught.value) == f"{path}:1: key '{key}': -1 must be at least 0"
+
+
+def test_every_size_of_an_arch_is_checked() -> None:
+    numbers = {field.name for field in msgspec.structs.fields(Arch) if field.type is int}
+    assert numbers == {*SIZES, "cores", "max_programs"}
+
+
+@pytest.mark.parametrize("name", ["a b", "a:b", "a*", "x9.5", "-x", "ä9", "a,b"])
+def test_a_name_that_no_arch_can_have(tmp_path: Path, name: str) -> None:
+    """`--target BACKEND:NAME` and a quirk's globs could not say it."""
+    path = tmp_path / "arches" / f"{name}.toml"
+    path.parent.mkdir()
+    path.write_text(ARCH)
+    with pytest.raises(DataError) as caught:
+        load_arches(tmp_path)
+    assert str(caught.value) == f"{path}: {name!r} cannot be an arch's name: it has letters, digits, - and _ only"
+    path.unlink()
+    (tmp_path / "arches.toml").write_text(f'["{name}"]\n{ARCH}')
+    with pytest.raises(DataError, match="cannot be an arch's name"):
+        load_arches(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("sm_90", 90), ("gfx90a", "gfx90a"), ("ascend910_93", "Ascend910_9382"), ("x-9", "X9b")]
+)
+def test_a_name_that_is_the_compilers(tmp_path: Path, name: str, target: int | str) -> None:
+    (tmp_path / "arches").mkdir()
+    (tmp_path / "arches" / f"{name}.toml").write_text(
+        f"name = '{name}'\ncompiler_target = ['x', {target!r}, 0]\n{ARCH}"
+    )
+    assert load_arches(tmp_path)[name].compiler_target == ("x", target, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["x8.tml", "x8.TOML", "x8", "x8.toml.orig", "x8.toml~", "README.md", "x8.toml/x7.toml"]
+)
+def test_a_file_that_would_not_be_read(tmp_path: Path, name: str) -> None:
+    """Its chip would be unknown, or planned with another file's numbers, and nobody told."""
+    folder = tmp_path / "arches"
+    folder.mkdir()
+    (folder / "x9.toml").write_text(ARCH)
+    (folder / ".x9.toml.swp").write_bytes(b"an editor's")
+    assert list(load_arches(tmp_path)) == ["x9"]
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(ARCH)
+    with pytest.raises(DataError) as caught:
+        load_arches(tmp_path)
+    assert str(caught.value).startswith(f"{folder / name.partition('/')[0]}: it would not be read: ")
+
+
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "arches").mkdir()
+    (tmp_path / "arches" / "x9.toml").symlink_to(tmp_path / "gone.toml")
+    with pytest.raises(DataError, match=r"arches/x9\.toml: it would not be read"):
+        load_arches(tmp_path)
+
+
+def test_tuning_that_is_no_archs(tmp_path: Path) -> None:
+    """A misspelt one would leave the chip untuned, without a word."""
+    (tmp_path / "arches").mkdir()
+    (tmp_path / "arches" / "x9.toml").write_text(f"tuning = 'x8'\n{ARCH}")
+    with pytest.raises(DataError, match=r"arches/x9\.toml: x9 shares the tuning of 'x8', no arch here"):
+        load_arches(tmp_path)
+    (tmp_path / "arches.toml").write_text(f"[x8]\n{ARCH}")
+    assert load_arches(tmp_path)["x9"].tuning == "x8"
 
 
 def test_an_arch_that_is_there_twice(tmp_path: Path) -> None:
@@ -149,7 +253,8 @@ class Other(CpuBackend):
 def provides(monkeypatch: pytest.MonkeyPatch, *loads: Any) -> None:
     """Packages are installed that name a backend each, in the group that portattn looks in."""
     points = [SimpleNamespace(name="other", value=f"package{i}:Backend", load=load) for i, load in enumerate(loads)]
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: points if group == "portattn.backends" else [])
+    found = {"portattn.backends": points}
+    monkeypatch.setattr(plugins.distributions, "entry_points", lambda group: (found.get(group, []), []))
 
 
 @pytest.mark.parametrize("given", [Other, Other()], ids=["class", "instance"])

@@ -21,12 +21,13 @@ from portattn import CompileRecord, Problem, Target
 from portattn.api import candidate, dispatch
 from portattn.backends.cuda import CudaBackend
 from portattn.compile import ensure
-from portattn.compile.store import CompileStore, store
+from portattn.compile.store import CompileStore, _store, store
 from portattn.config import Settings, current
 from portattn.launch import Signature
 from portattn.planning import variant_path
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
+from portattn.schema.plan import Rejection
 from portattn.testing import canary
 from portattn.worker.client import Reply
 
@@ -165,6 +166,75 @@ def test_a_variant_leaves_a_problem_to_the_core_but_for_two_cases(monkeypatch: p
     assert made.notes == (*named.notes, why)
 
 
+class First(type(VARIANTS[NAME])):  # type: ignore[misc]
+    name = "first"
+
+    def defers_to_core(self, problem: Problem) -> str:
+        return "the first says so"
+
+
+class Second(First):
+    name = "second"
+    refusal = ""
+
+    def defers_to_core(self, problem: Problem) -> str:
+        return "the second says so"
+
+    def rejects(self, problem: Problem, target: Target) -> Any:
+        return Rejection(path=self.name, reason=self.refusal) if self.refusal else None
+
+
+def two_variants(refusal: str = "", swapped: bool = False) -> Registry:
+    """`first`, and `second`, which cannot run the problem where a refusal is given."""
+    both = (First(), type("Refusing", (Second,), {"refusal": refusal})())
+
+    class Backend(CudaBackend):
+        variants = both[::-1] if swapped else both
+
+    return msgspec.structs.replace(Registry.load(), backends={**Registry.load().backends, "cuda": Backend()})
+
+
+def test_of_two_variants_that_leave_a_problem_to_the_core_the_first_runs_where_it_cannot() -> None:
+    left = plan(P, SM_90, two_variants())
+    assert left.path == "triton"
+    assert [note for note in left.notes if "leaves such problems" in note] == [
+        "not first: it leaves such problems to the core: the first says so",
+        "not second: it leaves such problems to the core: the second says so",
+    ]
+    failed = CompileRecord(
+        key=left.key, kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
+        passed=False, date=datetime.date(2026, 11, 21), reason="boom",
+    )  # fmt: skip
+    assert plan(P, SM_90, two_variants(), {failed.key: failed}).path == "first"
+    made = plan(P, SM_90, two_variants("has no such tile", swapped=True), {failed.key: failed})
+    assert made.path == "first"
+    assert made.notes[0] == "not second: it has no such tile", "why the one before it was passed over"
+    assert made.notes[-1] == "not triton: this specialisation failed here on 2026-11-21: boom"
+
+
+def test_a_variants_failure_without_an_incident_is_a_sentence() -> None:
+    failed = CompileRecord(
+        key=plan(P, SM_90).key, kernel=NAME, target="cuda:sm_90", toolchain="triton==3.6.0", level="declared",
+        passed=False, date=datetime.date(2026, 11, 21), reason="boom",
+    )  # fmt: skip
+    made = plan(P, SM_90, records={failed.key: failed})
+    assert (made.path, made.notes[0]) == ("triton", "not gluon_forward: it failed here on 2026-11-21: boom")
+
+
+def test_a_variant_that_cannot_run_a_problem_leaves_it_where_an_earlier_one_left_it() -> None:
+    """To the core: that it cannot run it says nothing of the core."""
+    made = plan(P, SM_90, two_variants("has no such tile"))
+    assert made.path == "triton"
+    assert "not second: it has no such tile" in made.notes
+
+
+def test_a_quirk_that_leads_a_variant_to_the_reference_says_nothing_of_the_core(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-0901-x", 'path = "reference"', 'kernels = ["gluon_*"]\ntoolchain = { triton = "<3.7" }')
+    made = planned(registry(tmp_path, variants=True), problem=P)
+    assert made.path == "triton"
+    assert [quirk.id for quirk in made.quirks if "path" in quirk.sets] == ["cuda-0901-x"]
+
+
 def test_keys_are_digests_of_one_length() -> None:
     """They name files."""
     for made in (plan(P, SM_90), plan(P, SM_90, settings=Settings(backend="triton"))):
@@ -287,7 +357,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
     # What a new process knows: it is planned so at once, and nobody compiles it again.
     dispatch.forget_plans()
     ensure._ready.clear()
-    store.__globals__["_store"].cache_clear()
+    _store.cache_clear()
     asked = child.asked.count("scheduled_forward")
     assert portattn.plan("attention", *tensors()).path == "triton"
     silently(lambda: portattn.attention(*tensors()))

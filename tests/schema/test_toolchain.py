@@ -182,3 +182,34 @@ def test_a_named_target_knows_what_its_backend_knows() -> None:
     assert target.toolchain.version == "3.6.0"
     assert parse_target("cuda:sm_90", "triton==3.6.0,ptxas==1.0").toolchain.component("ptxas") == "1.0"
     assert str(target) == "cuda:sm_90 with triton==3.6.0"
+
+
+@pytest.mark.parametrize("file", ["METADATA", "RECORD", "top_level.txt"])
+def test_a_broken_distribution_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Reading every distribution's files, one that is no text was the end of every plan."""
+    before = installed()
+    folder = tmp_path / "aaa-0.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: aaa\nVersion: 0.1\n")
+    (folder / "RECORD").write_text("triton/__init__.py,,\n")
+    (folder / file).write_bytes(b"\xff\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    assert installed() == before
+    installed.cache_clear()
+
+
+@pytest.mark.parametrize("about", [None, b"\xff", b"Name: torch\n"])
+def test_a_component_whose_version_cannot_be_read_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: bytes | None
+) -> None:
+    folder = tmp_path / "torch-9.dist-info"
+    folder.mkdir()
+    if about is not None:
+        (folder / "METADATA").write_bytes(about)
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    components = dict(installed().components)
+    installed.cache_clear()
+    assert "torch" not in components
+    assert "numpy" in components

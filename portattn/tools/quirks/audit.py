@@ -128,7 +128,7 @@ def _left_out(one: Broken) -> Iterator[Finding]:
     for fault in one.faults:
         yield Finding(
             severity="error",
-            message=f"backend package {one.package} is left out of every plan: {fault.text}",
+            message=f"{one.kind} {one.package} is left out of every plan: {fault.text}",
             file=fault.file,
             line=fault.line,
         )
