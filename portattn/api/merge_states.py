@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import torch
 
-from portattn.api.unknown_arguments import operation, require, unknown_argument
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.unknown_arguments import operation, require
 from portattn.errors import ArgumentError
 
 OP = "merge_states"
@@ -17,6 +18,7 @@ OP = "merge_states"
 def merge_states(
     outs: Sequence[torch.Tensor] | torch.Tensor,
     lses: Sequence[torch.Tensor] | torch.Tensor,
+    *excess: NoReturn,
     **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over parts of the keys into attention over all of them: exact, in any order.
@@ -43,8 +45,8 @@ def merge_states(
     >>> torch.allclose(out, portattn.attention(q, k, v), atol=1e-6)
     True
     """
-    if unknown:
-        raise unknown_argument(OP, unknown)
+    if excess or unknown:
+        raise wrong_arguments(OP, excess, unknown)
     require(OP, {"outs": outs, "lses": lses})
     for name, several in (("outs", outs), ("lses", lses)):
         if not isinstance(several, (torch.Tensor, Sequence)) or (

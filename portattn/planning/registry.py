@@ -154,7 +154,7 @@ def parse_target(name: str, toolchain: str | Toolchain | None = None) -> Target:
     >>> portattn.target("rocm:gfx942", "triton==3.6.0").arch.cores
     304
     >>> print(portattn.target("NVIDIA H100 80GB HBM3", "triton==3.6.0"))
-    cuda:sm_90 with triton==3.6.0,ptxas==12.8.93
+    cuda:sm_90 with triton==3.6.0
     """
     return Registry.load().target(name, toolchain)
 
