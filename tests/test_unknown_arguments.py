@@ -142,7 +142,7 @@ def test_no_row_is_silent() -> None:
 # What is given by position beyond what an operation takes so, and what the error must say.
 EXCESS: list[tuple[str, int, tuple[Any, ...], str]] = [
     ("attention", 3, (True,), "(q, k, v), but 4 were given; all others are given by name: did you mean causal=True?"),
-    ("attention", 3, (None, 0.0, True), "(q, k, v), but 6 were given; all others are given by name: did you mean causal="),
+    ("attention", 3, (None, 0.0, True), "but 6 were given; all others are given by name: did you mean causal=True?"),
     ("attention", 3, (Q.bool(),), "did you mean mask=...?"),
     ("attention", 3, (Q,), "did you mean bias=...?"),
     ("attention", 3, (0.125,), "did you mean scale=0.125?"),
