@@ -145,7 +145,6 @@ def _quirk_lines(quirks: Sequence[Applied]) -> list[str]:
     """A line for each quirk that changed something, and one with the ids of all that did not."""
     lines = [f"  quirk    {q.id}: {q.sentence}" + (f" [{q.note}]" if q.note else "") for q in quirks if q.sets]
     if noted := [q.id for q in quirks if not q.sets]:
-        lines.append(
-            f"  caution  compiler bugs that this plan does not avoid (`portattn quirks show ID` says why): {', '.join(noted)}"
-        )
+        why = "`portattn quirks show ID` says why"
+        lines.append(f"  caution  compiler bugs that this plan does not avoid ({why}): {', '.join(noted)}")
     return lines
