@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from portattn.source_tree import install_extra
+
 PACKAGES = ("click", "rich", "jinja2", "tomlkit")  # of the extra `tools`
 BAD_INPUT = 2  # as cli/errors.py, which needs click
 
@@ -17,7 +19,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        print(f"portattn: the command line needs {error.name}: pip install 'portattn[tools]'", file=sys.stderr)
+        print(f"portattn: the command line needs {error.name}: {install_extra('tools')}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
 

@@ -38,6 +38,25 @@ def install(package: str) -> None:
     Before every other finder: a Python that is started in a tree's root imports that tree, all of it, whatever is
     installed, and an editable install's finder knows the folders of the tree that it was made from.
     """
+    if is_tree(package):
+        sys.meta_path.insert(0, _Beside(os.path.dirname(package)))
+
+
+def is_tree(package: str) -> bool:
+    """Whether the package's folder is that of a source tree, and not of an installed portattn."""
     root = os.path.dirname(package)
-    if not os.path.isdir(os.path.join(package, PARTS[0])) and os.path.isdir(os.path.join(root, PARTS[0])):
-        sys.meta_path.insert(0, _Beside(root))
+    return not os.path.isdir(os.path.join(package, PARTS[0])) and os.path.isdir(os.path.join(root, PARTS[0]))
+
+
+def install_extra(extra: str, package: str = "") -> str:
+    """The command that installs an extra of this portattn: in a source tree that of the tree, which no index has.
+
+    package  the package's folder; this one's when empty
+
+    >>> from portattn.source_tree import install_extra
+    >>> "[triton]'" in install_extra("triton")
+    True
+    """
+    if is_tree(package or os.path.dirname(os.path.abspath(__file__))):
+        return f"pip install -e '.[{extra}]' in the checkout"
+    return f"pip install 'portattn[{extra}]'"

@@ -263,7 +263,7 @@ def test_without_triton_the_interpreter_says_how_to_get_it() -> None:
         without=("triton",),
     )
     assert "Triton is not installed" in out
-    assert "portattn[triton]" in out
+    assert "pip install -e '.[triton]' in the checkout" in out
 
 
 def test_the_library_needs_neither_the_command_lines_packages_nor_numpy() -> None:
@@ -324,4 +324,4 @@ def test_the_command_line_names_the_extra_that_it_needs(package: str) -> None:
         assert done.returncode == 0, done.stderr
         return
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"portattn: the command line needs {package}: pip install 'portattn[tools]'\n"
+    assert done.stderr == f"portattn: the command line needs {package}: pip install -e '.[tools]' in the checkout\n"

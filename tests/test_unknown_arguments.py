@@ -88,6 +88,31 @@ WRITTEN = [
     ("sparse_attention", "causal", "an argument of attention, varlen_attention, decode_attention"),
     ("mla_attention", "sm_scale", "-> scale"),
     ("merge_states", "s", "-> lses"),
+    ("attention", "score_mod", "scores change by bias, alibi_slopes and softcap alone"),
+    ("attention", "block_mask", "-> mask; better causal, window or seqlens_k"),
+    ("attention", "attention_mask", "mask=attention_mask[:, None, None, :].bool()"),
+    ("attention", "key_padding_mask", "mask=~key_padding_mask[:, None, None, :]"),
+    ("attention", "deterministic", "no: it is about flash-attn's backward pass"),
+    ("attention", "return_attn_probs", "-> return_lse=True"),
+    ("attention", "s_aux", "-> sinks"),
+    ("attention", "p", "from xformers: p -> dropout_p"),
+    ("attention", "k_cache", "an argument of decode_attention"),
+    ("varlen_attention", "learnable_sink", "-> sinks"),
+    ("varlen_attention", "scaling", "-> scale"),
+    ("varlen_attention", "p", "dropout_p is an argument of attention, not of varlen_attention"),
+    ("varlen_attention", "seqused_k", "with packed queries, of paged_attention"),
+    ("varlen_attention", "block_tables", "page_table is an argument of paged_attention"),
+    ("varlen_attention", "num_splits", "an argument of decode_attention, paged_attention"),
+    ("decode_attention", "cache_batch_idx", "k_cache[cache_batch_idx]"),
+    ("decode_attention", "q_descale", "no: there is no fp8; give tensors of 16 or 32 bits ("),
+    ("decode_attention", "seqused_k", "-> seqlens_k"),
+    ("decode_attention", "pack_gqa", "not needed"),
+    ("decode_attention", "kv_indices", "page_table is an argument of paged_attention"),
+    ("paged_attention", "k_cache", "-> k_pages, v_pages of paged_attention"),
+    ("paged_attention", "page_size", "not needed: the pages' shape says it"),
+    ("paged_attention", "kv_last_page_len", "PageTable.from_csr"),
+    ("paged_attention", "custom_mask", "-> mask, broadcast to (B, Hq, Sq, Sk)"),
+    ("paged_attention", "window_size", "-> window=(left, right)"),
 ]
 
 
@@ -112,6 +137,57 @@ def test_no_row_is_silent() -> None:
             for op in set(table.ops) - {op for op in ALL if name in parameters(op)}:
                 text = str(unknown_argument(op, [name]))
                 assert str(row) in text or "it is an argument of" in text, text
+
+
+# What is given by position beyond what an operation takes so, and what the error must say.
+EXCESS: list[tuple[str, int, tuple[Any, ...], str]] = [
+    ("attention", 3, (True,), "(q, k, v), but 4 were given; all others are given by name: did you mean causal=True?"),
+    ("attention", 3, (None, 0.0, True), "but 6 were given; all others are given by name: did you mean causal=True?"),
+    ("attention", 3, (Q.bool(),), "did you mean mask=...?"),
+    ("attention", 3, (Q,), "did you mean bias=...?"),
+    ("attention", 3, (0.125,), "did you mean scale=0.125?"),
+    ("attention", 3, ("bshd",), "did you mean layout='bshd'?"),
+    ("attention", 3, ("top_left",), "did you mean causal='top_left'?"),
+    ("attention", 3, ((3, 0),), "did you mean window=(3, 0)?"),
+    ("attention", 3, (INTS,), "did you mean seqlens_k=...?"),
+    ("attention", 3, (None,), "all others are given by name, from scale on"),
+    ("varlen_attention", 7, (0.0,), "cu_seqlens_k, max_seqlen_q, max_seqlen_k), but 8 were given"),
+    ("decode_attention", 4, ("triton",), "did you mean backend='triton'?"),
+    ("paged_attention", 5, (INTS,), "did you mean cu_seqlens_q=...?"),
+    ("sparse_attention", 5, (INTS[None],), "did you mean page_table=...?"),
+    ("mla_attention", 5, (0.1,), "did you mean scale=0.1?"),
+    ("merge_states", 2, (1,), "merge_states() takes 2 arguments by position (outs, lses), but 3 were given"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "taken", "excess", "said"), EXCESS)
+def test_too_many_by_position_are_told_how_many_and_which(
+    op: str, taken: int, excess: tuple[Any, ...], said: str
+) -> None:
+    given = (*[Q] * taken, *excess)
+    calls = [lambda: getattr(portattn, op)(*given)]
+    if op != "merge_states":
+        calls += [lambda: portattn.plan(op, *given), lambda: portattn.explain(op, *given)]
+        calls += [lambda: portattn.prepare(op, *given)]
+    for call in calls:
+        with pytest.raises(TypeError) as raised:
+            call()
+        text = str(raised.value)
+        assert text.startswith(f"{op}() takes {taken} arguments by position (")
+        assert said in text
+        for name in parameters(op):
+            if f"did you mean {name}=" in text:
+                break
+        else:
+            assert "did you mean" not in text
+
+
+def test_a_handles_run_says_so_too_and_a_wrong_name_comes_first() -> None:
+    handle = portattn.prepare("attention", Q, Q, Q)
+    with pytest.raises(TypeError, match=r"attention\(\) takes 3 arguments by position .*did you mean causal=True\?"):
+        handle.run(Q, Q, Q, True)
+    with pytest.raises(portattn.UnknownArgument, match="no argument 'is_causal'"):
+        portattn.attention(Q, Q, Q, True, is_causal=True)  # type: ignore[arg-type, call-arg]
 
 
 def test_several_names_of_one_row_are_one_answer() -> None:
@@ -188,7 +264,7 @@ def test_pythons_words_are_pythons() -> None:
 @pytest.mark.parametrize("op", ALL)
 def test_signatures_show_what_a_caller_may_write(op: str) -> None:
     signature = inspect.signature(getattr(portattn, op))
-    assert "unknown" not in signature.parameters
+    assert not {"unknown", "excess"} & set(signature.parameters)
     assert "missing" not in str(signature)
     first = next(iter(signature.parameters.values()))
     assert first.default is first.empty

@@ -29,6 +29,11 @@ class CudaBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/nvidia/",)
     compiler_words = ("ptxas",)
+    # As nvidia-smi and torch print them; `1g.10gb` is a part of a chip (MIG).
+    device_words = (
+        "nvidia", "geforce", "tesla", "gpu", "laptop", "generation", "server", "workstation", "edition", "max", "q",
+        "pcie", "nvl", "sxm", "sxm[0-9]", "mig", "[0-9]g.[0-9]*gb", "[0-9]*gb", "hbm[0-9]*", "gddr[0-9]*",
+    )  # fmt: skip
     # launch_pdl: the kernel that merges a split is launched while the splitting one still runs, and waits for it.
     options = MappingProxyType({"maxnreg": int, "launch_pdl": bool})
     compilers = ("triton", "flagtree")

@@ -25,6 +25,10 @@ class RocmBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/amd/",)
     compiler_words = ("llvm-amdgpu",)
+    device_words = (
+        "amd", "instinct", "radeon", "tm", "r", "gpu", "graphics", "accelerator", "oam", "vf", "[0-9]*gb",
+        "hbm[0-9]*",
+    )  # fmt: skip
     options = MappingProxyType({"waves_per_eu": int, "matrix_instr_nonkdim": int, "kpack": int, "schedule_hint": str})
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)

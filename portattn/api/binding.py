@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from portattn.api.unknown_arguments import MISSING, unknown_argument
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.unknown_arguments import MISSING
 
 Binder = Callable[..., dict[str, Any]]
 
@@ -25,13 +26,13 @@ def named_arguments(op: str) -> Binder:
     parameters = inspect.signature(function).parameters.values()
     # What must be given has a default too, which request_of refuses: a wrong name is said before a missing one.
     defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
-    words = []
+    words: list[str] = []
     for p in parameters:
-        if p.kind is p.KEYWORD_ONLY and "*" not in words:
-            words.append("*")
+        if p.kind is p.KEYWORD_ONLY and "*excess" not in words:
+            words.append("*excess")
         words.append(f"{p.name}=_defaults['{p.name}']")
-    made: dict[str, Any] = {"_defaults": defaults, "_unknown": unknown_argument}
-    body = f"    if unknown: raise _unknown({op!r}, unknown)\n    return locals()"
+    made: dict[str, Any] = {"_defaults": defaults, "_wrong": wrong_arguments}
+    body = f"    if excess or unknown: raise _wrong({op!r}, excess, unknown)\n    return locals()"
     exec(f"def {op}({', '.join([*words, '**unknown'])}):\n{body}", made)
     found: Binder = made[op]
     return found

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import torch
 
-from portattn.api.unknown_arguments import operation, require, unknown_argument
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.unknown_arguments import operation, require
 from portattn.errors import ArgumentError
 from portattn.validate.checks import check_dense
 
@@ -18,6 +19,7 @@ OP = "merge_states"
 def merge_states(
     outs: Sequence[torch.Tensor] | torch.Tensor,
     lses: Sequence[torch.Tensor] | torch.Tensor,
+    *excess: NoReturn,
     **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over parts of the keys into attention over all of them: exact, in any order.
@@ -44,8 +46,8 @@ def merge_states(
     >>> torch.allclose(out, portattn.attention(q, k, v), atol=1e-6)
     True
     """
-    if unknown:
-        raise unknown_argument(OP, unknown)
+    if excess or unknown:
+        raise wrong_arguments(OP, excess, unknown)
     require(OP, {"outs": outs, "lses": lses})
     for name, several in (("outs", outs), ("lses", lses)):
         check_dense(OP, name, several)

@@ -11,11 +11,12 @@ import torch
 
 from portattn.api.arguments import magicpig_tensors, table_tensors
 from portattn.api.binding import named_arguments
+from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, plan_request, try_cached
 from portattn.api.prepare import Prepared
 from portattn.api.request import Request, Result, request_of
-from portattn.api.unknown_arguments import operation, unknown_argument
+from portattn.api.unknown_arguments import operation
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan as plan_problem
@@ -32,7 +33,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *excess: NoReturn,
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
@@ -98,8 +99,8 @@ def attention(
     >>> torch.allclose(out, right, atol=1e-5)
     True
     """
-    if unknown:
-        raise unknown_argument("attention", unknown)
+    if excess or unknown:
+        raise wrong_arguments("attention", excess, unknown)
     found = try_cached(
         "attention",
         (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
@@ -117,7 +118,7 @@ def varlen_attention(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
+    *excess: NoReturn,
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
@@ -167,8 +168,8 @@ def varlen_attention(
     >>> torch.allclose(out[5:], alone[0], atol=1e-5)
     True
     """
-    if unknown:
-        raise unknown_argument("varlen_attention", unknown)
+    if excess or unknown:
+        raise wrong_arguments("varlen_attention", excess, unknown)
     found = try_cached(
         "varlen_attention",
         (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
@@ -184,7 +185,7 @@ def decode_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seqlens_k: torch.Tensor | None,
-    *,
+    *excess: NoReturn,
     leftpad_k: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | str = False,
@@ -243,8 +244,8 @@ def decode_attention(
     >>> torch.allclose(out[:1], alone, atol=1e-5)
     True
     """
-    if unknown:
-        raise unknown_argument("decode_attention", unknown)
+    if excess or unknown:
+        raise wrong_arguments("decode_attention", excess, unknown)
     found = try_cached(
         "decode_attention",
         (q, k_cache, v_cache, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
@@ -260,7 +261,7 @@ def paged_attention(
     v_pages: torch.Tensor,
     page_table: torch.Tensor | PageTable,
     seqlens_k: torch.Tensor | None = None,
-    *,
+    *excess: NoReturn,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     scale: float | None = None,
@@ -327,8 +328,8 @@ def paged_attention(
     >>> torch.allclose(out, portattn.attention(q, k, v), atol=1e-5)
     True
     """
-    if unknown:
-        raise unknown_argument("paged_attention", unknown)
+    if excess or unknown:
+        raise wrong_arguments("paged_attention", excess, unknown)
     page_table, seqlens_k = table_tensors(
         "paged_attention", page_table, seqlens_k, k_pages, page_layout, backend, validate
     )
@@ -348,7 +349,7 @@ def sparse_attention(
     v_cache: torch.Tensor,
     indices: torch.Tensor,
     counts: torch.Tensor,
-    *,
+    *excess: NoReturn,
     page_table: torch.Tensor | PageTable | None = None,
     seqlens_k: torch.Tensor | None = None,
     log_weights: torch.Tensor | None = None,
@@ -415,8 +416,8 @@ def sparse_attention(
     >>> torch.allclose(out, chosen, atol=1e-5)
     True
     """
-    if unknown:
-        raise unknown_argument("sparse_attention", unknown)
+    if excess or unknown:
+        raise wrong_arguments("sparse_attention", excess, unknown)
     op = "sparse_attention"
     if page_table is not None:
         page_table, seqlens_k = table_tensors(op, page_table, seqlens_k, k_cache, page_layout, backend, validate)
@@ -443,7 +444,7 @@ def mla_attention(
     kv_pages: torch.Tensor,
     page_table: torch.Tensor | PageTable,
     seqlens_k: torch.Tensor | None = None,
-    *,
+    *excess: NoReturn,
     scale: float,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -510,8 +511,8 @@ def mla_attention(
     >>> torch.allclose(out, dense, atol=1e-5)
     True
     """
-    if unknown:
-        raise unknown_argument("mla_attention", unknown)
+    if excess or unknown:
+        raise wrong_arguments("mla_attention", excess, unknown)
     op = "mla_attention"
     page_table, seqlens_k = table_tensors(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
     found = try_cached(

@@ -74,6 +74,37 @@ TABLES = (
         ),
     ),
     Table(
+        "torch: flex_attention",
+        Row("flex_attention", "`portattn.attention`"),
+        ("attention",),
+        (
+            Row("`score_mod`", "no: scores change by `bias`, `alibi_slopes` and `softcap` alone"),
+            Row(
+                "`block_mask`, `mask_mod`",
+                "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing",
+            ),
+            Row("`kernel_options`", "not needed: the plan chooses"),
+            Row("`scale`, `return_lse`", "the same"),
+        ),
+    ),
+    Table(
+        "transformers and torch.nn",
+        Row("a module's attention", "`portattn.attention`"),
+        ("attention",),
+        (
+            Row(
+                "`attention_mask` (B, Sk), 1 = attend",
+                "`mask=attention_mask[:, None, None, :].bool()`; an additive one is `bias`",
+            ),
+            Row(
+                "`key_padding_mask` (B, Sk), True = ignore",
+                "`mask=~key_padding_mask[:, None, None, :]`; right padding: `seqlens_k`",
+            ),
+            Row("`scaling`", "`scale`"),
+            Row("`sliding_window=W`", "`window=(W - 1, 0)`"),
+        ),
+    ),
+    Table(
         "flash-attn",
         Row("`flash_attn_func`, `flash_attn_varlen_func`", "`attention`, `varlen_attention`"),
         ("attention", "varlen_attention"),
@@ -89,6 +120,11 @@ TABLES = (
             Row("`softcap`, 0.0 for none", "the same, or `None`"),
             Row("`alibi_slopes`", "the same"),
             Row("`return_attn_probs=True`", "`return_lse=True`"),
+            Row("`dropout_p`", "the same, of `attention`"),
+            Row("`deterministic`", "no: it is about flash-attn's backward pass, and gradients are torch's own here"),
+            Row("`learnable_sink`, `s_aux`", "`sinks`"),
+            Row("`q_descale`, `k_descale`, `v_descale`", "no: there is no fp8; give tensors of 16 or 32 bits"),
+            Row("`pack_gqa`", "not needed"),
         ),
     ),
     Table(
@@ -97,14 +133,20 @@ TABLES = (
         ("decode_attention", "paged_attention"),
         (
             Row("`k_cache`, `v_cache` (B, S, H, D)", 'the same with `layout="bshd"`'),
+            Row("`k_cache`, `v_cache`, pages (P, page, H, D)", "`k_pages`, `v_pages` of `paged_attention`"),
             Row("`cache_seqlens`", "`seqlens_k`"),
             Row("`cache_leftpad`", "`leftpad_k`"),
+            Row("`seqused_k`", "`seqlens_k`; with packed queries, of `paged_attention`"),
             Row(
-                "`block_table`, with pages (P, page, H, D)",
+                "`block_table`, `block_tables`",
                 "`page_table`, of `paged_attention`",
             ),
+            Row(
+                "`cache_batch_idx`",
+                "no: give `k_cache[cache_batch_idx]`, a copy; or `page_table`, whose rows choose without one",
+            ),
             Row("`k`, `v`, `rotary_cos`, `rotary_sin`", "no: write the new keys into the cache first"),
-            Row("`num_splits`", "the same; 1 is bitwise the same whatever else is in the batch"),
+            Row("`num_splits`, 0 for its own choice", "the same, or `None`; 1 is bitwise the same whatever the batch"),
         ),
     ),
     Table(
@@ -120,6 +162,9 @@ TABLES = (
                 "`paged_kv_indptr`, `paged_kv_indices`, `paged_kv_last_page_len`",
                 "`page_table=portattn.PageTable.from_csr(…)`",
             ),
+            Row("`kv_indptr`, `kv_indices`, `kv_last_page_len`", "`page_table=portattn.PageTable.from_csr(…)`"),
+            Row("`page_size`", "not needed: the pages' shape says it"),
+            Row("`custom_mask`, flat", "`mask`, broadcast to (B, Hq, Sq, Sk)"),
             Row("`qo_indptr`", "`cu_seqlens_q`"),
             Row("`sm_scale`", "`scale`"),
             Row("`logits_soft_cap`", "`softcap`"),

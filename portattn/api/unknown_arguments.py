@@ -2,7 +2,8 @@
 
 Python refuses an unknown keyword before a function runs, and knows no other library. So the operations take any keyword
 (`**unknown`), and have defaults for what must be given: Python would complain about that first, and `page_table` is
-what is missing where somebody wrote `block_table`. Signatures, for people and for type checkers, show neither.
+what is missing where somebody wrote `block_table`. They also take any number of arguments by position (`*excess`:
+excess_arguments.py). Signatures, for people and for type checkers, show none of it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class _Missing:
 
 MISSING: Any = _Missing()
 _signatures: dict[str, tuple[str, ...]] = {}
+_by_keyword: dict[str, tuple[str, ...]] = {}
 _required: dict[str, dict[str, tuple[str, ...]]] = {}  # by operation, and by what Python calls their kind
 
 
 def operation(function: F) -> F:
     """A public operation, with defaults for what must be given, and a signature that does not show them."""
     signature = inspect.signature(function)
-    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    hidden = [p.name for p in signature.parameters.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    shown = [p for p in signature.parameters.values() if p.name not in hidden]
     required = [p for p in shown if p.default is p.empty]
     positional = tuple(p.name for p in required if p.kind is not p.KEYWORD_ONLY)
     keyword = tuple(p.name for p in required if p.kind is p.KEYWORD_ONLY)
@@ -46,10 +49,10 @@ def operation(function: F) -> F:
     changed.__defaults__ = (MISSING,) * len(positional) + (function.__defaults__ or ())
     changed.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(keyword, MISSING)}
     changed.__signature__ = signature.replace(parameters=shown)
-    for p in signature.parameters.values():
-        if p.kind is p.VAR_KEYWORD:
-            changed.__annotations__.pop(p.name, None)
+    for name in hidden:
+        changed.__annotations__.pop(name, None)
     _signatures[function.__name__] = tuple(p.name for p in shown)
+    _by_keyword[function.__name__] = tuple(p.name for p in shown if p.kind is p.KEYWORD_ONLY)
     _required[function.__name__] = {"positional": positional, "keyword-only": keyword}
     return function
 
@@ -74,6 +77,16 @@ def _listed(names: list[str]) -> str:
 def names_of(op: str) -> tuple[str, ...]:
     """The arguments of an operation, in order."""
     return _signatures[op]
+
+
+def keywords_of(op: str) -> tuple[str, ...]:
+    """The arguments of an operation that are given by name alone, in order."""
+    return _by_keyword[op]
+
+
+def positional_of(op: str) -> tuple[str, ...]:
+    """The arguments of an operation that may be given by position, in order."""
+    return tuple(name for name in _signatures[op] if name not in _by_keyword[op])
 
 
 def unknown_argument(op: str, names: Iterable[str], more: tuple[str, ...] = ()) -> UnknownArgument:
@@ -128,15 +141,21 @@ def _from_other_libraries(op: str, name: str) -> str:
     arguments = dict.fromkeys(name for _, row in found for name in row.arguments if name not in _signatures)
     known = [one for one in arguments if one in own]
     if not known and arguments:
+        owners: dict[str, list[str]] = {}
         for one in arguments:
-            having = [other for other, names in _signatures.items() if one in names]
-            text += f"; {one} is an argument of {', '.join(having)}, not of {op}" if having else ""
-    elif not arguments and (close := _nearest(name, own)):
-        text += f"; or did you mean {close}?"
+            owners.setdefault(", ".join(other for other, names in _signatures.items() if one in names), []).append(one)
+        for having, several in owners.items():
+            are = "are arguments" if len(several) > 1 else "is an argument"
+            text += f"; {' and '.join(several)} {are} of {having}, not of {op}" if having else ""
+    elif not arguments and (longer := _longer(name, own)):
+        text += f"; or did you mean {longer[0]}?"
     return f"{text} ({PAGE})"
 
 
 def _nearest(name: str, own: tuple[str, ...]) -> str:
-    longer = [one for one in own if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
-    close = longer or difflib.get_close_matches(name, own, n=1, cutoff=0.6)
+    close = _longer(name, own) or difflib.get_close_matches(name, own, n=1, cutoff=0.6)
     return close[0] if close else ""
+
+
+def _longer(name: str, own: tuple[str, ...]) -> list[str]:
+    return [one for one in own if one.startswith(f"{name}_") or one.endswith(f"_{name}")]

@@ -24,7 +24,7 @@ LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown
 @json_option
 def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
     """Goals, summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), or a
-    folder with either. No device is needed; --plots needs matplotlib (pip install 'portattn[bench]').
+    folder with either. No device is needed; --plots needs matplotlib (the extra `bench`).
 
     Exit status 0 whatever the figures say; 2 when they cannot be read.
     """

@@ -264,8 +264,11 @@ def _targets(texts: tuple[str, ...]) -> list[str]:
     for text in _commas(texts):
         try:
             found.append(registry.target(text, "none").name)
-        except ArgumentError:  # a glob; one that matches nothing is refused with all that could be meant
-            found.append(text)
+        except ArgumentError as error:
+            known = text in registry.backends or registry.family(text) or set("*?[") & set(text)
+            if not known:
+                raise ArgumentError("matrix run", "--targets", text, error.limit) from None
+            found.append(text)  # a glob; one that matches nothing is refused with all that could be meant
     return found
 
 

@@ -14,6 +14,7 @@ import msgspec
 from portattn.cli.checked import Check
 from portattn.errors import PluginWarning
 from portattn.files import cache_folder, takes_no_files
+from portattn.source_tree import install_extra
 from portattn.version import __version__
 
 CALL_SECONDS = 180.0  # limit of one real call: a first compile may be part of it
@@ -113,7 +114,7 @@ def toolchain() -> Section:
 
     found = installed()
     if not found:
-        hint = "Triton is not installed: pip install 'portattn[triton]', or triton-ascend on an NPU"
+        hint = f"Triton is not installed: {install_extra('triton')}, or triton-ascend on an NPU"
         return Section(title="toolchain", items=(Item("compiler", "none"),), warnings=(hint,))
     claims = owners(Path(found.path))
     items = [Item("compiler", str(found)), Item("path", found.path)]

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from portattn.source_tree import install_extra
+
 try:
     import transformers
 except ModuleNotFoundError as error:
@@ -20,7 +22,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         "portattn.integrations.transformers needs transformers, which is not installed: "
-        "pip install 'portattn[transformers]'"
+        f"{install_extra('transformers')}"
     ) from None
 
 from transformers import masking_utils

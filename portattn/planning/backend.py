@@ -117,6 +117,8 @@ class Backend:
                  this machine's
     compiler_folders  folders of its compiler, as paths in a compiler's log have them
     compiler_words  whose wording of failures is its compilers' alone (tools/quirks/lifecycle/patterns.py)
+    device_words  words in what drivers call its devices that do not tell the chip (maker, memory, form), in lower case,
+                 as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
     options      options of its compiler that a launch may have, with their types; of portattn's own backends
     compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
     core_path    name of the path that runs the core kernels; empty where none is offered by itself
@@ -131,6 +133,7 @@ class Backend:
     default_toolchain: str = ""
     compiler_folders: tuple[str, ...] = ()
     compiler_words: tuple[str, ...] = ()
+    device_words: tuple[str, ...] = ()
     options: Mapping[str, type] = MappingProxyType({})
     compilers: tuple[str, ...] = ()
     core_path: str = "triton"

@@ -23,6 +23,7 @@ from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, TRIED
 from portattn.schema.tuning import SPLIT_THRESHOLD
+from portattn.source_tree import install_extra
 from portattn.version import __version__
 
 
@@ -39,7 +40,7 @@ def choose(
     if target.arch.refused:
         raise refuse(target.arch.refused)
     if not target.toolchain:
-        raise refuse("Triton is not installed", "pip install 'portattn[triton]', or triton-ascend on an NPU")
+        raise refuse("Triton is not installed", f"{install_extra('triton')}, or triton-ascend on an NPU")
     compilers = registry.backends[target.backend].compilers
     if compilers and target.toolchain.distribution in COMPILERS and target.toolchain.distribution not in compilers:
         raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(compilers)}")
@@ -94,6 +95,12 @@ def choose(
     return choice
 
 
+def _untimed(target: Target) -> str:
+    own, tuned = target.arch.name, target.arch.tuning or target.arch.name
+    tile = f"nobody has timed this tile on {own}" + (f" (it is the one for {tuned})" if tuned != own else "")
+    return f"{tile}: this concerns speed alone; `portattn tune` times others"
+
+
 class _Base(msgspec.Struct):
     """Lowering and launch before any quirk, and what to say about them."""
 
@@ -117,7 +124,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
             entry.split_threshold,
         )
         if not tuning.measured(entry):
-            notes.append(f"the tile comes from the tuning of {target.arch.tuning or target.arch.name}, never timed")
+            notes.append(_untimed(target))
     else:
         lowering, launch, occupancy, split_threshold = Lowering(), Launch(), 1, SPLIT_THRESHOLD
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")

@@ -101,12 +101,13 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         backend, _, arch = name.partition(":")
         return self.arches[backend][arch]
 
-    def target(self, text: str, toolchain: str | Toolchain | None = None) -> Target:
+    def target(self, name: str, toolchain: str | Toolchain | None = None) -> Target:
         """The target that `backend:arch`, an arch alone or a chip's name means; see parse_target."""
-        named = text.partition(":")[0]
+        named = name.partition(":")[0]
         if named not in self.backends and any(b.name == named for b in self.broken):
             raise ArgumentError("target", "backend", named, self.unknown(named))
-        backend, arch = target_names.resolve(text, self.arches)
+        words = {known: b.device_words for known, b in self.backends.items()}
+        backend, arch = target_names.resolve(name, self.arches, words)
         arches = self.arches[backend]
         if isinstance(toolchain, str):
             try:
@@ -134,22 +135,28 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         return self.tunings[target.backend].get(target.arch.tuning or target.arch.name)
 
 
-def parse_target(text: str, toolchain: str | Toolchain | None = None) -> Target:
-    """The target that a text names: a machine to plan for, which need not be here.
+def parse_target(name: str, toolchain: str | Toolchain | None = None) -> Target:
+    """The target of a name: a machine to plan for, which need not be here.
 
-    text       `rocm:gfx942`; an arch that only one backend has may stand alone (`gfx942`), and so may a chip (`mi300x`)
+    name       `rocm:gfx942`; an arch that only one backend has may stand alone (`gfx942`), and so may a chip, by its
+               name (`mi300x`) or as its driver prints it (`AMD Instinct MI300X`)
     toolchain  `triton==3.6.0`, with components `triton==3.6.0,ptxas==13.3.33`, `none`, or a Toolchain; None for this
                machine's
 
     Returns the Target: backend, arch and toolchain.
 
-    Raises ArgumentError naming an unknown backend or arch, or a malformed toolchain.
+    An arch that is known and not supported gives a target, too: `target.arch.refused` is the reason, and plans for it
+    take the vendor's library or the reference.
+
+    Raises ArgumentError naming an unknown backend, arch or chip, with the nearest names, or a malformed toolchain.
 
     >>> import portattn
     >>> portattn.target("rocm:gfx942", "triton==3.6.0").arch.cores
     304
+    >>> print(portattn.target("NVIDIA H100 80GB HBM3", "triton==3.6.0"))
+    cuda:sm_90 with triton==3.6.0
     """
-    return Registry.load().target(text, toolchain)
+    return Registry.load().target(name, toolchain)
 
 
 def shipped_quirks() -> Path:

@@ -1,43 +1,56 @@
 """Names of targets: BACKEND:ARCH, and what people say instead: an arch alone (`sm_90`), a chip (`h100`, `rtx 4090`),
-a family of chips (`hopper`, `910b`).
+a device as its driver prints it (`NVIDIA H100 80GB HBM3`), a family of chips (`hopper`, `910b`).
 
-They come from the files of the arches (title, families), so that a new arch brings its names along.
+They come from the files of the arches (title, names, devices, families), so that a new arch brings its names along.
+Of a driver's name the words that do not tell the chip (maker, memory, form: Backend.device_words) are left out. What
+remains must be a name, whole: `H20` is no `H200`, and `A10` no `A100`.
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from portattn.errors import ArgumentError
 from portattn.schema.target import Arch
 
 Arches = Mapping[str, Mapping[str, Arch]]  # backend -> name -> arch
+Words = Mapping[str, Sequence[str]]  # backend -> its device_words
 SHOWN = 3  # names that an error proposes
+# What may stand between the words of a driver's name; in a chip's own, `_` and `-` are inside a word: Ascend910_9382.
+_BETWEEN = re.compile(r"[\s_/()-]+")
+_APART = re.compile(r"[\s/()]+")
 
 
-def resolve(text: str, arches: Arches) -> tuple[str, str]:
+def resolve(name: str, arches: Arches, words: Words | None = None) -> tuple[str, str]:
     """Backend and arch that a target's name means. Raises ArgumentError with the nearest names on one that means none.
 
     `cuda:h100` is a chip of one backend. Case, spaces, `-` and `_` make no difference.
     """
-    backend, colon, arch = text.partition(":")
+    words = words or {}
+    backend, colon, arch = name.partition(":")
     if colon and backend not in arches:
         raise ArgumentError("target", "backend", backend, f"must be one of {', '.join(arches)}")
     if colon and arch in arches[backend]:
         return backend, arch
     within = {backend: arches[backend]} if colon else arches
-    found = _meant(arch if colon else text, within)
+    found = _meant(arch if colon else name, within, words)
     if len(found) == 1:
         return found[0]
-    if colon:
-        raise ArgumentError("target", "arch", arch, f"{backend} knows {', '.join(arches[backend])}")
     if found:
         limit = f"is a name of {', '.join(map(':'.join, found[:-1]))} and {':'.join(found[-1])}: say which"
+    elif colon:
+        limit = f"{backend} knows {', '.join(_served(arches[backend]))}"
+        if elsewhere := _meant(arch, arches, words):
+            limit += f"; it is a name of {' and '.join(map(':'.join, elsewhere))}"
+        elif close := _close(arch, within, words):
+            limit += f"; near are {', '.join(close)}"
+        raise ArgumentError("target", "arch", arch, limit)
     else:
-        limit = f"must be BACKEND:ARCH, an arch or a chip, such as {', '.join(nearest(text, arches))}"
-    raise ArgumentError("target", "target", text, limit)
+        limit = f"must be BACKEND:ARCH, an arch or a chip, such as {', '.join(nearest(name, arches, words))}"
+    raise ArgumentError("target", "name", name, limit)
 
 
 def members(text: str, arches: Arches) -> list[tuple[str, str]]:
@@ -61,18 +74,41 @@ def families(arches: Arches) -> dict[str, list[tuple[str, str]]]:
     return {name: members(name, arches) for name in named}
 
 
-def nearest(text: str, arches: Arches) -> list[str]:
+def nearest(text: str, arches: Arches, words: Words | None = None) -> list[str]:
     """Names that look like a text, with what they mean; a backend's targets for its name, and one of each else."""
-    names = {name: ":".join((backend, arch)) for name, backend, arch in _names(arches)}
-    for family, found in families(arches).items():
-        names.setdefault(_plain(family), f"family of {', '.join(map(':'.join, found))}")
-    if text in arches:
-        return [f"{text}:{arch}" for arch in arches[text]]
-    close = difflib.get_close_matches(_plain(text), names, n=SHOWN, cutoff=0.6)
-    if close:
-        return [f"{name} ({names[name]})" for name in close]
-    served = {backend: [name for name, arch in known.items() if not arch.refused] for backend, known in arches.items()}
+    words = words or {}
+    # A backend's name, or nothing but words that all its devices have: NVIDIA.
+    owners = [
+        backend for backend in arches if text == backend or (text.strip() and not _told(text, words.get(backend, ())))
+    ]
+    if owners:
+        return [f"{backend}:{arch}" for backend in owners for arch in _served(arches[backend])]
+    if close := _close(text, arches, words):
+        return close
+    served = {backend: _served(known) for backend, known in arches.items()}
     return [f"{backend}:{known[0]}" for backend, known in served.items() if known]
+
+
+def _served(arches: Mapping[str, Arch]) -> list[str]:
+    """Those that kernels are planned for."""
+    return [name for name, arch in arches.items() if not arch.refused]
+
+
+def _close(text: str, arches: Arches, words: Words) -> list[str]:
+    """Names that look like a text or what is left of it without a backend's words, each with what it means."""
+    names: dict[str, dict[str, None]] = {}
+    for name, backend, arch in _names(arches):
+        names.setdefault(name, {})[":".join((backend, arch))] = None
+    means = {name: " or ".join(found) for name, found in names.items()}
+    for family, found in families(arches).items():
+        means.setdefault(_plain(family), f"family of {', '.join(map(':'.join, found))}")
+    asked = dict.fromkeys([_plain(text), *(_plain(_told(text, words.get(backend, ()))) for backend in arches)])
+    scores: dict[str, float] = {}
+    for one in filter(None, asked):
+        for name in difflib.get_close_matches(one, means, n=SHOWN, cutoff=0.6):
+            scores[name] = max(scores.get(name, 0.0), difflib.SequenceMatcher(None, name, one).ratio())
+    best = sorted(scores, key=lambda name: -scores[name])[:SHOWN]
+    return [f"{name} ({means[name]})" for name in best]
 
 
 def chips(title: str) -> list[str]:
@@ -80,8 +116,18 @@ def chips(title: str) -> list[str]:
     return [part.strip() for part in re.sub(r"\(.*?\)", "", title).rpartition(":")[2].split(",") if part.strip()]
 
 
-def _meant(text: str, arches: Arches) -> list[tuple[str, str]]:
+def _meant(text: str, arches: Arches, words: Words) -> list[tuple[str, str]]:
     """The (backend, arch) pairs that a name means: one arch, or the one whose tuning a family's arches share."""
+    found = _called(text, arches) or _printed(text, arches, words)
+    if len(found) > 1 and len({(backend, arches[backend][arch].tuning or arch) for backend, arch in found}) == 1:
+        backend, arch = found[0]
+        shared = arches[backend][arch].tuning
+        return [(backend, shared if shared in arches[backend] else arch)]
+    return found
+
+
+def _called(text: str, arches: Arches) -> list[tuple[str, str]]:
+    """The pairs of an arch, a chip or a family of this name, or of chips whose number goes on with letters: `mi300`."""
     wanted = _plain(text)
     known = list(_names(arches))
     found = list(dict.fromkeys((backend, arch) for name, backend, arch in known if name == wanted))
@@ -89,11 +135,28 @@ def _meant(text: str, arches: Arches) -> list[tuple[str, str]]:
     if not found and any(c.isdigit() for c in wanted):
         family = re.compile(re.escape(wanted) + (r"(?=[a-z]).*" if wanted[-1].isdigit() else r"(?=\d).*"))
         found = list(dict.fromkeys((backend, arch) for name, backend, arch in known if family.fullmatch(name)))
-    if len(found) > 1 and len({(backend, arches[backend][arch].tuning or arch) for backend, arch in found}) == 1:
-        backend, arch = found[0]
-        shared = arches[backend][arch].tuning
-        return [(backend, shared if shared in arches[backend] else arch)]
     return found
+
+
+def _printed(text: str, arches: Arches, words: Words) -> list[tuple[str, str]]:
+    """The pairs of a device, by what its driver calls it."""
+    found: list[tuple[str, str]] = []
+    for backend, known in arches.items():
+        device = text.strip().lower()
+        found += [
+            (backend, name)
+            for name, arch in known.items()
+            if any(fnmatch.fnmatchcase(device, one.lower()) for one in arch.devices)
+        ]
+        told = _told(text, words.get(backend, ()))
+        if told and _plain(told) != _plain(text):
+            found += _called(told, {backend: known})
+    return list(dict.fromkeys(found))
+
+
+def _told(text: str, words: Sequence[str]) -> str:
+    """What of a driver's name tells the chip."""
+    return " ".join(word for word in _split(text) if not any(fnmatch.fnmatchcase(word, one) for one in words))
 
 
 def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
@@ -103,8 +166,8 @@ def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
             if len(known) == 1:
                 yield _plain(backend), backend, arch
             yield _plain(arch), backend, arch
-            for chip in chips(described.title):
-                words = [_plain(word) for word in chip.split()]
+            for chip in (*chips(described.title), *described.names):
+                words = [_plain(word) for word in _APART.split(chip)]
                 for first in range(len(words)):
                     for last in range(first + 1, len(words) + 1):
                         name = "".join(words[first:last])
@@ -112,5 +175,9 @@ def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
                             yield name, backend, arch
 
 
+def _split(text: str) -> list[str]:
+    return [word for word in _BETWEEN.split(text.lower()) if word]
+
+
 def _plain(text: str) -> str:
-    return re.sub(r"[\s_-]", "", text).lower()
+    return "".join(_split(text))

@@ -26,6 +26,8 @@ from portattn.version import __version__
 
 FORBIDDING = ("path", "note")  # effects that reach a variant: it has no lowering and no launch that could be set
 
+UNTIMED = "nobody has timed this schedule: this concerns speed alone"
+
 
 class VariantChoice(msgspec.Struct, frozen=True, kw_only=True):
     """How a variant runs.
@@ -66,7 +68,7 @@ def choose(
             )
         )
     cautions = tuple(Applied(id=quirk.id, sentence=quirk.sentence()) for quirk in found)
-    notes = () if not schedule or variant.timed(problem) else ("the schedule was never timed",)
+    notes = () if not schedule or variant.timed(problem) else (UNTIMED,)
     return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, notes=notes, key=key)
 
 

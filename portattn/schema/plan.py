@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -120,13 +121,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  schedule {' '.join(f'{name}={value}' for name, value in self.schedule.items())}")
         if self.needs:
             lines.append(f"  needs    {self.needs}")
-        lines += [_quirk_line(q) for q in self.quirks]
+        lines += _quirk_lines(self.quirks)
         for r in self.rejected:
             lines.append(f"  not {r.path}: {r.reason}" + (f" (hint: {r.hint})" if r.hint else ""))
             if r.choice:
                 c = r.choice
                 lines += _describe(c.kernel, c.lowering, c.launch, c.choices, c.env, "    would be ")
-                lines += [f"  {_quirk_line(q)}" for q in c.quirks]
+                lines += [f"  {line}" for line in _quirk_lines(c.quirks)]
         lines += [f"  note     {n}" for n in self.notes]
         return "\n".join(lines)
 
@@ -144,6 +145,10 @@ def _describe(
     ]
 
 
-def _quirk_line(quirk: Applied) -> str:
-    label = "quirk   " if quirk.sets else "caution "
-    return f"  {label} {quirk.id}: {quirk.sentence}" + (f" [{quirk.note}]" if quirk.note else "")
+def _quirk_lines(quirks: Sequence[Applied]) -> list[str]:
+    """A line for each quirk that changed something, and one with the ids of all that did not."""
+    lines = [f"  quirk    {q.id}: {q.sentence}" + (f" [{q.note}]" if q.note else "") for q in quirks if q.sets]
+    if noted := [q.id for q in quirks if not q.sets]:
+        why = "`portattn quirks show ID` says why"
+        lines.append(f"  caution  compiler bugs that this plan does not avoid ({why}): {', '.join(noted)}")
+    return lines

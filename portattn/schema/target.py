@@ -23,6 +23,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name           the compiler's name of the architecture (`sm_90`, `gfx942`, `ascend910b2`)
     title          chips that people know
+    names          what else its chips are called, without what Backend.device_words leaves out of a driver's name:
+                   with the title's, what a target can be given as
     families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
     devices        what its devices are called, as glob patterns, in the words of the backend's `detect`; its own name
                    where none are given
@@ -52,6 +54,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: str = ""
     title: str
+    names: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     compiler_target: tuple[str, str | int, int] | None = None

@@ -59,7 +59,11 @@ def _targets() -> Values:
     from portattn.planning.target_names import families
 
     known = Registry.load().arches
-    arches = [(f"{backend}:{name}", arch.title) for backend, own in known.items() for name, arch in own.items()]
+    arches = [
+        (f"{backend}:{name}", arch.title + ("; not supported" if arch.refused else ""))
+        for backend, own in known.items()
+        for name, arch in own.items()
+    ]
     return [*arches, *((family, ", ".join(map(":".join, found))) for family, found in families(known).items())]
 
 

@@ -85,9 +85,12 @@ def verify(
     emulate    also run the machine code in a model of the chip
     run_ptx_compat  also run the target's code on a newer chip of its family that is here; None: where there is one
 
-    Raises ArgumentError when there is no model of the chip, or run_ptx_compat is True and no newer chip; LabError when
-    the target's compiler is neither installed nor in the lab.
+    Raises ArgumentError for a chip that no kernel is planned for, and when there is no model of the chip, or
+    run_ptx_compat is True and no newer chip; LabError when the target's compiler is neither installed nor in the lab.
     """
+    if target.arch.refused:
+        limit = f"must be a chip that kernels are planned for: {target.arch.refused}"
+        raise ArgumentError("verify", "target", target.name, limit)
     interpreter = Interpreter(seconds)
     here = any(t.name == target.name and str(t.toolchain) == str(target.toolchain) for t in devices())
     for name, asked in (("emulated", emulate), ("older", run_ptx_compat)):

@@ -41,9 +41,19 @@ def check_tensor(op: str, name: str, tensor: Any, axes: tuple[str, ...]) -> None
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
     if tensor.ndim != len(axes):
-        raise ArgumentError(op, f"{name}.ndim", tensor.ndim, f"must be {len(axes)}: ({', '.join(axes)})")
+        limit = f"must be {len(axes)}: ({', '.join(axes)})"
+        raise ArgumentError(op, f"{name}.ndim", tensor.ndim, limit + other_rank(op, name, tensor.ndim))
     if tensor.dtype not in DTYPES:
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
+
+
+def other_rank(op: str, name: str, ndim: int) -> str:
+    """What takes tensors of this rank, where another operation or a view does."""
+    if ndim == 3 and op in ("attention", "decode_attention"):
+        return f"; packed rows (tokens, heads, head_dim) are varlen_attention's; of one sequence give {name}[None]"
+    if ndim == 4 and op == "varlen_attention":
+        return "; batches (batch, heads, seq, head_dim) are attention's"
+    return ""
 
 
 def check_like(op: str, name: str, tensor: torch.Tensor, whose: str, like: torch.Tensor) -> None:

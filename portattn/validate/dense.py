@@ -23,8 +23,8 @@ from portattn.validate.checks import (
     check_width,
 )
 from portattn.validate.features import Features, Scores
-
-AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
+from portattn.validate.layouts import AXES as AXES
+from portattn.validate.layouts import with_advice
 
 
 def check_layout(op: str, layout: Any) -> None:
@@ -33,6 +33,19 @@ def check_layout(op: str, layout: Any) -> None:
 
 
 def attention_call(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, names: tuple[str, str, str], **rest: Any
+) -> Call:
+    """Check everything and build the Call; q, k and v become (B, H, S, D) views.
+
+    Raises ArgumentError, which says so where the shapes would agree in the other layout.
+    """
+    try:
+        return _attention_call(op, q, k, v, names=names, **rest)
+    except ArgumentError as error:
+        raise with_advice(error, rest.get("layout", "bhsd"), names, (q, k, v)) from None
+
+
+def _attention_call(
     op: str,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,7 +65,7 @@ def attention_call(
     dropout_p: float = 0.0,
     **features: Any,
 ) -> Call:
-    """Check everything and build the Call; q, k and v become (B, H, S, D) views. Raises ArgumentError.
+    """As attention_call.
 
     features  the other arguments by name, each checked by Features
     """

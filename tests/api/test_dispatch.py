@@ -303,7 +303,7 @@ class Graphics(Backend):
     [
         (None, "compute capability 7.5", "backend cuda finds compute capability 7.5, which is none of its arches"),
         (None, "", "backend cuda finds device meta:0, which is none of its arches"),
-        ("sm_75", "", "backend cuda finds arch sm_75, which is none of its arches"),
+        ("sm_52", "", "backend cuda finds arch sm_52, which is none of its arches"),
     ],
 )
 def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, seen, reason) -> None:

@@ -35,8 +35,8 @@ IDS = [f"{b.name}:{a.name}" for b, a in ARCHES]
 
 # Fields that say something about the chip; where one is given its source is named.
 STATED = (
-    "families", "devices", "traits", "core_threads", "core_registers", "register_unit", "reserved_memory", "warp_size",
-    "registers", "matrix", "fp8", "toolchain", "refused", "cache_share",
+    "names", "families", "devices", "traits", "core_threads", "core_registers", "register_unit", "reserved_memory",
+    "warp_size", "registers", "matrix", "fp8", "toolchain", "refused", "cache_share",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_every_value_is_plausible_and_has_a_source(backend: Any, arch: Arch) -> 
             assert re.search(rf"\b{field}\b", named), f"{field} has no source"
         assert arch.families, "no quirk can name it with others of its kind"
     if backend.name in ("cuda", "rocm"):
-        assert arch.matrix
+        assert arch.matrix or arch.refused
         assert arch.warp_size in (32, 64)
         assert arch.registers in (255, 256, 512, 1024)
 
@@ -231,7 +231,8 @@ def test_no_device_no_initialisation(backend: Any, monkeypatch: pytest.MonkeyPat
         ((10, 3), "sm_103"),
         ((12, 1), "sm_121"),
         ((11, 0), "sm_110"),
-        ((7, 5), None),
+        ((7, 5), "sm_75"),  # known, and refused
+        ((5, 2), None),
         ((10, 1), None),
         ((13, 0), None),
     ],
@@ -252,7 +253,9 @@ def test_cuda_capabilities(capability: tuple[int, int], arch: str | None, gpu: A
         ("gfx1100", "gfx1100"),
         ("gfx1101", "gfx1101"),
         ("gfx1103", None),
-        ("gfx908:sramecc+:xnack-", None),
+        ("gfx908:sramecc+:xnack-", "gfx908"),  # known, and refused
+        ("gfx1032", "gfx1030"),
+        ("gfx803", None),
     ],
 )
 def test_rocm_names(gcn: str, arch: str | None, gpu: Any) -> None:

@@ -104,7 +104,7 @@ def test_importing_without_transformers_says_so() -> None:
         "import portattn.integrations.transformers"
     )
     assert "ImportError: portattn.integrations.transformers needs transformers, which is not installed" in out
-    assert "pip install 'portattn[transformers]'" in out
+    assert "pip install -e '.[transformers]' in the checkout" in out
 
 
 def test_the_guide_runs(registration: Registration, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_planning_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"head_dim_v": 513}, "triton==3.6.0", "head_dim_v is 513, and the kernel's tiles take up to 512", "reference"),
         ({"needs_grad": True}, "triton==3.6.0", "gradients", "no_grad"),
         ({"dropout": True}, "triton==3.6.0", "dropout_p > 0", "dropout_p=0.0"),
-        ({}, "none", "Triton is not installed", "portattn[triton]"),
+        ({}, "none", "Triton is not installed", "pip install -e '.[triton]' in the checkout, or triton-ascend"),
     ],
 )
 def test_rejections_carry_value_limit_and_hint(changes: dict, toolchain: str, reason: str, hint: str) -> None:

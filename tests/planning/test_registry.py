@@ -19,15 +19,26 @@ from portattn.planning.registry import Registry, find_backends, look_around
 from portattn.schema.target import Arch
 
 KNOWN = Registry.load()
+TAIL = "sm89 (cuda:sm_89), sm80 (cuda:sm_80)"
+SERVED = ", ".join(name for name, arch in KNOWN.arches["cuda"].items() if not arch.refused)
 
 
 @pytest.mark.parametrize(
     ("text", "toolchain", "complaint"),
     [
         ("tpu:v5", None, f"target: backend is 'tpu', but must be one of {', '.join(KNOWN.backends)}"),
-        ("cuda:sm_9", None, f"target: arch is 'sm_9', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
-        ("cuda:sm_90:x", None, f"target: arch is 'sm_90:x', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
-        ("cuda:", None, f"target: arch is '', but cuda knows {', '.join(KNOWN.arches['cuda'])}"),
+        (
+            "cuda:sm_9",
+            None,
+            f"target: arch is 'sm_9', but cuda knows {SERVED}; near are sm90 (cuda:sm_90), sm89 (cuda:sm_89)",
+        ),
+        (
+            "cuda:sm_90:x",
+            None,
+            f"target: arch is 'sm_90:x', but cuda knows {SERVED}; near are sm90 (cuda:sm_90), {TAIL}",
+        ),
+        ("cuda:mi300x", None, f"target: arch is 'mi300x', but cuda knows {SERVED}; it is a name of rocm:gfx942"),
+        ("cuda:", None, f"target: arch is '', but cuda knows {SERVED}"),
     ],
 )
 def test_a_target_that_nobody_knows(text: str, toolchain: str | None, complaint: str) -> None:

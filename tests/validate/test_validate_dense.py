@@ -11,6 +11,7 @@ from good_calls import LAID_OUT, NAN, OPS, assert_refused, good, int32, perform
 
 import portattn
 from portattn.config import Settings
+from portattn.errors import ArgumentError
 from portattn.validate import attention_call
 
 Q, K = (2, 4, 5, 16), (2, 2, 7, 16)
@@ -208,3 +209,60 @@ def test_the_default_scale_is_that_of_the_keys_width() -> None:
     wide = torch.zeros(2, 2, 7, 64)
     assert call(**(good("attention") | {"v": wide})).scale == 0.25
     assert call(**good("attention"), scale=0).scale == 0.0
+
+
+def shaped(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.zeros(shape) for shape in shapes]
+
+
+BSHD = "as (batch, seq, heads, head_dim) the shapes agree: give layout='bshd'"
+OTHER_LAYOUT: dict[str, tuple[list[torch.Tensor], dict[str, Any], str]] = {
+    "all": (shaped((2, 5, 8, 64), (2, 100, 2, 64), (2, 100, 2, 64)), {}, BSHD),
+    "all, of bshd": (
+        shaped((2, 8, 5, 64), (2, 2, 100, 64), (2, 2, 100, 64)), {"layout": "bshd"},
+        "as (batch, heads, seq, head_dim) the shapes agree: give layout='bhsd'",
+    ),
+    "q alone": (shaped((2, 5, 8, 64), (2, 2, 100, 64), (2, 2, 100, 64)), {}, "agree: give q.transpose(1, 2)"),
+    "v alone": (shaped((2, 8, 5, 64), (2, 2, 100, 64), (2, 100, 2, 64)), {}, "agree: give v.transpose(1, 2)"),
+    "k and v": (
+        shaped((2, 8, 5, 64), (2, 100, 2, 64), (2, 100, 2, 64)), {},
+        "with k and v as (batch, seq, heads, head_dim) the shapes agree: give k.transpose(1, 2), v.transpose(1, 2)",
+    ),
+    "decode": (shaped((2, 1, 8, 64), (2, 100, 2, 64), (2, 100, 2, 64)), {"seqlens_k": None}, BSHD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUT)
+def test_shapes_that_agree_in_the_other_layout_are_said_to(name: str) -> None:
+    tensors, more, said = OTHER_LAYOUT[name]
+    op = portattn.decode_attention if "seqlens_k" in more else portattn.attention
+    with pytest.raises(ArgumentError) as raised:
+        op(*tensors, **more)  # type: ignore[operator]
+    assert str(raised.value).endswith(f"; {said}" if said.startswith(("as", "with")) else said)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "more"),
+    [
+        (shaped((2, 5, 8, 64), (2, 7, 3, 64), (2, 7, 3, 64)), {}),  # no order of axes helps
+        (shaped((2, 8, 5, 64), (2, 8, 5, 32), (2, 8, 5, 64)), {}),
+        (shaped((2, 8, 5, 64), (2, 8, 5, 64), (2, 8, 5, 64)), {"causal": "left"}),  # nothing is wrong with the shapes
+        (shaped((2, 8, 0, 64), (2, 0, 2, 64), (2, 2, 2, 64)), {"dropout_p": 2.0}),
+    ],
+)
+def test_no_advice_where_it_would_not_help(tensors: list[torch.Tensor], more: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        portattn.attention(*tensors, **more)  # type: ignore[arg-type]
+    assert "agree" not in str(raised.value)
+
+
+def test_packed_rows_are_sent_to_varlen_attention_and_batches_back() -> None:
+    rows, batch = torch.zeros(7, 2, 8), torch.zeros(1, 2, 7, 8)
+    lengths = torch.tensor([0, 7], dtype=torch.int32)
+    told = (
+        r"must be 4: .*; packed rows \(tokens, heads, head_dim\) are varlen_attention's; of one sequence give q\[None"
+    )
+    with pytest.raises(ArgumentError, match=told):
+        portattn.attention(rows, rows, rows)
+    with pytest.raises(ArgumentError, match=r"must be 3: .*; batches \(batch, heads, seq, head_dim\) are attention's"):
+        portattn.varlen_attention(batch, batch, batch, lengths, lengths, 7, 7)

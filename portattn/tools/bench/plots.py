@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from portattn.errors import PortattnError
+from portattn.source_tree import install_extra
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import CORE, OURS, PREPARED
 from portattn.tools.bench.peers import REFERENCES
@@ -60,9 +61,7 @@ def _matplotlib() -> Callable[..., Any]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PortattnError(
-            f"bench report: --plots needs matplotlib ({error}): pip install 'portattn[bench]'"
-        ) from None
+        raise PortattnError(f"bench report: --plots needs matplotlib ({error}): {install_extra('bench')}") from None
     matplotlib.rcParams["svg.hashsalt"] = "portattn"  # the same file from the same figures
     figure: Callable[..., Any] = Figure
     return figure

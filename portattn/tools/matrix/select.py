@@ -13,7 +13,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.planning import target_names
 from portattn.planning.registry import Registry
-from portattn.schema.target import Target
+from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed
 from portattn.tools import lab
 from portattn.tools.matrix.cells import cell_id
@@ -63,6 +63,11 @@ def targets(
     names = [t.name for t in registry.targets(Toolchain.none())] + ["cpu:generic"]
     for glob in globs:
         if not any(_matches(registry, name, glob) for name in names):
+            refused = [
+                arch.refused for name, arch in _arches(registry) if arch.refused and _matches(registry, name, glob)
+            ]
+            if refused:
+                raise ArgumentError(OP, "--targets", glob, f"is not supported: {refused[0]}")
             known = ", ".join((*names, *target_names.families(registry.arches)))
             raise ArgumentError(OP, "--targets", glob, f"must match one of {known}")
     if globs:
@@ -77,6 +82,10 @@ def targets(
             fitting = fitting or [other or Toolchain.parse(backend.default_toolchain)]
         found += [registry.target(name, toolchain) for toolchain in fitting or [installed()]]
     return found
+
+
+def _arches(registry: Registry) -> list[tuple[str, Arch]]:
+    return [(f"{owner}:{name}", arch) for owner, known in registry.arches.items() for name, arch in known.items()]
 
 
 def stands_alone(name: str, registry: Registry) -> bool:

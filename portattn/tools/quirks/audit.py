@@ -199,6 +199,7 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
         yield _at(quirk, ("when", "backend"), f"unknown backend {when.backend!r}: {registry.unknown(when.backend)}")
         return
     arches = [arch for b, named in registry.arches.items() if when.backend in (None, b) for arch in named.values()]
+    arches = [arch for arch in arches if not arch.refused]  # where nothing is planned, nothing applies
     known = list(dict.fromkeys(name for arch in arches for name in (arch.name, *arch.families)))
     kernel_names = [*KERNEL_NAMES, *(variant.name for b in registry.backends.values() for variant in b.variants)]
     for key, patterns, names in (("arch", when.arch, known), ("kernels", when.kernels, kernel_names)):

@@ -71,7 +71,7 @@ def test_files(tmp_path):
 
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PortattnError, match=r"needs matplotlib .*pip install 'portattn\[bench\]'"):
+    with pytest.raises(PortattnError, match=r"needs matplotlib .*pip install -e '\.\[bench\]' in the checkout"):
         plots.draw(a_result(*rows("decode")), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

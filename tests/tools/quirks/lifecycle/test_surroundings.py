@@ -195,7 +195,8 @@ def test_a_tombstone_is_known_too(registry) -> None:
     ("text", "backend", "arch", "chip"),
     [
         ('ttg.target = "hip:gfx90c"', "rocm", None, "gfx90c"),  # another chip than gfx90a, and no variant of one
-        ('ttg.target = "cuda:75"', "cuda", None, "sm_75"),
+        ('ttg.target = "cuda:75"', "cuda", "sm_75", ""),  # known, though no kernel is planned for it
+        ('ttg.target = "cuda:52"', "cuda", None, "sm_52"),
         (".target sm_121a, debug", "cuda", "sm_121", ""),
         (".target sm_88a", None, None, "sm_88"),
         ("GPUTarget('npu', 'Ascend910B3', 0)", "ascend", "ascend910b3", ""),

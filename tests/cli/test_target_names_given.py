@@ -1,0 +1,63 @@
+"""Targets as people write them, given to commands: drivers' names, chips that are not supported, and no chips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--toolchain", "triton==3.6.0")
+
+
+@pytest.mark.parametrize(
+    ("written", "target"),
+    [
+        ("NVIDIA H100 80GB HBM3", "cuda:sm_90"),
+        ("NVIDIA A100-SXM4-80GB", "cuda:sm_80"),
+        ("NVIDIA L40S", "cuda:sm_89"),
+        ("AMD Instinct MI300X", "rocm:gfx942"),
+        ("AMD Radeon RX 7900 XTX", "rocm:gfx1100"),
+    ],
+)
+def test_a_plan_for_a_device_as_its_driver_prints_it(portattn: Any, written: str, target: str) -> None:
+    called = portattn("plan", "attention", "--target", written, *SHAPES)
+    assert called.status == 0, called.err
+    assert f"on {target} with triton==3.6.0" in called.out
+
+
+@pytest.mark.parametrize(("written", "reason"), [("Tesla T4", "tensor cores"), ("gfx1030", "no matrix instructions")])
+def test_a_chip_that_is_not_supported_is_answered_with_the_reason(
+    portattn: Any, tmp_path: Path, written: str, reason: str
+) -> None:
+    called = portattn("plan", "attention", "--target", written, *SHAPES)
+    assert called.status == 0, called.err
+    assert "  not triton: " in called.out
+    assert reason in called.out
+    for command in (
+        ("matrix", "run", "--targets", written, "--out", str(tmp_path / "m")),
+        ("verify", "--target", written),
+        ("tune", "--target", written),
+    ):
+        called = portattn(*command)
+        assert called.status == 2, (command, called.out)
+        assert reason in called.err
+        assert len(called.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("plan", "attention", *SHAPES, "--target"), ("quirks", "why"), ("verify", "--target")]
+)
+def test_no_chip_is_answered_with_the_nearest(portattn: Any, command: tuple[str, ...]) -> None:
+    called = portattn(*command, "NVIDIA H300")
+    assert called.status == 2
+    assert "name is 'NVIDIA H300'" in called.err
+    assert "target: target" not in called.err
+    assert "h200 (cuda:sm_90)" in called.err
+
+
+def test_the_matrix_says_the_nearest_of_a_misspelt_chip(portattn: Any, tmp_path: Path) -> None:
+    called = portattn("matrix", "run", "--targets", "mi300z", "--out", str(tmp_path))
+    assert called.status == 2
+    assert called.err.startswith("portattn: matrix run: --targets is 'mi300z', but must be BACKEND:ARCH, an arch or a ")
+    assert "mi300x (rocm:gfx942)" in called.err
