@@ -12,6 +12,7 @@ import torch
 from portattn.api.arguments import magicpig_tensors, table_tensors
 from portattn.api.binding import named_arguments
 from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.jagged import is_jagged, packed, unpacked
 from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, plan_request, try_cached
 from portattn.api.prepare import Prepared
@@ -81,6 +82,9 @@ def attention(
     validate    read lengths back and check them (on an accelerator that waits for the device); None for the setting,
                 which checks on the CPU only. What is not checked is clamped: nothing is read outside the tensors given
 
+    Jagged nested tensors (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd", are packed rows: varlen_attention takes
+    them as they lie, and the results are jagged likewise.
+
     Returns out in q's dtype and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing to attend
     gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
 
@@ -106,7 +110,11 @@ def attention(
         (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
         (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
     )
-    return perform(request_of("attention", locals())) if found is None else found
+    if found is not None:
+        return found
+    if is_jagged(q):
+        return unpacked(locals(), varlen_attention(**packed(locals())))
+    return perform(request_of("attention", locals()))
 
 
 @operation
