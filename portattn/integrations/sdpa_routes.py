@@ -38,7 +38,7 @@ _last: ContextVar[Route | None] = ContextVar("portattn_sdpa_route", default=None
 _warned: set[tuple[str, str]] = set()
 
 
-def note(route: Route) -> None:
+def note(route: Route | None) -> None:
     """Remember the way that a call took."""
     _last.set(route)
 
