@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from portattn.api import ops
 from portattn.errors import ArgumentError, TracingError
@@ -117,8 +117,11 @@ _break_graph = torch.compiler.disable(_serve, **_explained)
 
 
 def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:
-    *positional, scale, enable_gqa = arguments
-    return _torchs(*positional, scale=scale, enable_gqa=enable_gqa)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    return _torchs(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
 
 
 def _refused(error: ArgumentError | TracingError) -> Refused:
@@ -205,32 +208,55 @@ def explain(
     return found.explain()
 
 
-class _Replaced(TorchFunctionMode):
-    """Serves torch's own scaled_dot_product_attention, by whatever name it is called, and passes on the rest."""
+class _Blocks:
+    """The blocks that are open, in all threads. The first puts our function in its place, the last takes it out."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        served = scaled_dot_product_attention if func is _torchs else func
-        return served(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open = 0
+        self.before: Any = None
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.open == 0:
+                self.before = torch.nn.functional.scaled_dot_product_attention
+                torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+            self.open += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.open -= 1
+            # Whoever has put another function there since keeps it.
+            if self.open == 0 and torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention:
+                torch.nn.functional.scaled_dot_product_attention = self.before
 
 
-def replaced() -> contextlib.AbstractContextManager[Any]:
-    """A block in which torch.nn.functional.scaled_dot_product_attention is served by portattn, in this thread.
+_blocks = _Blocks()
 
-    It is a TorchFunctionMode: it reaches names that were imported before, other threads go on with torch's own, blocks
-    nest, and what torch.compile compiled outside is compiled again inside. Each of torch's functions called inside
-    costs about a microsecond more.
+
+@contextlib.contextmanager
+def replaced() -> Iterator[None]:
+    """A block in which torch.nn.functional.scaled_dot_product_attention is portattn's, in all threads.
+
+    What looks the name up in torch.nn.functional is served: nn.MultiheadAttention, models that write
+    F.scaled_dot_product_attention, what is checkpointed and computed again in a backward. A name that was imported
+    before (`from torch.nn.functional import ...`) stays torch's own. Blocks nest, and may overlap in several threads;
+    the last that ends restores. torch.compile compiles again inside what it compiled outside.
 
     Returns the context manager.
 
     Raises nothing of its own.
 
     >>> import torch
-    >>> from torch.nn.functional import scaled_dot_product_attention
     >>> from portattn.integrations import sdpa
     >>> q = torch.randn(1, 2, 5, 16)
     >>> with sdpa.replaced():
-    ...     out = scaled_dot_product_attention(q, q, q, is_causal=True)
+    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     >>> sdpa.last_route().path
     'portattn'
     """
-    return _Replaced()
+    _blocks.enter()
+    try:
+        yield
+    finally:
+        _blocks.leave()

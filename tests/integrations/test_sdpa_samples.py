@@ -24,7 +24,7 @@ def way_in(way: str, device: str) -> tuple[Callable[..., torch.Tensor], Around]:
     if way == "function":
         return sdpa.scaled_dot_product_attention, contextlib.nullcontext
     block: Around = sdpa.replaced if way == "replaced" else functools.partial(sdpa.flash_impl, device)
-    return torch.nn.functional.scaled_dot_product_attention, block
+    return lambda *args, **kwargs: torch.nn.functional.scaled_dot_product_attention(*args, **kwargs), block
 
 
 @pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")  # float64, and backwards of the flash kernel
