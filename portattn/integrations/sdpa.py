@@ -35,6 +35,7 @@ __all__ = [
 
 # torch's own, whatever stands at torch.nn.functional by now.
 _torchs = torch._C._nn.scaled_dot_product_attention
+_functional: Any = torch.nn.functional
 
 
 class _Serving(threading.local):
@@ -219,16 +220,16 @@ class _Blocks:
     def enter(self) -> None:
         with self.lock:
             if self.open == 0:
-                self.before = torch.nn.functional.scaled_dot_product_attention
-                torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+                self.before = _functional.scaled_dot_product_attention
+                _functional.scaled_dot_product_attention = scaled_dot_product_attention
             self.open += 1
 
     def leave(self) -> None:
         with self.lock:
             self.open -= 1
             # Whoever has put another function there since keeps it.
-            if self.open == 0 and torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention:
-                torch.nn.functional.scaled_dot_product_attention = self.before
+            if self.open == 0 and _functional.scaled_dot_product_attention is scaled_dot_product_attention:
+                _functional.scaled_dot_product_attention = self.before
 
 
 _blocks = _Blocks()
