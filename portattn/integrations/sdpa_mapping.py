@@ -99,19 +99,11 @@ def _check_types(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> None:
     """What Python's types alone tell. torch reads numbers of other types too, or raises TypeError."""
-    fits = {
-        "query": isinstance(query, torch.Tensor),
-        "key": isinstance(key, torch.Tensor),
-        "value": isinstance(value, torch.Tensor),
-        "attn_mask": attn_mask is None or isinstance(attn_mask, torch.Tensor),
-        "dropout_p": type(dropout_p) in (float, int),
-        "is_causal": type(is_causal) is bool,
-        "scale": scale is None or type(scale) in (float, int),
-        "enable_gqa": type(enable_gqa) is bool,
-    }
-    for name, fit in fits.items():
-        if not fit:
-            raise _RefusedError("type", f"{name} is of a type that torch reads, or refuses", invalid=True)
+    tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    mask = attn_mask is None or isinstance(attn_mask, torch.Tensor)
+    numbers = type(dropout_p) in (float, int) and (scale is None or type(scale) in (float, int))
+    if not (tensors and mask and numbers and type(is_causal) is bool and type(enable_gqa) is bool):
+        raise _RefusedError("type", "an argument is of a type that torch reads in its own way", invalid=True)
 
 
 def _marker(bias: CausalBias, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:
@@ -140,6 +132,8 @@ def _check_plain(**tensors: torch.Tensor | None) -> None:
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """The arguments as autocast casts them: SDPA runs in its dtype, and float64 is left as it is."""
     device = tensors[0].device.type
+    if not torch._C._is_any_autocast_enabled():  # of the three the quickest to ask
+        return tensors
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
@@ -152,15 +146,14 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _check_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    tensors = (query, key, value)
-    if len({tensor.dtype for tensor in tensors}) > 1:
+    if not query.dtype is key.dtype is value.dtype:
         raise _RefusedError("dtype", "query, key and value have several dtypes", invalid=True)
-    if len({tensor.device for tensor in tensors}) > 1:
+    if not query.device == key.device == value.device:
         raise _RefusedError("device", "query, key and value are on several devices", invalid=True)
     if query.dtype not in _DTYPES:
         reason = f"query is {query.dtype}, and portattn takes float16, bfloat16 and float32"
         raise _RefusedError("dtype", reason, invalid=not query.is_floating_point())
-    if min(tensor.dim() for tensor in tensors) < 2:
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise _RefusedError("dimensions", "query, key or value has less than two dimensions", invalid=True)
     if query.shape[-1] != key.shape[-1]:
         raise _RefusedError("sizes", "query and key have different widths", invalid=True)
@@ -215,11 +208,19 @@ def _grouped(lead_q: torch.Size, lead_k: torch.Size, lead_v: torch.Size) -> tupl
     return torch.Size((*lead_k[:-1], heads_q)), torch.Size((*lead_v[:-1], heads_q))
 
 
-def _broadcast(names: str, *shapes: torch.Size) -> tuple[int, ...]:
-    try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
-        raise _RefusedError("sizes", f"the batch axes of {names} do not broadcast", invalid=True) from None
+def _broadcast(names: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
+    """What the shapes broadcast to. (torch.broadcast_shapes takes as long as all the rest of a mapping.)"""
+    found = tuple(first)
+    for other in others:
+        if found == other:
+            continue
+        rank = max(len(found), len(other))
+        pairs = zip((1,) * (rank - len(found)) + found, (1,) * (rank - len(other)) + tuple(other), strict=True)
+        sizes = [(b if a == 1 else a if b == 1 or a == b else None) for a, b in pairs]
+        if None in sizes:
+            raise _RefusedError("sizes", f"the batch axes of {names} do not broadcast", invalid=True)
+        found = tuple(size for size in sizes if size is not None)
+    return found
 
 
 def _layout(q: torch.Tensor) -> str:

@@ -234,6 +234,14 @@ def test_autocast_leaves_float64() -> None:
             ours(given[0], given[1].float(), given[2].float())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_meta_tensors_give_the_shape(autocast: bool) -> None:
+    q, k = torch.empty(2, 4, 3, 8, device="meta"), torch.empty(2, 4, 5, 8, device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = ours(q, k, k, is_causal=True)
+    assert (out.shape, out.device.type, out.dtype) == ((2, 4, 3, 8), "meta", torch.float32)
+
+
 def test_the_memory_order_of_the_result_is_the_querys() -> None:
     """Models view (B, L, Hq, E) as (B, L, Hq · E) afterwards."""
     bshd = [tensor.detach().transpose(1, 2) for tensor in tensors((2, 3, 4, 8), (2, 5, 4, 8), (2, 5, 4, 8))]
