@@ -304,13 +304,11 @@ def test_bad_input_gives_torchs_error(name: str) -> None:
         assert message(torch.nn.functional.scaled_dot_product_attention, *args, **kwargs) == right
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [((Q, K), {}), ((Q, K, K), {"causal": True}), ((Q, K, K, None, 0.0, False, 1.0), {})], ids=str
-)
-def test_bad_arguments_are_type_errors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_bad_arguments_are_type_errors() -> None:
     for function in (theirs, ours):
-        with pytest.raises(TypeError, match="scaled_dot_product_attention"):
-            function(*args, **kwargs)
+        for args, kwargs in (((Q, K), {}), ((Q, K, K), {"causal": True}), ((Q, K, K, None, 0.0, False, 1.0), {})):
+            with pytest.raises(TypeError, match="scaled_dot_product_attention"):
+                function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6])
