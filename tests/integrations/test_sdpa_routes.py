@@ -20,7 +20,8 @@ from portattn.integrations import sdpa
 from portattn.integrations import sdpa_routes as routes
 from portattn.schema.target import Target
 
-Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
+SEED = torch.Generator().manual_seed(0)
+Q, K = torch.randn(2, 4, 3, 8, generator=SEED), torch.randn(2, 4, 5, 8, generator=SEED)
 ours = sdpa.scaled_dot_product_attention
 
 
@@ -288,7 +289,7 @@ def test_compiled_backwards() -> None:
         (grad,) = torch.autograd.grad(compiled(q).sum(), q)
     assert path() == "portattn"
     (right,) = torch.autograd.grad(imported_before(q * 2, K, K, is_causal=True).square().sum(), q)
-    torch.testing.assert_close(grad, right)
+    torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-4)  # which cancels: terms are larger than the sum
 
 
 @pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")

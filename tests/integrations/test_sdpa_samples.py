@@ -87,11 +87,12 @@ def test_dropout_leaves_what_it_should(device: str) -> None:
 @pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_samples_on_the_accelerator(way: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no gradients"])
+def test_samples_on_the_accelerator(grad: bool, way: str, dtype: torch.dtype) -> None:
     """Those without dropout: which elements it leaves depends on the kernel, and so on the width of value."""
     ours, around = way_in(way, "cuda")
     count = 0
-    for sample in samples("cuda", dtype):
+    for sample in samples("cuda", dtype, requires_grad=grad):
         if not sample.kwargs.get("dropout_p", 0.0):
             check(ours, sample.input, *sample.args, around=around, **sample.kwargs)
             count += 1
