@@ -9,6 +9,7 @@ import torch
 from sdpa_cases import check
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
+import portattn
 from portattn.integrations import sdpa
 
 theirs = torch._C._nn.scaled_dot_product_attention
@@ -69,6 +70,28 @@ def test_shapes(name: str, is_causal: bool, device: str, grad: bool) -> None:
     *shapes, enable_gqa = SHAPES[name]
     check(ours, *tensors(*shapes, device=device, grad=grad), is_causal=is_causal, enable_gqa=enable_gqa)
     assert path() == "portattn"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["4-D", "more queries", "5-D, broadcast", "one head of keys", "GQA", "no keys"])
+def test_shapes_by_the_core_kernel(name: str, is_causal: bool) -> None:
+    *shapes, enable_gqa = SHAPES[name]
+    with portattn.settings(backend="interpreter"):
+        check(ours, *tensors(*shapes, grad=False), is_causal=is_causal, enable_gqa=enable_gqa)
+    plan = portattn.last_plan()
+    assert plan is not None
+    assert plan.path == "interpreter"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1), (4, 3, 5), (2, 1, 1, 5)], ids=str)
+def test_masks_by_the_core_kernel(shape: tuple[int, ...], kind: str) -> None:
+    mask = torch.randn(shape)
+    mask = mask > -0.5 if kind == "bool" else mask
+    with portattn.settings(backend="interpreter"):
+        check(ours, *tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), grad=False), attn_mask=mask)
 
 
 # Sizes that portattn does not take.
