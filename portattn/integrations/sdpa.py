@@ -111,7 +111,7 @@ def _serve(*arguments: Any) -> torch.Tensor:
 
 
 # Dispatch keeps dictionaries and warns: Dynamo steps around the call instead of tracing it, and says so where it must
-# not. (Releases before 2.7 take no reason.)
+# not. (Earlier releases of torch take no reason.)
 _REASON = "portattn plans and launches outside of graphs: compile without fullgraph=True"
 _explained = {"reason": _REASON} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
 _break_graph = torch.compiler.disable(_serve, **_explained)
@@ -133,7 +133,7 @@ def _refused(error: ArgumentError | TracingError) -> Refused:
 def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Let torch answer: its result, its error, or PathUnavailable where falling back is forbidden."""
     if refused.invalid:
-        # By torch's definition of SDPA, which checks. Its fused CPU kernel reads past a value of fewer rows than key.
+        # By torch's definition of SDPA, which checks. Its fused CPU kernel takes a value of other rows than key's.
         with sdpa_kernel(SDPBackend.MATH):
             out = _call_torch(arguments)
     else:

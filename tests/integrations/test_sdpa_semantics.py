@@ -344,7 +344,7 @@ def test_bad_arguments_are_type_errors() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 6])
 def test_values_of_other_rows_than_the_keys(rows: int) -> None:
-    """torch's definition raises. Its fused CPU kernel does not look, and reads past the value's end."""
+    """torch's definition raises. Its fused CPU kernel does not compare them, and returns something."""
     value = torch.randn(2, 4, rows, 8)
     with sdpa_kernel(SDPBackend.MATH):
         right = message(theirs, Q, K, value)
