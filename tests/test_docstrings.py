@@ -17,6 +17,9 @@ import portattn
 from portattn.schema.problem import OPS
 
 TRANSFORMERS = "integrations.transformers.register"
+SDPA = (
+    "scaled_dot_product_attention", "route", "explain", "last_route", "replaced", "register_flash_impl", "flash_impl",
+)  # fmt: skip
 # Nothing on every machine gives them.
 NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning")
 METHODS = {"PageTable": ("from_csr", "check", "seqlens"), "Prepared": ("run",)}
@@ -29,6 +32,10 @@ def found(name: str) -> Any:
         from portattn.integrations import transformers
 
         return transformers.register
+    if name.startswith("integrations.sdpa."):
+        from portattn.integrations import sdpa
+
+        return getattr(sdpa, name.rpartition(".")[2])
     value: Any = portattn
     for part in name.split("."):
         value = getattr(value, part)
@@ -37,6 +44,7 @@ def found(name: str) -> Any:
 
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(found(name))]
 FUNCTIONS += [f"{name}.{method}" for name, methods in METHODS.items() for method in methods]
+FUNCTIONS += [f"integrations.sdpa.{name}" for name in SDPA]
 CLASSES = [name for name in NAMES if inspect.isclass(found(name)) and name not in NO_EXAMPLE]
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -17,6 +17,7 @@ EXAMPLES = ROOT / "examples"
 EXPECTED = {
     "compare_with_sdpa.py": ["causal, GQA: True", "top-left: True", "mask: True", "LSE: (2, 8, 64)"],
     "generate.py": ["prompt: (2, 8, 17, 64) True", "token 0: [18, 10] True", "token 3: [21, 13] True"],
+    "replace_sdpa.py": ["layer: True portattn", "because query is torch.float64", "flash kernel: True portattn"],
     "serve_pages.py": ["warmed up: ['", "prepared: True", "path: "],
     "which_path.py": ["attention q (1,8,128,64)", "cuda:sm_90: gluon_forward", "rocm:gfx942: triton; quirks: rocm-"],
 }

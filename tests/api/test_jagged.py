@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ def jagged(lengths: tuple[int, ...], heads: int, device: Device, width: int = 16
 
 def each(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Every sequence of (B, *, heads, width) as (1, heads, rows, width)."""
-    ends = tensor.offsets().tolist()
+    ends = itertools.pairwise(tensor.offsets().tolist())
     values = tensor.values()
-    return [values[a:b].transpose(0, 1)[None] for a, b in zip(ends, ends[1:], strict=False)]
+    return [values[a:b].transpose(0, 1)[None] for a, b in ends]
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -1,4 +1,4 @@
-"""Fixtures of the transformers tests: models built once, portattn registered for one test, one thread.
+"""Fixtures of the transformers and SDPA tests: models built once, portattn registered for one test, one thread.
 
 transformers is imported inside: without the package the test files skip themselves.
 """
@@ -39,9 +39,24 @@ def t5() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def registration() -> Iterator[Registration]:
+def registration(request: pytest.FixtureRequest) -> Iterator[Registration | None]:
+    """portattn in transformers, for the tests of that; the others do without the package."""
+    if request.node.get_closest_marker("transformers") is None:
+        yield None
+        return
     from portattn.integrations.transformers import register
 
     handle = register()
     yield handle
     handle.remove()
+
+
+@pytest.fixture(autouse=True)
+def sdpa_says_all(request: pytest.FixtureRequest) -> None:
+    """The SDPA tests start without a last route, with the same random numbers, and every cause is warned of again."""
+    torch.manual_seed(0)
+    if request.node.get_closest_marker("transformers") is None:
+        from portattn.integrations import sdpa_routes
+
+        sdpa_routes.forget_warnings()
+        sdpa_routes._last.set(None)

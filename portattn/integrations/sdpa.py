@@ -1,0 +1,263 @@
+"""portattn in the place of torch's scaled_dot_product_attention: a function, a block in which torch's own name is
+served, and an implementation in torch's registry of flash attention.
+
+What `portattn.attention` cannot take is torch's own, never silently: one FallbackWarning a cause, as the setting
+`fallback` says, and `route` and `explain` tell beforehand. Input that torch refuses raises torch's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from portattn.api import ops
+from portattn.errors import ArgumentError, TracingError
+from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
+from portattn.integrations.sdpa_mapping import Mapped, Refused, mapped
+from portattn.integrations.sdpa_routes import OURS, WHO, Route, check_allowed, last_route, note, torch_ran
+
+__all__ = [
+    "Route",
+    "explain",
+    "flash_impl",
+    "last_route",
+    "register_flash_impl",
+    "replaced",
+    "route",
+    "scaled_dot_product_attention",
+]
+
+# torch's own, whatever stands at torch.nn.functional by now.
+_torchs = torch._C._nn.scaled_dot_product_attention
+_functional: Any = torch.nn.functional
+
+
+class _Serving(threading.local):
+    """Whether this thread is inside a call that is being served: what that calls in turn is torch's own."""
+
+    now = False
+
+
+_serving = _Serving()
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention, argument for argument, by `portattn.attention`.
+
+    query       (..., Hq, L, E), two axes or more; float16, bfloat16 or float32 (others are torch's own)
+    key, value  (..., H, S, E) and (..., H, S, Ev); axes before the last two broadcast, unless enable_gqa has their
+                heads repeated
+    attn_mask   broadcasts to (..., Hq, L, S): bool, True = attend; or added to the scores, in query's dtype or float32.
+                It may require grad. A CausalBias of torch.nn.attention.bias is taken as what it says
+    dropout_p   dropout on the probabilities; it draws other elements than torch's kernels do
+    is_causal   query i sees keys 0..i (top-left)
+    scale       factor on the scores; None for 1/√E
+    enable_gqa  Hq may be a multiple of H
+
+    Autocast casts the arguments as it does for torch's function. A row that may attend nothing gives 0. The result has
+    query's memory order, (..., L, Hq, Ev) where query has it, as torch's fused kernels do.
+
+    Returns (..., Hq, L, Ev) in query's dtype.
+
+    Raises what torch raises for the same input; PathUnavailable where portattn cannot take the call and falling back
+    is forbidden, by `fallback="error"` or a named `backend`.
+
+    >>> import torch
+    >>> from portattn.integrations import sdpa
+    >>> q, k, v = torch.randn(2, 8, 3, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
+    >>> ours = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    >>> right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    >>> torch.allclose(ours, right, atol=1e-5)
+    True
+    """
+    serve = _break_graph if torch.compiler.is_compiling() else _serve
+    return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _serve(*arguments: Any) -> torch.Tensor:
+    """A call by portattn, or by torch. Arguments in torch's order."""
+    if _serving.now:
+        return _call_torch(arguments)
+    _serving.now = True
+    try:
+        found = mapped(*arguments)
+        if isinstance(found, Mapped):
+            try:
+                out: Any = ops.attention(*found.tensors(), **found.options)
+            except (ArgumentError, TracingError) as error:  # raised before anything is launched
+                found = _refused(error)
+            else:
+                note(OURS)
+                return found.result(out)
+        return _hand_over(found, arguments)
+    finally:
+        _serving.now = False
+
+
+# Dispatch keeps dictionaries and warns: Dynamo steps around the call instead of tracing it, and says so where it must
+# not. (Earlier releases of torch take no reason.)
+_REASON = "portattn plans and launches outside of graphs: compile without fullgraph=True"
+_explained = {"reason": _REASON} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
+_break_graph = torch.compiler.disable(_serve, **_explained)
+
+
+def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    return _torchs(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
+
+
+def _refused(error: ArgumentError | TracingError) -> Refused:
+    """A call that portattn.attention itself does not take: a head too wide, a call that is being recorded."""
+    return Refused(getattr(error, "argument", "tracing"), str(error))
+
+
+def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Let torch answer: its result, its error, or PathUnavailable where falling back is forbidden."""
+    if refused.invalid:
+        # By torch's definition of SDPA, which checks. Its fused CPU kernel takes a value of other rows than key's.
+        with sdpa_kernel(SDPBackend.MATH):
+            out = _call_torch(arguments)
+    else:
+        check_allowed(WHO, refused)
+        out = _call_torch(arguments)
+    torch_ran(WHO, refused)
+    return out
+
+
+def route(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Route:
+    """Which way a call of `scaled_dot_product_attention` would take, and why. Nothing is launched.
+
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  as there: query (..., Hq, L, E)
+
+    Returns a Route: `path`, `reason`, and portattn's `plan`.
+
+    Raises PathUnavailable and QuirkConflict as `portattn.plan` does.
+
+    >>> import torch
+    >>> from portattn.integrations import sdpa
+    >>> q = torch.randn(1, 2, 5, 16, dtype=torch.float64)
+    >>> sdpa.route(q, q, q).reason
+    'query is torch.float64, and portattn takes float16, bfloat16 and float32'
+    >>> half = q.half()
+    >>> print(sdpa.route(half, half, half, is_causal=True).plan.problem)
+    attention q (1,2,5,16) kv (1,2,5,16) fp16 causal top-left
+    """
+    found = mapped(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(found, Mapped):
+        try:
+            return Route("portattn", plan=ops.plan("attention", *found.tensors(), **found.options))
+        except (ArgumentError, TracingError) as error:
+            found = _refused(error)
+    return Route("torch", found.reason + (", which torch refuses" if found.invalid else ""))
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """In words, which way a call of `scaled_dot_product_attention` would take, and why.
+
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  as there: query (..., Hq, L, E)
+
+    Returns the text of the Route; with portattn's plan, several lines.
+
+    Raises what `route` raises.
+
+    >>> import torch
+    >>> from portattn.integrations import sdpa
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> print(sdpa.explain(q, q, q, dropout_p=1.0))
+    scaled_dot_product_attention: torch's own, because dropout_p is 1.0, and portattn takes [0, 1)
+    """
+    found = route(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return found.explain()
+
+
+class _Blocks:
+    """The blocks that are open, in all threads. The first puts our function in its place, the last takes it out."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open = 0
+        self.before: Any = None
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.open == 0:
+                self.before = _functional.scaled_dot_product_attention
+                _functional.scaled_dot_product_attention = scaled_dot_product_attention
+            self.open += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.open -= 1
+            # Whoever has put another function there since keeps it.
+            if self.open == 0 and _functional.scaled_dot_product_attention is scaled_dot_product_attention:
+                _functional.scaled_dot_product_attention = self.before
+
+
+_blocks = _Blocks()
+
+
+@contextlib.contextmanager
+def replaced() -> Iterator[None]:
+    """A block in which torch.nn.functional.scaled_dot_product_attention is portattn's, in all threads.
+
+    What looks the name up in torch.nn.functional is served: nn.MultiheadAttention, models that write
+    F.scaled_dot_product_attention, what is checkpointed and computed again in a backward. A name that was imported
+    before (`from torch.nn.functional import ...`) stays torch's own. Blocks nest, and may overlap in several threads;
+    the last that ends restores. torch.compile compiles again inside what it compiled outside.
+
+    Returns the context manager.
+
+    Raises nothing of its own.
+
+    >>> import torch
+    >>> from portattn.integrations import sdpa
+    >>> q = torch.randn(1, 2, 5, 16)
+    >>> with sdpa.replaced():
+    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> sdpa.last_route().path
+    'portattn'
+    """
+    _blocks.enter()
+    try:
+        yield
+    finally:
+        _blocks.leave()

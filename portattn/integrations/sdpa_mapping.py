@@ -1,0 +1,252 @@
+"""Arguments of torch's scaled_dot_product_attention as `portattn.attention` takes them, or why it cannot.
+
+Nothing is computed here beyond what torch does to the arguments itself: autocast's casts, broadcasting, and views.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A call of `portattn.attention`.
+
+    q, k, v  (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)
+    options  its other arguments; `layout` stands for the memory of the result, and the tensors are (B, H, S, D) always
+    shape    of the result: torch's batch axes, Hq, Sq, Dv
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v with the axes in the order of the layout."""
+        if self.options["layout"] == "bshd":
+            return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+        return self.q, self.k, self.v
+
+    def result(self, out: torch.Tensor) -> torch.Tensor:
+        """What portattn gives for `tensors`, as torch shapes it."""
+        out = out.transpose(1, 2) if self.options["layout"] == "bshd" else out
+        return out if out.shape == self.shape else out.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A call that is torch's.
+
+    kind     one word for the cause: it is warned of once
+    reason   in words
+    invalid  torch raises for it, by its definition if not by every kernel
+    """
+
+    kind: str
+    reason: str
+    invalid: bool = False
+
+
+class _RefusedError(Exception):
+    def __init__(self, kind: str, reason: str, *, invalid: bool = False) -> None:
+        self.refused = Refused(kind, reason, invalid)
+
+
+def mapped(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> Mapped | Refused:
+    """The call that portattn makes of torch's arguments, or why it makes none.
+
+    A row that may attend nothing needs no care: torch gives 0 for it, and so does portattn.
+    """
+    try:
+        _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        causal: bool | str = "top_left" if is_causal else False
+        if type(attn_mask) is CausalBias:
+            causal, attn_mask = _marker(attn_mask, query, key, is_causal), None
+        elif attn_mask is not None and is_causal:
+            raise _RefusedError(
+                "mask and is_causal", "attn_mask and is_causal are both given: torch raises, or some of its kernels "
+                "apply both",
+            )  # fmt: skip
+        _check_plain(query=query, key=key, value=value, attn_mask=attn_mask)
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        _check_alike(query, key, value)
+        if not 0.0 <= dropout_p < 1.0:
+            raise _RefusedError(
+                "dropout_p", f"dropout_p is {dropout_p}, and portattn takes [0, 1)", invalid=dropout_p > 1
+            )
+        if scale is not None and not math.isfinite(scale):
+            raise _RefusedError("scale", f"scale is {scale}, and portattn takes finite ones")
+        return _shaped(query, key, value, attn_mask, causal, float(dropout_p), scale, enable_gqa)
+    except _RefusedError as error:
+        return error.refused
+
+
+def _check_types(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> None:
+    """What Python's types alone tell. torch reads numbers of other types too, or raises TypeError."""
+    tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    mask = attn_mask is None or isinstance(attn_mask, torch.Tensor)
+    numbers = type(dropout_p) in (float, int) and (scale is None or type(scale) in (float, int))
+    if not (tensors and mask and numbers and type(is_causal) is bool and type(enable_gqa) is bool):
+        raise _RefusedError("type", "an argument is of a type that torch reads in its own way", invalid=True)
+
+
+def _marker(bias: CausalBias, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:
+    """The alignment that torch's marker of a causal mask stands for."""
+    if is_causal:
+        raise _RefusedError("type", "is_causal is True beside a CausalBias", invalid=True)
+    if query.dim() < 2 or key.dim() < 2 or (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+        # torch reads the sizes of a lower right marker, and not of an upper left one.
+        raise _RefusedError("CausalBias", "attn_mask is a CausalBias of other sizes than the scores")
+    return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+
+
+def _check_plain(**tensors: torch.Tensor | None) -> None:
+    """Tensors in memory and of no subclass: others know themselves what SDPA is for them."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN:
+            raise _RefusedError("subclass", f"{name} is a {type(tensor).__name__}, and portattn takes plain tensors")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise _RefusedError("layout", f"{name} is nested or sparse, and portattn takes dense tensors")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise _RefusedError("dual", f"{name} has a forward-mode tangent, and portattn has no forward-mode AD")
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The arguments as autocast casts them: SDPA runs in its dtype, and float64 is left as it is."""
+    device = tensors[0].device.type
+    if not torch._C._is_any_autocast_enabled():  # of the three the quickest to ask
+        return tensors
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        floats = tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if tensor is not None and floats and tensor.device.type == device else tensor
+
+    return tuple(cast(tensor) for tensor in tensors)
+
+
+def _check_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    if not query.dtype is key.dtype is value.dtype:
+        raise _RefusedError("dtype", "query, key and value have several dtypes", invalid=True)
+    if not query.device == key.device == value.device:
+        raise _RefusedError("device", "query, key and value are on several devices", invalid=True)
+    if query.dtype not in _DTYPES:
+        reason = f"query is {query.dtype}, and portattn takes float16, bfloat16 and float32"
+        raise _RefusedError("dtype", reason, invalid=not query.is_floating_point())
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise _RefusedError("dimensions", "query, key or value has less than two dimensions", invalid=True)
+    if query.shape[-1] != key.shape[-1]:
+        raise _RefusedError("sizes", "query and key have different widths", invalid=True)
+    if key.shape[-2] != value.shape[-2]:
+        raise _RefusedError("sizes", "key and value have different numbers of rows", invalid=True)
+
+
+def _shaped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, causal: bool | str,
+    dropout_p: float, scale: float | None, enable_gqa: bool,
+) -> Mapped:  # fmt: skip
+    """The call with four axes each: the last batch axis is the heads, those before it are one batch."""
+    lead_q, lead_k, lead_v = query.shape[:-2], key.shape[:-2], value.shape[:-2]
+    if enable_gqa:
+        lead_k, lead_v = _grouped(lead_q, lead_k, lead_v)
+    lead = _broadcast("query, key and value", lead_q, lead_k, lead_v)
+    heads, batches = (lead[-1], lead[:-1]) if lead else (1, ())
+    one = _last(lead_k) == _last(lead_v) == 1  # head for all queries: a group of portattn's, not to be expanded
+    heads_k = key.shape[-3] if enable_gqa else 1 if one else heads
+    batch = math.prod(batches)
+
+    def four(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+        rows, width = tensor.shape[-2:]
+        if tensor.shape == (batch, heads, rows, width):
+            return tensor
+        return tensor.expand(*batches, heads, rows, width).reshape(batch, heads, rows, width)
+
+    q, k, v = four(query, heads), four(key, heads_k), four(value, heads_k)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "dropout_p": dropout_p, "layout": _layout(q)}
+    if attn_mask is not None:
+        name = "mask" if attn_mask.dtype is torch.bool else "bias"
+        scores = (*_broadcast("query and key", lead_q, lead_k), query.shape[-2], key.shape[-2])
+        options[name] = _masked(attn_mask, query, scores, batches)
+    return Mapped(q, k, v, options, (*lead, query.shape[-2], value.shape[-1]))
+
+
+def _last(lead: torch.Size) -> int:
+    return lead[-1] if lead else 1
+
+
+def _grouped(lead_q: torch.Size, lead_k: torch.Size, lead_v: torch.Size) -> tuple[torch.Size, torch.Size]:
+    """The batch axes of key and value, their heads repeated for the queries' as enable_gqa does."""
+    if not (lead_q and lead_k and lead_v):
+        raise _RefusedError("dimensions", "enable_gqa needs an axis of heads", invalid=True)
+    heads_q, heads_k, heads_v = lead_q[-1], lead_k[-1], lead_v[-1]
+    if min(heads_q, heads_k, heads_v) == 0:
+        raise _RefusedError("no heads", "there are no heads")
+    if heads_q % heads_k or heads_q % heads_v:
+        raise _RefusedError("sizes", "the query's heads are no multiple of the key's and the value's", invalid=True)
+    if heads_k != heads_v:
+        raise _RefusedError("heads", "key and value have different numbers of heads, and portattn takes one number")
+    return torch.Size((*lead_k[:-1], heads_q)), torch.Size((*lead_v[:-1], heads_q))
+
+
+def _broadcast(names: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
+    """What the shapes broadcast to. (torch.broadcast_shapes takes as long as all the rest of a mapping.)"""
+    found = tuple(first)
+    for other in others:
+        if found == other:
+            continue
+        rank = max(len(found), len(other))
+        pairs = zip((1,) * (rank - len(found)) + found, (1,) * (rank - len(other)) + tuple(other), strict=True)
+        sizes = [(b if a == 1 else a if b == 1 or a == b else None) for a, b in pairs]
+        if None in sizes:
+            raise _RefusedError("sizes", f"the batch axes of {names} do not broadcast", invalid=True)
+        found = tuple(size for size in sizes if size is not None)
+    return found
+
+
+def _layout(q: torch.Tensor) -> str:
+    """The result's memory follows the query's, as torch's fused kernels have it."""
+    return "bshd" if not q.is_contiguous() and q.transpose(1, 2).is_contiguous() else "bhsd"
+
+
+def _masked(
+    attn_mask: torch.Tensor, query: torch.Tensor, scores: tuple[int, ...], batches: tuple[int, ...]
+) -> torch.Tensor:
+    """attn_mask with four axes, each of which broadcasts to (B, Hq, Sq, Sk). Copied only where its own batches do."""
+    if attn_mask.device != query.device:
+        raise _RefusedError("device", "attn_mask is on another device than query", invalid=True)
+    if attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):
+        raise _RefusedError("dtype", f"attn_mask is {attn_mask.dtype} and query {query.dtype}", invalid=True)
+    if attn_mask.dim() < 2:
+        raise _RefusedError("attn_mask", "attn_mask has less than two dimensions, which some of torch's kernels refuse")
+    given = attn_mask.shape
+    fits = len(given) <= len(scores) and all(
+        size in (1, limit) for size, limit in zip(reversed(given), reversed(scores), strict=False)
+    )
+    if not fits:
+        raise _RefusedError("attn_mask", f"attn_mask does not broadcast to the scores, {scores}", invalid=True)
+    if len(given) <= 4 and len(batches) <= 1:
+        return attn_mask
+    heads = given[-3] if len(given) > 2 else 1
+    if all(size == 1 for size in given[:-3]):
+        return attn_mask.reshape(1, heads, *given[-2:])
+    return attn_mask.expand(*batches, heads, *given[-2:]).reshape(math.prod(batches), heads, *given[-2:])

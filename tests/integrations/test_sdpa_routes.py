@@ -1,0 +1,325 @@
+"""Which way a call takes is told; the block serves torch's name, and restores it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention as imported_before
+
+import portattn
+from portattn.integrations import sdpa
+from portattn.integrations import sdpa_routes as routes
+from portattn.schema.target import Target
+
+SEED = torch.Generator().manual_seed(0)
+Q, K = torch.randn(2, 4, 3, 8, generator=SEED), torch.randn(2, 4, 5, 8, generator=SEED)
+ours = sdpa.scaled_dot_product_attention
+
+
+def path() -> str:
+    route = sdpa.last_route()
+    return "none" if route is None else route.path
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_a_call_of_torchs_warns_once_a_cause() -> None:
+    double = Q.double()
+    with pytest.warns(portattn.FallbackWarning, match="runs on torch's own kernels, not portattn: query is torch.fl"):
+        ours(double, double, double)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(double, double, double, is_causal=True)  # the same cause
+    with pytest.warns(portattn.FallbackWarning, match="dropout_p is 1.0") as caught:
+        ours(Q, K, K, dropout_p=1.0)
+    assert caught[0].filename == __file__
+
+
+def test_settings_decide_what_a_fall_back_does() -> None:
+    double = Q.double()
+    with portattn.settings(fallback="silent"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(double, double, double)
+    assert path() == "torch"  # told all the same
+    with portattn.settings(fallback="error"), pytest.raises(portattn.PathUnavailable, match="fallback='error'") as a:
+        ours(double, double, double)
+    assert a.value.rejected[0].path == "portattn"
+    assert "torch.float64" in a.value.rejected[0].reason
+    with portattn.settings(backend="reference"):
+        ours(Q, K, K)
+        with pytest.raises(portattn.PathUnavailable, match="backend='reference' forbids"):
+            ours(double, double, double)
+        with pytest.raises(RuntimeError, match="same dtype"):  # bad input is bad input whatever is set
+            ours(double, K, K)
+
+
+def test_route_and_explain_tell_beforehand_what_happens() -> None:
+    calls: list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = [
+        ((Q, K, K), {"is_causal": True}),
+        ((Q, K, K), {"dropout_p": 1.0}),
+        ((Q.double(), K.double(), K.double()), {}),
+        ((torch.randn(1, 1, 3, 640),) * 3, {}),
+    ]
+    for args, kwargs in calls:
+        told = sdpa.route(*args, **kwargs)
+        with portattn.settings(fallback="silent"):
+            ours(*args, **kwargs)
+        done = sdpa.last_route()
+        assert done is not None
+        assert (told.path, told.reason) == (done.path, done.reason)
+        assert (told.plan is None) == (told.path == "torch")
+        assert (told.reason == "") == (told.path == "portattn")
+        assert sdpa.explain(*args, **kwargs) == told.explain()
+    assert sdpa.explain(Q, K, K).splitlines()[1] == "attention q (2,4,3,8) kv (2,4,5,8) fp32"
+    assert "head_dim is 640" in sdpa.route(*calls[3][0]).reason
+    assert sdpa.route(Q, K.half(), K).reason == "query, key and value have several dtypes, which torch refuses"
+
+
+def test_a_plan_that_is_told_is_the_one_that_runs() -> None:
+    mask = torch.randn(3, 5) > 0
+    told = sdpa.route(Q, K, K, mask).plan
+    ours(Q, K, K, mask)
+    assert told == portattn.last_plan()
+
+
+# ---------------------------------------------------------------- the block
+
+
+def test_the_block_serves_torchs_name() -> None:
+    for _ in range(2):
+        routes.note(None)
+        with sdpa.replaced():
+            assert functional.scaled_dot_product_attention is ours
+            out = functional.scaled_dot_product_attention(Q, K, K, is_causal=True)
+            assert path() == "portattn"
+            routes.note(None)
+            torch.testing.assert_close(out, imported_before(Q, K, K, is_causal=True))
+            assert path() == "none"  # a name that was imported before is torch's own
+        assert functional.scaled_dot_product_attention is imported_before
+
+
+def test_the_block_restores_after_errors_and_nests() -> None:
+    def fail() -> None:
+        with sdpa.replaced():
+            with sdpa.replaced():
+                functional.scaled_dot_product_attention(Q, K, K)
+            with pytest.raises(RuntimeError, match="same dtype"):
+                functional.scaled_dot_product_attention(Q.half(), K, K)
+            assert (
+                functional.scaled_dot_product_attention is ours
+            )  # an error inside does not end it, nor an inner block
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert functional.scaled_dot_product_attention is imported_before
+
+
+def test_blocks_that_overlap_in_two_threads() -> None:
+    """The first to begin is the first to end; the last to end restores."""
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    found = []
+
+    def first() -> None:
+        with sdpa.replaced():
+            first_in.set()
+            second_in.wait(30)
+        first_out.set()
+
+    def second() -> None:
+        first_in.wait(30)
+        with sdpa.replaced():
+            second_in.set()
+            first_out.wait(30)
+            found.append(functional.scaled_dot_product_attention is ours)
+
+    run_threads(first, second)
+    assert found == [True]
+    assert functional.scaled_dot_product_attention is imported_before
+
+
+def test_another_function_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", imported_before)  # which the test's end restores
+    with sdpa.replaced():
+        functional.scaled_dot_product_attention = print
+    assert functional.scaled_dot_product_attention is print
+
+
+def test_many_threads_at_once() -> None:
+    """Whether a call is being served is each thread's own matter."""
+    right = imported_before(Q, K, K, is_causal=True)
+    wrong: list[Any] = []
+
+    def many() -> None:
+        with sdpa.replaced():
+            for _ in range(20):
+                out = functional.scaled_dot_product_attention(Q, K, K, is_causal=True)
+                if path() != "portattn" or not torch.allclose(out, right, atol=1e-5):
+                    wrong.append((path(), out))
+
+    run_threads(*[many] * 4)
+    assert wrong == []
+    assert functional.scaled_dot_product_attention is imported_before
+
+
+def run_threads(*functions: Any) -> None:
+    threads = [threading.Thread(target=one) for one in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_vendor_path_that_calls_torchs_own_is_not_served_again(sm_90: Target) -> None:
+    """What needs gradients is planned as torch's SDPA on an H100, which the block would catch once more."""
+    given = [tensor.clone().requires_grad_() for tensor in (Q, K, K)]
+    with portattn.settings(fallback="silent"), sdpa.replaced():
+        out = functional.scaled_dot_product_attention(*given, is_causal=True)
+    plan = portattn.last_plan()
+    assert plan is not None
+    assert plan.path == "sdpa"
+    torch.testing.assert_close(out, imported_before(*given, is_causal=True))
+
+
+def test_models_of_torch() -> None:
+    """nn.MultiheadAttention and the layers made of it call SDPA where they are trained."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    right = layer(x, src_key_padding_mask=padding)
+    with sdpa.replaced():
+        out = layer(x, src_key_padding_mask=padding)
+    assert path() == "portattn"
+    torch.testing.assert_close(out, right)
+
+
+def test_checkpointing_computes_again_by_the_same_way() -> None:
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    q = Q.clone().requires_grad_()
+    (right,) = torch.autograd.grad(ours(q, K, K, is_causal=True).square().sum(), q)
+    with sdpa.replaced(), set_checkpoint_early_stop(False):
+        out = checkpoint(
+            lambda q: functional.scaled_dot_product_attention(q, K, K, is_causal=True), q, use_reentrant=False
+        )
+        routes.note(None)
+        out.square().sum().backward()
+    assert path() == "portattn"
+    torch.testing.assert_close(q.grad, right)
+
+
+def test_subclasses_know_themselves_what_sdpa_is() -> None:
+    class Loud(torch.Tensor):
+        heard = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is imported_before:
+                cls.heard += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    loud = Q.as_subclass(Loud)
+    with portattn.settings(fallback="silent"), sdpa.replaced():
+        out = functional.scaled_dot_product_attention(loud, K, K)
+    assert Loud.heard == 1
+    assert type(out) is Loud
+    assert sdpa.route(loud, K, K).reason == "query is a Loud, and portattn takes plain tensors"
+
+
+# ---------------------------------------------------------------- compilers and transforms
+
+
+def test_compiled_inside_and_outside() -> None:
+    """What was compiled outside is compiled again inside, and the other way round; numbers are the same."""
+    torch._dynamo.reset()
+
+    def program(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q * 2, k, k, is_causal=True) + 1
+
+    right = program(Q, K)
+    compiled = torch.compile(program, backend="eager")
+    for _ in range(2):
+        routes.note(None)
+        torch.testing.assert_close(compiled(Q, K), right)
+        assert path() == "none"
+        with sdpa.replaced():
+            torch.testing.assert_close(compiled(Q, K), right)
+            assert path() == "portattn"
+
+
+def test_a_block_and_the_function_inside_of_what_is_compiled() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def block(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        with sdpa.replaced():
+            out = functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+        return out + 1
+
+    @torch.compile(backend="eager")
+    def function(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return ours(q, k, k, is_causal=True) + 1
+
+    right = imported_before(Q, K, K, is_causal=True) + 1
+    for compiled in (block, function):
+        routes.note(None)
+        torch.testing.assert_close(compiled(Q, K), right)
+        assert path() == "portattn"
+    assert functional.scaled_dot_product_attention is imported_before
+
+
+def test_compiled_backwards() -> None:
+    torch._dynamo.reset()
+    q = Q.clone().requires_grad_()
+    compiled = torch.compile(
+        lambda q: functional.scaled_dot_product_attention(q * 2, K, K, is_causal=True).square(), backend="aot_eager"
+    )
+    with sdpa.replaced():
+        (grad,) = torch.autograd.grad(compiled(q).sum(), q)
+    assert path() == "portattn"
+    (right,) = torch.autograd.grad(imported_before(q * 2, K, K, is_causal=True).square().sum(), q)
+    torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-4)  # which cancels: terms are larger than the sum
+
+
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
+def test_what_records_or_transforms_a_call_gets_torchs_operator() -> None:
+    with sdpa.replaced():
+        batch = torch.vmap(lambda q: functional.scaled_dot_product_attention(q, q, q))(Q[None].expand(3, 2, 4, 3, 8))
+        route = sdpa.last_route()
+        assert route is not None
+        assert (batch.shape, route.path) == ((3, 2, 4, 3, 8), "torch")
+        assert "vmap" in route.reason
+        graph = make_fx(lambda q: functional.scaled_dot_product_attention(q, q, q))(Q)
+        assert any("scaled_dot_product" in str(node.target) for node in graph.graph.nodes)
+        torch.testing.assert_close(graph(Q), ours(Q, Q, Q))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+            functional.scaled_dot_product_attention(
+                forward_ad.make_dual(Q, Q), K, K
+            )  # as torch's kernel does; no tangent is dropped
+
+
+# ---------------------------------------------------------------- importing
+
+
+def test_importing_changes_nothing_of_torchs() -> None:
+    program = """
+import torch
+before = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.list_flash_attention_impls()
+import portattn
+import portattn.integrations.sdpa
+after = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.list_flash_attention_impls()
+print(before == after, torch.nn.attention.current_flash_attention_impl())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "True None", done.stderr

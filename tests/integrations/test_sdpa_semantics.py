@@ -1,0 +1,352 @@
+"""Shapes, masks, lengths of zero, autocast and errors of the SDPA drop-in: what torch's own does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sdpa_cases import check
+from torch.nn.attention import SDPBackend, bias, sdpa_kernel
+
+import portattn
+from portattn.integrations import sdpa
+
+theirs = torch._C._nn.scaled_dot_product_attention
+ours = sdpa.scaled_dot_product_attention
+# Without gradients an accelerator runs portattn's own kernels; with them, a path that has a backward.
+GRAD = pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no gradients"])
+ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tensors(
+    *shapes: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32, grad: bool = True
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(shapes[0]))
+    return [torch.randn(s, generator=generator).to(device, dtype).requires_grad_(grad) for s in shapes]
+
+
+def path() -> str:
+    route = sdpa.last_route()
+    assert route is not None
+    return route.path
+
+
+# name: query, key, value; enable_gqa
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = {
+    "2-D": ((3, 8), (5, 8), (5, 8), False),
+    "3-D": ((2, 3, 8), (2, 5, 8), (2, 5, 8), False),
+    "4-D": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "5-D": ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 3, 4, 5, 8), False),
+    "6-D": ((2, 1, 2, 4, 3, 8), (2, 1, 2, 4, 5, 8), (2, 1, 2, 4, 5, 8), False),
+    "value's own width": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 12), False),
+    "more queries": ((2, 4, 7, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "3-D query": ((4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "2-D query": ((3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "one batch of queries": ((1, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "one batch of keys": ((2, 4, 3, 8), (1, 4, 5, 8), (1, 4, 5, 8), False),
+    "one head of keys": ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), False),
+    "one head of queries": ((2, 1, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "heads of value alone": ((2, 1, 3, 8), (2, 1, 5, 8), (2, 4, 5, 8), False),
+    "5-D, broadcast": ((2, 1, 4, 3, 8), (3, 1, 5, 8), (2, 1, 1, 5, 8), False),
+    "GQA": ((2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8), True),
+    "MQA": ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), True),
+    "3-D GQA": ((4, 3, 8), (2, 5, 8), (2, 5, 8), True),
+    "5-D GQA": ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 3, 2, 5, 8), True),
+    "GQA that is none": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), True),
+    "no queries": ((2, 4, 0, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
+    "no keys": ((2, 4, 3, 8), (2, 4, 0, 8), (2, 4, 0, 8), False),
+    "neither": ((2, 4, 0, 8), (2, 4, 0, 8), (2, 4, 0, 8), False),
+    "no batch": ((0, 4, 3, 8), (0, 4, 5, 8), (0, 4, 5, 8), False),
+    "no keys, 3-D": ((4, 3, 8), (4, 0, 8), (4, 0, 8), False),
+}
+
+
+@GRAD
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str, is_causal: bool, device: str, grad: bool) -> None:
+    *shapes, enable_gqa = SHAPES[name]
+    check(ours, *tensors(*shapes, device=device, grad=grad), is_causal=is_causal, enable_gqa=enable_gqa)
+    assert path() == "portattn"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["4-D", "more queries", "5-D, broadcast", "one head of keys", "GQA", "no keys"])
+def test_shapes_by_the_core_kernel(name: str, is_causal: bool) -> None:
+    *shapes, enable_gqa = SHAPES[name]
+    with portattn.settings(backend="interpreter"):
+        check(ours, *tensors(*shapes, grad=False), is_causal=is_causal, enable_gqa=enable_gqa)
+    plan = portattn.last_plan()
+    assert plan is not None
+    assert plan.path == "interpreter"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1), (4, 3, 5), (2, 1, 1, 5)], ids=str)
+def test_masks_by_the_core_kernel(shape: tuple[int, ...], kind: str) -> None:
+    mask = torch.randn(shape)
+    mask = mask > -0.5 if kind == "bool" else mask
+    with portattn.settings(backend="interpreter"):
+        check(ours, *tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), grad=False), attn_mask=mask)
+
+
+# Sizes that portattn does not take.
+ELSEWHERE: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = {
+    "no width": ((2, 4, 3, 0), (2, 4, 5, 0), (2, 4, 5, 8), False),
+    "no width of value": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 0), False),
+    "too wide": ((1, 1, 3, 640), (1, 1, 5, 640), (1, 1, 5, 640), False),
+    "no heads": ((2, 0, 3, 8), (2, 0, 5, 8), (2, 0, 5, 8), False),
+    "no heads, GQA": ((2, 0, 3, 8), (2, 0, 5, 8), (2, 0, 5, 8), True),
+    "other heads of value": ((2, 4, 3, 8), (2, 2, 5, 8), (2, 1, 5, 8), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_sizes_that_torch_runs(name: str) -> None:
+    *shapes, enable_gqa = ELSEWHERE[name]
+    given = [tensor.detach() for tensor in tensors(*shapes)]
+    torch.testing.assert_close(ours(*given, enable_gqa=enable_gqa), theirs(*given, enable_gqa=enable_gqa))
+    assert path() == "torch"
+
+
+MASKS = [(1, 5), (3, 1), (1, 1), (3, 5), (1, 3, 5), (4, 3, 5), (4, 1, 5), (2, 4, 3, 5), (2, 1, 1, 5), (1, 4, 3, 5)]
+
+
+@GRAD
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("kind", ["bool", "float", "float with gradient"])
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks(shape: tuple[int, ...], kind: str, device: str, grad: bool) -> None:
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    mask = mask > -0.5 if kind == "bool" else mask.requires_grad_(kind == "float with gradient")
+    check(ours, *tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), device=device, grad=grad), attn_mask=mask)
+    assert path() == "portattn"
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "shape", "gqa"),
+    [
+        ((3, 8), (5, 8), (3, 5), False),
+        ((2, 3, 8), (2, 5, 8), (2, 1, 5), False),
+        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 5), False),
+        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 1, 4, 3, 5), False),
+        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 1, 3, 5), False),
+        ((2, 3, 4, 3, 8), (3, 1, 5, 8), (2, 3, 1, 1, 5), False),
+        ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 1, 4, 3, 5), True),
+        ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3, 5), True),
+        ((3, 8), (2, 4, 5, 8), (2, 1, 3, 5), False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_other_dimensions(
+    query: tuple[int, ...], key: tuple[int, ...], shape: tuple[int, ...], gqa: bool, kind: str
+) -> None:
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    mask = mask > -0.5 if kind == "bool" else mask.requires_grad_()
+    check(ours, *tensors(query, key, key), attn_mask=mask, enable_gqa=gqa)
+    assert path() == "portattn"
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "-inf", "float32"])
+def test_rows_that_may_attend_nothing(kind: str, dtype: torch.dtype, device: str) -> None:
+    """torch 2.13 gives 0, and gradients of 0, by its definition as by its kernels; so do we, and no NaN."""
+    seen = torch.ones(3, 5, dtype=torch.bool, device=device)
+    seen[1] = False
+    mask = seen if kind == "bool" else torch.zeros(3, 5, device=device).masked_fill(~seen, -torch.inf)
+    mask = mask.to(dtype) if kind == "-inf" else mask
+    given = tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), device=device, dtype=dtype)
+    check(ours, *(tensor.detach() for tensor in given), attn_mask=mask)
+    check(ours, *given, attn_mask=mask)
+    out = ours(*given, attn_mask=mask)
+    assert (out[:, :, 1] == 0).all()
+    out.sum().backward()
+    query = given[0].grad
+    assert query is not None
+    assert (query[:, :, 1] == 0).all()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert (theirs(*given, attn_mask=mask)[:, :, 1] == 0).all()
+
+
+def test_no_nan_where_torch_has_none() -> None:
+    """Extremes that torch bears: the least numbers as a mask, in one row for all keys."""
+    least = torch.zeros(3, 5)
+    least[0, 2:], least[1] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
+    check(ours, *tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8)), attn_mask=least)
+    large = [tensor.detach() * 1e4 for tensor in tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))]
+    assert torch.isfinite(theirs(*large)).all()
+    assert torch.isfinite(ours(*large)).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1, 0.3, -0.5])
+def test_scales(scale: float) -> None:
+    check(ours, *tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8)), scale=scale, is_causal=True)
+    assert path() == "portattn"
+
+
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": torch.nan}, {"scale": torch.inf}, {"dropout_p": 1.0}, {"dropout_p": 1}],
+    ids=str,
+)
+def test_numbers_that_torch_runs(options: dict[str, Any]) -> None:
+    given = [tensor.detach() for tensor in tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))]
+    torch.testing.assert_close(ours(*given, **options), theirs(*given, **options), equal_nan=True)
+    assert path() == "torch"
+
+
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
+def test_a_mask_beside_is_causal_is_torchs() -> None:
+    """Its fused kernels apply both, its definition raises: each call gets what torch does with it."""
+    given = [tensor.detach() for tensor in tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))]
+    mask = torch.randn(3, 5)
+    torch.testing.assert_close(
+        ours(*given, attn_mask=mask, is_causal=True), theirs(*given, attn_mask=mask, is_causal=True)
+    )
+    assert path() == "torch"
+    for_3 = [tensor[0] for tensor in given]
+    for function in (theirs, ours):
+        with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
+            function(*for_3, attn_mask=mask, is_causal=True)
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_markers_of_causal_masks() -> None:
+    """CausalBias at the lower right is portattn's bottom_right; its rows without a key give 0, as the mask does."""
+    for rows in (3, 5, 7):
+        given = tensors((2, 4, rows, 8), (2, 4, 5, 8), (2, 4, 5, 8))
+        written = torch.ones(rows, 5, dtype=torch.bool).tril(5 - rows)
+        lower = ours(*given, attn_mask=bias.causal_lower_right(rows, 5))
+        assert path() == "portattn"
+        torch.testing.assert_close(lower, ours(*given, attn_mask=written))
+        upper = ours(*given, attn_mask=bias.causal_upper_left(rows, 5))
+        torch.testing.assert_close(upper, ours(*given, is_causal=True))
+    with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+        ours(*given, attn_mask=bias.causal_upper_left(7, 5), is_causal=True)
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype, device: str) -> None:
+    """Casts query, key, value and a float mask to its dtype, as it does for torch's function."""
+    given = tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), device=device)
+    mask = torch.randn(3, 5, device=device)
+    lower = [tensor.detach().to(dtype).requires_grad_() for tensor in given]
+    with torch.autocast(device, dtype=dtype):
+        out, right = ours(*given, attn_mask=mask), theirs(*given, attn_mask=mask)
+        mixed = ours(given[0].to(dtype), *given[1:])
+    assert out.dtype is right.dtype is mixed.dtype is dtype
+    torch.testing.assert_close(out, ours(*lower, attn_mask=mask.to(dtype)), rtol=0, atol=0)
+    out.sum().backward()
+    ours(*lower, attn_mask=mask.to(dtype)).sum().backward()
+    for cast, plain in zip(given, lower, strict=True):
+        assert cast.grad is not None
+        assert plain.grad is not None
+        torch.testing.assert_close(cast.grad, plain.grad.float(), rtol=0, atol=0)
+    with torch.autocast(device, dtype=dtype, enabled=False):
+        assert ours(*given).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
+def test_autocast_leaves_float64() -> None:
+    given = [tensor.detach().double() for tensor in tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ours(*given).dtype is torch.float64
+        with pytest.raises(RuntimeError, match="to have the same dtype"):
+            ours(given[0], given[1].float(), given[2].float())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_meta_tensors_give_the_shape(autocast: bool) -> None:
+    q, k = torch.empty(2, 4, 3, 8, device="meta"), torch.empty(2, 4, 5, 8, device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = ours(q, k, k, is_causal=True)
+    assert (out.shape, out.device.type, out.dtype) == ((2, 4, 3, 8), "meta", torch.float32)
+
+
+def test_the_memory_order_of_the_result_is_the_querys() -> None:
+    """Models view (B, L, Hq, E) as (B, L, Hq · E) afterwards."""
+    bshd = [tensor.detach().transpose(1, 2) for tensor in tensors((2, 3, 4, 8), (2, 5, 4, 8), (2, 5, 4, 8))]
+    assert ours(*bshd).stride() == theirs(*bshd).stride() == bshd[0].stride()
+    bhsd = [tensor.contiguous() for tensor in bshd]
+    assert ours(*bhsd).stride() == theirs(*bhsd).stride() == bhsd[0].stride()
+    torch.testing.assert_close(ours(*bshd), ours(*bhsd))
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    q, k, v = (tensor.detach() for tensor in tensors((2, 4, 6, 16), (2, 4, 10, 16), (2, 4, 10, 16)))
+    odd = (q[:, :, ::2, ::2], k[:, :, ::2, ::2], v[:, ::1, ::2, 1::2])
+    check(ours, *odd, attn_mask=torch.randn(10, 3).t()[:, ::2])
+    assert path() == "portattn"
+
+
+def message(function: Any, *args: Any, **kwargs: Any) -> tuple[type[BaseException], str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        function(*args, **kwargs)
+    return type(caught.value), str(caught.value).splitlines()[0]
+
+
+SEED = torch.Generator().manual_seed(0)
+Q, K = torch.randn(2, 4, 3, 8, generator=SEED), torch.randn(2, 4, 5, 8, generator=SEED)
+BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "one axis": ((K[0, 0, 0],) * 3, {}),
+    "no axis of heads for GQA": ((Q[0, 0], K[0, 0], K[0, 0]), {"enable_gqa": True}),
+    "heads that do not divide": ((Q, K[:, :3], K[:, :3]), {"enable_gqa": True}),
+    "more heads of keys": ((Q[:, :2], K, K), {"enable_gqa": True}),
+    "heads without GQA": ((Q, K[:, :2], K[:, :2]), {}),
+    "batches": ((torch.cat([Q, Q[:1]]), K, K), {}),
+    "widths": ((Q, torch.cat([K, K], -1), K), {}),
+    "dtypes": ((Q.half(), K, K), {}),
+    "integers": ((Q.int(), K.int(), K.int()), {}),
+    "complex numbers": ((Q + 0j, K + 0j, K + 0j), {}),
+    "devices": ((Q, K.to("meta"), K.to("meta")), {}),
+    "a list": (([1.0], K, K), {}),
+    "None": ((None, K, K), {}),
+    "a mask of another dtype": ((Q, K, K), {"attn_mask": torch.ones(3, 5, dtype=torch.float64)}),
+    "a half mask of float32": ((Q, K, K), {"attn_mask": torch.ones(3, 5).half()}),
+    "a mask of integers": ((Q, K, K), {"attn_mask": torch.ones(3, 5, dtype=torch.int32)}),
+    "a mask of other keys": ((Q, K, K), {"attn_mask": torch.ones(3, 4)}),
+    "a mask of other heads": ((Q, K, K), {"attn_mask": torch.ones(2, 3, 5)}),
+    "a mask of more axes": ((Q, K, K), {"attn_mask": torch.ones(1, 2, 4, 3, 5)}),
+    "a mask that is none": ((Q, K, K), {"attn_mask": True}),
+    "a mask of one axis": ((Q, K, K), {"attn_mask": torch.ones(5)}),
+    "dropout": ((Q, K, K), {"dropout_p": 1.5}),
+    "negative dropout": ((Q, K, K), {"dropout_p": -0.5}),
+    "a scale of text": ((Q, K, K), {"scale": "1"}),
+    "causal of 1": ((Q, K, K), {"is_causal": 1}),
+    "causal of None": ((Q, K, K), {"is_causal": None}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gives_torchs_error(name: str) -> None:
+    args, kwargs = BAD[name]
+    right = message(theirs, *args, **kwargs)
+    assert message(ours, *args, **kwargs) == right
+    with sdpa.replaced():
+        assert message(torch.nn.functional.scaled_dot_product_attention, *args, **kwargs) == right
+
+
+def test_bad_arguments_are_type_errors() -> None:
+    for function in (theirs, ours):
+        for args, kwargs in (((Q, K), {}), ((Q, K, K), {"causal": True}), ((Q, K, K, None, 0.0, False, 1.0), {})):
+            with pytest.raises(TypeError, match="scaled_dot_product_attention"):
+                function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_values_of_other_rows_than_the_keys(rows: int) -> None:
+    """torch's definition raises. Its fused CPU kernel does not compare them, and returns something."""
+    value = torch.randn(2, 4, rows, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = message(theirs, Q, K, value)
+    assert message(ours, Q, K, value) == right
+    assert right[0] is RuntimeError
