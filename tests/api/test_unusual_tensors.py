@@ -33,7 +33,12 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 class _Counting(TorchDispatchMode):
     """A mode that looks at operators, and changes nothing."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -67,10 +72,12 @@ def test_fake_tensors_never_reach_a_kept_launch(device: Device, monkeypatch: pyt
     portattn.attention(negated(real[0]), *real[1:])
     assert len(planned) == 2, "a view to be negated is no cached call"
     kinds = len(cache.every_kind())
-    with _Counting():
+    with _Counting() as counting:
         portattn.attention(*real)
-    assert len(planned) == 3, "a mode sees operators, and a launch is none"
-    assert len(cache.every_kind()) == kinds
+        portattn.attention(*real)
+    assert counting.seen == ["portattn.attention.default"] * 2, "a mode sees operators, and a launch is none"
+    assert len(planned) == 3, "an operator's calls are of a kind of their own, and kept"
+    assert len(cache.every_kind()) == kinds + 1
 
 
 @pytest.mark.parametrize("path", ["reference", "kernels"])
@@ -102,7 +109,8 @@ class _Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} runs on a tensor that was to be refused")
+        assert func.namespace == "portattn", f"{func} runs on a tensor without memory"
+        return func(*(value.inner if isinstance(value, _Wrapper) else value for value in args))
 
     def __repr__(self, **other: Any) -> str:  # type: ignore[override]
         return "_Wrapper()"
@@ -116,20 +124,22 @@ def given_back(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", ["auto", "reference"])
-def test_wrappers_of_tensors_are_refused(path: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel would read from address 0: on a device that ends the process's context."""
+def test_wrappers_of_tensors_get_the_operator(path: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would read from address 0: on a device that ends the process's context. A handle, which launches
+    without torch's dispatcher, refuses them."""
     if device.path == "interpreter":
         pretend_accelerator(monkeypatch)
     q, k, v = dense(device.name)
     lengths = torch.tensor([3, 4], dtype=torch.int32, device=device.name)
     arguments = {"q": q, "k_cache": k, "v_cache": v, "seqlens_k": lengths, "backend": path}
     handle = portattn.prepare("decode_attention", **arguments)
-    for perform in (portattn.decode_attention, handle.run):
-        expected = perform(**arguments)
-        for name in ("q", "k_cache", "v_cache", "seqlens_k"):
-            with pytest.raises(ArgumentError, match=f"{name} is .* must lie in memory"):
-                perform(**(arguments | {name: _Wrapper(arguments[name])}))
-        assert torch.equal(perform(**arguments), expected)
+    expected = handle.run(**arguments)
+    for name in ("q", "k_cache", "v_cache", "seqlens_k"):
+        wrapped = arguments | {name: _Wrapper(arguments[name])}
+        with pytest.raises(ArgumentError, match=f"{name} is .* must lie in memory"):
+            handle.run(**wrapped)
+        assert torch.equal(portattn.decode_attention(**wrapped), expected)
+    assert torch.equal(handle.run(**arguments), expected)
 
 
 @pytest.mark.parametrize("path", ["auto", "reference"])
@@ -174,16 +184,20 @@ def test_a_negated_view_is_another_argument_of_a_prepared_call(device: Device, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
-    """The reference path's products would be of that type: scores of 10⁵ are infinite in float16."""
+def test_autocast_casts_the_inputs_and_nothing_inside(dtype: torch.dtype) -> None:
+    """The reference path's products would be of that type: scores of 10⁵ are infinite in float16. A handle computes
+    in the dtypes that it was prepared for."""
     q, k, v = (t * 100 for t in dense())
-    expected = portattn.attention(q, k, v)
+    prepared = portattn.attention(q, k, v)
     handle = portattn.prepare("attention", q, k, v)
-    asking = q.clone().requires_grad_()
-    [gradient] = torch.autograd.grad(portattn.attention(asking, k, v).sum(), asking)
+    lower = [t.to(dtype) for t in (q, k, v)]
+    expected = portattn.attention(*lower)
+    assert expected.isfinite().all()
+    asking, cast = q.clone().requires_grad_(), lower[0].clone().requires_grad_()
+    [gradient] = torch.autograd.grad(portattn.attention(cast, *lower[1:]).sum(), cast)
     with torch.autocast("cpu", dtype=dtype):
         assert torch.equal(portattn.attention(q, k, v), expected)
-        assert torch.equal(handle.run(q, k, v), expected)
+        assert torch.equal(handle.run(q, k, v), prepared)
         assert (q @ k[:, :1].transpose(2, 3)).dtype == dtype, "autocast is on again"
         out = portattn.attention(asking, k, v)
-    assert torch.equal(torch.autograd.grad(out.sum(), asking)[0], gradient)
+    assert torch.equal(torch.autograd.grad(out.sum(), asking)[0], gradient.float())
