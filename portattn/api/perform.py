@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from portattn.api import dispatch, monitor
+from portattn.api import dispatch, monitor, repeated
 from portattn.api.request import Caching, Request, Result
 from portattn.api.tracing import refuse_what_no_kernel_sees, shapes_alone
 from portattn.config import current
@@ -57,6 +57,8 @@ def perform(request: Request) -> Result:
     caching = Caching(request) if request.cacheable() else None
     with monitor.watching(request):
         out, lse = dispatch.run(call, request.settings, caching)
+    if caching is None:
+        repeated.keep(request, call, dispatch.last_plan())
     return finished(call, out, lse)
 
 
