@@ -51,7 +51,11 @@ class CpuSdpaPath(VendorPath):
         empty = [n for n in ("batch", "seq_q", "seq_k") if getattr(p, n) == 0]
         return first_refusal(
             self.name,
-            (p.op not in self.ops, f"op is {p.op}, and SDPA takes no keys that each head chooses", "backend='reference'"),
+            (
+                p.op not in self.ops,
+                f"op is {p.op}, and SDPA takes no keys that each head chooses",
+                "backend='reference'",
+            ),
             (bool(lacking), f"{', '.join(lacking)} asked for, and SDPA has none", "backend='reference'"),
             (
                 p.needs_grad and (p.op != "attention" or bool(beside)),
@@ -156,9 +160,7 @@ def _terms(call: Call, segment: Segment) -> Terms:
     from portattn.backends.cpu.flash import Terms
 
     batch = slice(segment.batch, segment.batch + segment.q.shape[0])
-    return Terms(
-        *(None if t is None else t[batch, :, segment.rows, segment.keys] for t in (call.bias, call.mask))
-    )
+    return Terms(*(None if t is None else t[batch, :, segment.rows, segment.keys] for t in (call.bias, call.mask)))
 
 
 def _laid_out(call: Call, out: torch.Tensor) -> torch.Tensor:

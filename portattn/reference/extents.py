@@ -90,7 +90,9 @@ def reach(call: Call, queries: Extent, keys: Extent, start: int, stop: int, most
     count = max(len(q_numbers), len(k_numbers))
     right = 0 if p.causal != "none" else p.window_right
     begin, end, all_begin, all_end = most, 0, 0, most
-    for (q_first, q_end), (k_first, k_end) in zip(_repeated(q_numbers, count), _repeated(k_numbers, count), strict=True):
+    for (q_first, q_end), (k_first, k_end) in zip(
+        _repeated(q_numbers, count), _repeated(k_numbers, count), strict=True
+    ):
         first, last = max(start, q_first), min(stop, q_end)
         if (first, last) != (start, stop):
             all_end = 0  # rows of padding see nothing
@@ -100,7 +102,9 @@ def reach(call: Call, queries: Extent, keys: Extent, start: int, stop: int, most
         low = (k_first, k_first)
         if p.window_left >= 0:
             low = max(k_first, first + shift - p.window_left), max(k_first, last - 1 + shift - p.window_left)
-        high = (k_end, k_end) if right < 0 else (min(k_end, first + shift + right + 1), min(k_end, last + shift + right))
+        high = (
+            (k_end, k_end) if right < 0 else (min(k_end, first + shift + right + 1), min(k_end, last + shift + right))
+        )
         begin, end = min(begin, low[0]), max(end, high[1])
         all_begin, all_end = max(all_begin, low[1]), min(all_end, high[0])
     return Reach(begin, min(end, most), all_begin, all_end)
