@@ -1,8 +1,8 @@
 """torch's flash kernel for CPUs, and the ranges of keys that causal masks and windows leave to each row.
 
-The kernel (aten::_scaled_dot_product_flash_attention_for_cpu, which scaled_dot_product_attention runs) has a causal mask
-that is aligned at the top left, and an additive mask. Both are used here so that no row block reads keys that none of
-its rows sees.
+scaled_dot_product_attention runs it (aten::_scaled_dot_product_flash_attention_for_cpu). It has a causal mask that is
+aligned at the top left, and an additive mask. Both are used here so that no row block reads keys that none of its rows
+sees.
 """
 
 from __future__ import annotations
@@ -228,9 +228,9 @@ def _wide(
 def _slow(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether the kernel takes longer in a 16-bit dtype than in float32, conversions included.
 
-    Measured with AVX-512, one thread: eight heads of causal 1024 × 1024 take 40 ms in bf16 and in fp32, and 54 ms in fp16;
-    4 × 8 rows over 2048 keys each 14 and 21 ms in bf16 and fp16, and 7 to 8 ms in float32; four rows each 7 and 23 ms, and
-    10 ms. AMX computes fp16 too; machines other than x86 are taken to be fast.
+    Measured with AVX-512, one thread. Eight heads of causal 1024 × 1024: 40 ms in bf16 and in float32, 54 ms in fp16.
+    4 × 8 rows over 2048 keys each: 14 ms in bf16, 21 ms in fp16, 7 to 8 ms in float32. Four rows each: 7, 23 and 10 ms.
+    AMX computes 16-bit types; machines other than x86 are taken to be fast.
     """
     if q.shape[2] * k.shape[2] < WIDE_PRODUCTS:
         return False

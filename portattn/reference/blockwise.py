@@ -29,7 +29,8 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
     Products run in float32 (on a CPU, where half-precision products are slow and less exact, and elsewhere too). Key
     blocks that no row of a row block can see, by causal mask, window and lengths, are not visited; of lengths on an
-    accelerator that is not known. With gradients, autograd keeps every block's probabilities: memory then grows with S².
+    accelerator that is not known. With gradients, autograd keeps every block's probabilities: memory then grows with
+    S².
     """
     p = call.problem
     elements = SCORE_ELEMENTS if call.q.device.type != "cpu" else min(SCORE_ELEMENTS, CPU_SCORE_ELEMENTS)
