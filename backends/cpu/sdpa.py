@@ -51,27 +51,23 @@ class CpuSdpaPath(VendorPath):
         empty = [n for n in ("batch", "seq_q", "seq_k") if getattr(p, n) == 0]
         return first_refusal(
             self.name,
-            (
-                p.op not in self.ops,
-                f"op is {p.op}, and SDPA takes no keys that each head chooses",
-                "backend='reference'",
-            ),
-            (bool(lacking), f"{', '.join(lacking)} asked for, and SDPA has none", "backend='reference'"),
+            (p.op not in self.ops, f"takes no keys that each head chooses, and op is {p.op}", "backend='reference'"),
+            (bool(lacking), f"has none of what is asked for: {', '.join(lacking)}", "backend='reference'"),
             (
                 p.needs_grad and (p.op != "attention" or bool(beside)),
-                f"gradients are asked for beside {', '.join(beside) or p.op}, and SDPA gives them of plain and causal "
-                "attention alone",
+                "gives gradients of plain and causal attention alone, and they are asked for with "
+                f"{', '.join(beside) or p.op}",
                 "backend='reference'",
             ),
             (
                 p.needs_grad and p.causal == "bottom_right" and p.seq_q not in (1, p.seq_k),
-                f"gradients are asked for with causal bottom-right, seq_q {p.seq_q} and seq_k {p.seq_k}, and SDPA's "
-                "causal mask is aligned at the top left",
+                "has a causal mask that is aligned at the top left, and gradients are asked for with causal "
+                f"bottom-right, seq_q {p.seq_q} and seq_k {p.seq_k}",
                 "backend='reference'",
             ),
             (
                 p.needs_grad and bool(empty),
-                f"gradients are asked for and {', '.join(empty)} is 0, which SDPA's kernel does not take",
+                f"takes no empty tensors where gradients are asked for, and {', '.join(empty)} is 0",
                 "backend='reference'",
             ),
         )
@@ -86,7 +82,7 @@ class CpuSdpaPath(VendorPath):
         if p.needs_grad:
             return _differentiable(call), None
         if not (p.padded or p.packed or p.page_size or p.total_k is not None):
-            out, lse = _attended(call, Segment(0, *[slice(None)] * 3, call.q, call.k, call.v))
+            out, lse = _attended(call, Segment(0, slice(None), slice(None), slice(None), call.q, call.k, call.v))
             return _laid_out(call, out), lse.contiguous() if p.return_lse else None
         return _by_sequence(call)
 

@@ -7,7 +7,7 @@ cumulated lengths are not kept: on a CPU these are read and checked at each call
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,14 +18,16 @@ from portattn.planning.registry import Registry
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
 
+if TYPE_CHECKING:
+    from portattn.launch.cached_launch import CachedLaunch
+
 Results = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class RepeatedCall:
-    """Calls of one kind with the sizes of their first: what a Kind has as a class of sizes."""
+    """Calls of one kind with the sizes of their first: what a Kind asks of a class of sizes (CachedLaunch)."""
 
     __slots__ = ("inputs", "plan", "run", "settings")
-    direct = None
 
     def __init__(self, plan: Plan, settings: Settings, inputs: Sequence[int], run: Callable[..., Results]) -> None:
         self.plan, self.settings, self.inputs, self.run = plan, settings, list(inputs), run
@@ -52,10 +54,11 @@ def keep(request: Request, call: Call, plan: Any) -> None:
     """
     if call.q.device.type != "cpu" or not isinstance(plan, Plan) or plan.key or call.problem.needs_grad:
         return
-    vendor = next((v for v in Registry.load().backends["cpu"].vendor if v.name == plan.path), None)
+    backend = Registry.load().backends[plan.target.partition(":")[0]]
+    vendor = next((v for v in backend.vendor if v.name == plan.path), None)
     run = None if vendor is None else vendor.repeated(call)
     if run is None or call.copied or torch.is_autocast_enabled("cpu") or not request.repeatable():
         return
     kind = request.kind()
-    kind.add(RepeatedCall(plan, request.settings, inputs_of(request), run))
+    kind.add(cast("CachedLaunch", RepeatedCall(plan, request.settings, inputs_of(request), run)))
     cache.remember(kind)
