@@ -246,7 +246,7 @@ def test_every_op_on_a_cpu_needs_no_triton() -> None:
         """,
         without=("triton", "numpy"),
     )
-    assert out == "reference"
+    assert out == "sdpa"
 
 
 def test_without_triton_the_interpreter_says_how_to_get_it() -> None:

@@ -1,9 +1,10 @@
-"""The CPU: the reference path, and the core kernels under Triton's interpreter when asked for by name."""
+"""The CPU: torch's SDPA, the reference path, and the core kernels under Triton's interpreter when asked for by name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from portattn.backends.cpu.sdpa import CpuSdpaPath
 from portattn.planning.backend import Backend
 from portattn.schema.target import Arch
 
@@ -14,6 +15,7 @@ class CpuBackend(Backend):
     device_type = "cpu"
     folder = Path(__file__).parent
     core_path = "interpreter"
+    vendor = (CpuSdpaPath(),)
 
     def detect(self, index: int | None = None) -> str:
         return "generic"

@@ -49,7 +49,7 @@ def last_plan() -> Plan | None:
     >>> q = torch.randn(1, 2, 5, 16)
     >>> out = portattn.attention(q, q, q)
     >>> portattn.last_plan().path
-    'reference'
+    'sdpa'
     """
     found = _last.get()
     if type(found) is tuple:
@@ -72,9 +72,10 @@ def _planned(problem: Problem, device_type: str, index: int | None, settings: Se
         return plan(problem, target, settings=settings)
     if settings.backend not in ("auto", "reference"):
         raise PathUnavailable(f"{problem.op}: backend={settings.backend!r} cannot run: {unknown}")
-    made = plan(problem, target, settings=settings)
+    # The target stands for any CPU, whose own library does not run there.
+    made = plan(problem, target, settings=msgspec.structs.replace(settings, backend="reference"))
     rejection = Rejection(path="triton", reason=unknown, hint="write a backend: docs/backends.md")
-    return msgspec.structs.replace(made, rejected=(rejection,))
+    return msgspec.structs.replace(made, requested=settings.backend, rejected=(rejection,))
 
 
 def forget_plans() -> None:

@@ -546,7 +546,7 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     >>> import torch, portattn
     >>> q = torch.randn(1, 8, 16, 64)
     >>> portattn.plan("attention", q, q, q, causal=True).path
-    'reference'
+    'sdpa'
     >>> problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=16, seq_k=16, head_dim=64)
     >>> portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0")).kernel
     'dense_forward'

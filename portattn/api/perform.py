@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from portattn.api import autocast, dispatch, monitor
+from portattn.api import autocast, dispatch, monitor, repeated
 from portattn.api.in_graph import in_graph
 from portattn.api.jagged import is_jagged
 from portattn.api.request import Caching, Request, Result, request_from
@@ -93,6 +93,8 @@ def carried_out(request: Request) -> Result:
     caching = Caching(request) if request.cacheable() else None
     with monitor.watching(request):
         out, lse = dispatch.run(call, request.settings, caching)
+    if caching is None:
+        repeated.keep(request, call, dispatch.last_plan())
     return finished(call, out, lse)
 
 

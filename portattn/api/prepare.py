@@ -36,7 +36,7 @@ class Prepared:
     >>> import torch, portattn
     >>> q = torch.randn(1, 2, 5, 16)
     >>> portattn.prepare("attention", q, q, q).plan.path
-    'reference'
+    'sdpa'
 
     Partial results of a split, and the memory that descriptors are built in, are allocated once and belong to the
     handle: use one handle on one stream at a time.

@@ -86,19 +86,26 @@ class Request:
         time, have arguments of unusual types, or are made inside forward-mode differentiation or where a mode of
         torch's sees every operator: no later call would be found to be like them.
         """
+        return self._comparable() and self.launched_by_address()
+
+    def repeatable(self) -> bool:
+        """The same of a call on a CPU whose tensors hold nothing that is checked at each call."""
+        return self._comparable() and self._has_addresses()
+
+    def _comparable(self) -> bool:
         if self.settings.validate == "always" or not cache.plain_values(self.fixed_values):
             return False
-        if forward_ad._current_level >= 0 or in_mode():
-            return False
-        return self.launched_by_address()
+        return forward_ad._current_level < 0 and not in_mode()
 
     def launched_by_address(self) -> bool:
         """Whether kernels get the tensors' addresses as they are, and each has one."""
+        return self._on_accelerator() and self._has_addresses()
+
+    def _has_addresses(self) -> bool:
         if any(length is not None and type(length) is not int for length in self.lengths.values()):
             return False
         tensors = [tensor for tensor in self.tensors.values() if tensor is not None]
-        plain = all(type(tensor) in _PLAIN and not tensor.is_neg() for tensor in tensors)
-        return plain and self._on_accelerator() and all(tensor.data_ptr() for tensor in tensors)
+        return all(type(tensor) in _PLAIN and not tensor.is_neg() and tensor.data_ptr() for tensor in tensors)
 
     def _on_accelerator(self) -> bool:
         q = self.tensors["q"]

@@ -8,7 +8,8 @@ class computes what its launches take of its sizes, and launches.
 
 `Kind.hit` does all of that in C, where native.c can be built; `Kind.match` and `Kind.find` do the same in Python.
 
-Only core paths and variants on accelerators are cached.
+Core paths and variants on accelerators are cached, and plain calls of a vendor's path on a CPU (api/repeated.py), whose
+classes are single sizes.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ class VendorPath:
         """Run the call: (out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32 or None)."""
         raise NotImplementedError
 
+    def repeated(self, call: Call) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None:
+        """What runs other calls of the same kind and sizes, on a CPU: given their tensors in the caller's layout and
+        the operation's order, it gives results in that layout, and decides nothing anew. None where there is none."""
+        return None
+
 
 class Variant:
     """Another kernel for some ops, explicitly scheduled for one chip: a candidate that comes before the core.

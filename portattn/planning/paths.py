@@ -86,12 +86,12 @@ def _fields(taken: msgspec.Struct) -> dict[str, Any]:
     return {name: getattr(taken, name) for name in taken.__struct_fields__}
 
 
-def _vendor(library: VendorPath) -> Path:
+def _vendor(library: VendorPath, extra: bool) -> Path:
     def plan(asked: Asked) -> Plan:
         no = library.rejects(asked.problem, asked.target)
         return _unless(no or undeclared(library.name, asked.problem, library.ops, library.takes), asked, library.name)
 
-    return Path(library.name, plan)
+    return Path(library.name, plan, extra)
 
 
 def _reference(asked: Asked) -> Plan:
@@ -130,6 +130,7 @@ def _candidates(asked: Asked, backend: Backend, requested: str) -> Iterator[Path
         yield _core(backend.core_path)
     for library in backend.vendor:
         if automatic or requested in ("vendor", library.name):
-            yield _vendor(library)
+            # Where no core kernel comes before it, the reference is what serves everything.
+            yield _vendor(library, extra=backend.core_path == INTERPRETER)
     if automatic or requested == REFERENCE:
         yield Path(REFERENCE, _reference)

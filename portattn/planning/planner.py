@@ -48,13 +48,12 @@ def plan(
     core = registry.backends[target.backend].core_path
 
     rejected: list[Rejection] = []
-    notes: list[str] = []  # why paths were passed over that cover nothing that a later one does not
+    # Why paths were passed over that cover nothing that a later one does not.
+    notes: list[str] = [NOT_INTERPRETED] if automatic and core == INTERPRETER else []
     quirks: dict[str, Applied] = {}  # those that reject a path before the one that is taken
     deferred: Plan | None = None  # of a path that leaves the problem to a later one, which is faster at it
     barred = ""  # the quirk that leads to the reference
     for path in candidates(asked):
-        if path.name == REFERENCE and automatic and core == INTERPRETER:
-            notes.append(NOT_INTERPRETED)
         try:
             if barred and path.name != REFERENCE:
                 raise Refused(Rejection(path=path.name, reason=f"{barred} leads to the reference", quirk=barred))

@@ -49,15 +49,20 @@ def key_places(call: Call, extent: Extent) -> int:
     return p.tokens
 
 
-def key_blocks(call: Call, extent: Extent, size: int, elements: int) -> Iterator[KeyBlock]:
-    """All keys, `size` places at a time; fewer where every query head has tokens of its own and more than `elements`
-    numbers would be gathered."""
+def block_size(call: Call, size: int, elements: int) -> int:
+    """Places of a block: `size`, or fewer where every query head has tokens of its own and more than `elements` numbers
+    would be gathered."""
+    if call.indices is None:
+        return size
     p = call.problem
-    if call.indices is not None:
-        size = max(min(size, elements // max(p.batch * p.heads_q * max(p.head_dim, p.head_dim_v), 1)), 1)
-    places = key_places(call, extent)
-    for start in range(0, places, size):
-        stop = min(start + size, places)
+    return max(min(size, elements // max(p.batch * p.heads_q * max(p.head_dim, p.head_dim_v), 1)), 1)
+
+
+def key_blocks(call: Call, extent: Extent, size: int, begin: int, end: int) -> Iterator[KeyBlock]:
+    """The keys at places [begin, end), `size` at a time. Every block begins at a multiple of `size`, so that what is
+    summed up together does not depend on where `begin` is."""
+    for start in range(begin - begin % size, end, size):
+        stop = min(start + size, end)
         yield _positions(call, extent, start, stop) if call.indices is None else _chosen(call, extent, start, stop)
 
 

@@ -16,25 +16,32 @@ SERIES_BELOW = 0.5
 SERIES_TERMS = 8
 
 
+def has_terms(call: Call) -> bool:
+    """Whether scores are anything but scaled products."""
+    given = (call.alibi_slopes, call.bias, call.log_weights)
+    return call.problem.softcap or call.problem.magicpig or any(tensor is not None for tensor in given)
+
+
 def with_terms(
     call: Call,
     rows: RowBlock,
     keys: KeyBlock,
     k: torch.Tensor,
     products: torch.Tensor,
-    distance: torch.Tensor,
+    distance: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Scores (B, Hq, rows, keys) float32 of the products Q·Kᵀ of the same shape, in the order that the docs give.
 
     k         (B, H, keys, D) float32, the keys of the products
-    distance  (B, 1 or Hq, rows, keys) int64, the query's position less the key's
+    distance  (B, 1 or Hq, rows, keys) int64, the query's position less the key's, where there is ALiBi
     bias      (B, Hq, rows, keys), where there is one
     """
     scores = products * call.scale
     if call.problem.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
+        assert distance is not None
         scores = scores - call.alibi_slopes.float()[:, :, None, None] * distance.abs()
     if bias is not None:
         scores = scores + bias

@@ -222,8 +222,8 @@ def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     made = portattn.plan("attention", q, k, v, causal="top_left", return_lse=True)
     assert made.problem.causal == "top_left"
-    assert (made.path, made.target) == ("reference", "cpu:generic")
-    assert "reference path" in portattn.explain("decode_attention", q, k, v, None)
+    assert (made.path, made.target) == ("sdpa", "cpu:generic")
+    assert "sdpa path" in portattn.explain("decode_attention", q, k, v, None)
     assert portattn.last_plan() is None
     with pytest.raises(portattn.ArgumentError, match="scale is nan"):
         portattn.plan("attention", q, k, v, scale=float("nan"))
@@ -344,7 +344,7 @@ def test_the_interpreter_runs_where_it_is_named(device: Device) -> None:
     named = portattn.attention(q, k, v, causal=True, backend="interpreter")
     assert portattn.last_plan().path == "interpreter"
     torch.testing.assert_close(named, portattn.attention(q, k, v, causal=True), atol=2e-6, rtol=1e-5)
-    assert portattn.last_plan().path == "reference"
+    assert portattn.last_plan().path == "sdpa"
     with pytest.raises(PathUnavailable, match="gradients"):
         portattn.attention(q.requires_grad_(), k, v, backend="interpreter")
 

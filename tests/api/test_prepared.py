@@ -21,7 +21,7 @@ NAN = float("nan")
 
 @pytest.fixture(params=["host", "kept"])
 def place(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device that prepared calls run on: a CPU goes through the reference path, and as if it were an accelerator
+    """The device that prepared calls run on: a CPU goes through SDPA or the reference, and as if it were an accelerator
     through launches that are cached."""
     if request.param == "host":
         return "cpu"

@@ -39,7 +39,7 @@ def test_a_tensor_is_described_given_or_meta() -> None:
     (one,) = report.specs
     assert (one.spec, one.path, one.key, one.way, one.compiled, one.cached, one.failed) == (
         0,
-        "reference",
+        "sdpa",
         "",
         "",
         False,
@@ -132,7 +132,7 @@ def test_sizes_that_vary_are_one_call_where_nothing_is_kept() -> None:
     report = portattn.warmup([spec | {"sizes": {"T": [8, 2, 4], "M": "1..5"}}], device="cpu", say=told.append)
     (one,) = report.specs
     assert one.call == "varlen_attention q (8,2,16) kv (8,2,16) fp32 2 sequences; T = 8, M = 5"
-    assert (one.path, one.cached, one.failed) == ("reference", False, "")
+    assert (one.path, one.cached, one.failed) == ("sdpa", False, "")
     assert len(told) == 2
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_run_is_reported_and_the_rest_is_warmed_up() -> None:
     bad, good = report.specs
     assert "triton" in bad.failed
     assert report.failed == (bad,)
-    assert (good.failed, good.path) == ("", "reference")
+    assert (good.failed, good.path) == ("", "sdpa")
     assert "window (3,0)" in good.call
 
 
@@ -225,7 +225,7 @@ def test_the_command(tmp_path: Path) -> None:
     called = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu", "--json"])
     assert called.exit_code == 0, called.output
     report = json.loads(called.stdout)
-    assert [one["path"] for one in report["specs"]] == ["reference", "reference"]
+    assert [one["path"] for one in report["specs"]] == ["sdpa", "sdpa"]
     assert "running 2 of 2" in called.stderr
     shown = CliRunner().invoke(main, ["warmup", str(path), "--device", "cpu"])
     assert "2 calls in" in shown.stdout

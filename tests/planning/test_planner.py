@@ -122,9 +122,13 @@ def test_a_vendor_path_comes_before_the_reference() -> None:
     assert made.path == "reference"
 
 
-def test_on_a_cpu_the_reference_is_no_fall_back() -> None:
+def test_on_a_cpu_sdpa_and_the_reference_are_no_fall_back() -> None:
+    """The reference serves all that SDPA does: passing SDPA over is a note."""
     made = plan(problem(), parse_target("cpu:generic"))
+    assert (made.path, made.rejected, made.fell_back) == ("sdpa", (), False)
+    made = plan(problem(softcap=True), parse_target("cpu:generic"))
     assert (made.path, made.rejected, made.fell_back) == ("reference", (), False)
+    assert [note for note in made.notes if note.startswith("not sdpa: it has none of what is asked for: softcap")]
 
 
 def test_a_refused_arch_is_planned_with_its_reason() -> None:

@@ -25,7 +25,7 @@ def test_what_a_child_times(small, warm):
     assert (found["warmup_s"] is not None) == warm
     assert 0 < found["second_s"] < 60
     assert found["first_s"] > 0
-    assert found["path"] == "reference"
+    assert found["path"] == "sdpa"
 
 
 def test_three_processes_share_new_caches(small, monkeypatch):

@@ -150,4 +150,4 @@ def test_the_core_is_a_contender_when_it_is_asked_for():
     admitted = gate.admit(case, tensors, own(case, tensors, core=True))
     assert list(admitted.contenders) == [OURS, PREPARED]
     assert "triton" in admitted.refused[CORE]  # there is no device for it here
-    assert admitted.contenders[OURS].path == plan_of(case, tensors).path == "reference"
+    assert admitted.contenders[OURS].path == plan_of(case, tensors).path == "sdpa"

@@ -133,7 +133,7 @@ def test_a_run_on_the_cpu(small_run: hostcost.HostRun) -> None:
     for line in ours:
         assert line.median_us is not None
         assert 0 < line.median_us <= line.p99_us <= line.most_us
-        assert line.path == "reference"
+        assert line.path == "sdpa"
         assert line.compiled == 0
     assert {"sdpa", "portattn prepared"} <= {line.contender for line in small_run.lines if not line.failed}
     text = msgspec.json.encode(small_run)

@@ -75,7 +75,7 @@ def test_a_case_is_gated_and_timed():
     assert ours.graph_ms == (0.5,) * run.GRAPH_ROUNDS
     assert ours.host_us.median == 5.0
     assert ours.extra_bytes == 64
-    assert ours.path == "reference"
+    assert ours.path == "sdpa"
     assert {timing for _, timing, _ in clock.turns} == {"do_bench"}
     assert row.plan[0].startswith("paged_attention")
     assert not row.failed
@@ -126,7 +126,7 @@ def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
 
 def test_the_core_is_not_timed_twice(monkeypatch):
     """On a machine whose plan takes the core, both names have the figures of one contender."""
-    monkeypatch.setattr("portattn.tools.bench.contenders.CORE_PATH", "reference")
+    monkeypatch.setattr("portattn.tools.bench.contenders.CORE_PATH", "sdpa")
     clock = FakeClock(2.0)
     row = run_case("seed", CASES["seed prefill causal"], 0, CPU, clock, LIMITS, Options(rounds=2, wanted=(), core=True))
     assert [f.name for f in row.contenders] == ["portattn", "portattn core"]

@@ -230,8 +230,10 @@ def test_a_device_that_is_here_runs(small):
     here = tuple(t for t in devices() if t.backend == "cpu")
     found = cells_of(select.specs(small, select.targets(["cpu"], [], None)), here=here)
     for cell in found.values():
-        assert (cell.status, cell.level, cell.plan.path) == ("PASS", "runs", "reference")
+        assert (cell.status, cell.level) == ("PASS", "runs")
+        assert cell.plan.path in ("sdpa", "reference")
         assert cell.native.error <= cell.native.budget
+    assert any(cell.plan.path == "sdpa" for cell in found.values())
 
 
 def test_a_registry_that_contradicts_itself_is_a_cell(monkeypatch, small):

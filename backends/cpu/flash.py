@@ -1,0 +1,264 @@
+"""torch's flash kernel for CPUs, and the ranges of keys that causal masks and windows leave to each row.
+
+scaled_dot_product_attention runs it (aten::_scaled_dot_product_flash_attention_for_cpu). It has a causal mask that is
+aligned at the top left, and an additive mask. Both are used here so that no row block reads keys that none of its rows
+sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Rows of a block under a window: a block reads as many keys more than its rows see. 128 to 256 took the same time on an
+# AVX-512 machine, 512 took a fifth more ((1,8,8192,64), a window of 1024).
+WINDOW_ROWS = 256
+# Elements of a mask that one call of the kernel is given, 4 bytes each.
+MASK_ELEMENTS = 2**20
+LEAST_ROWS = 32  # of a block: the kernel's own are no smaller
+# Elements of K, or of V, that are held in float32 at a time where 16-bit products are slow.
+WIDE_ELEMENTS = 2**19
+# Fewer products than this a head are not worth the conversions.
+WIDE_PRODUCTS = 2**10
+GEMV_ROWS = 4  # fewer query rows to a key head than this are no matrix
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Row i sees keys i + shift - left to i + shift + right; a side that is infinite hides nothing."""
+
+    shift: int
+    left: float
+    right: float
+
+    def keys(self, first: int, last: int, count: int) -> tuple[int, int]:
+        """The keys [begin, end) of `count` that some row of [first, last) sees."""
+        begin = max(first + self.shift - self.left, 0)
+        end = min(last - 1 + self.shift + self.right + 1, count)
+        return int(min(begin, count)), int(max(end, 0))
+
+    def rows(self, rows: int, keys: int) -> tuple[int, int]:
+        """The rows [first, last) that see a key at all."""
+        first = min(max(-self.shift - self.right, 0), rows)
+        last = min(max(keys - self.shift + self.left, first), rows)
+        return int(first), int(last)
+
+    def hides(self, rows: int, keys: int) -> tuple[bool, bool]:
+        """Whether any key before what a row sees is hidden, and whether any key after it is."""
+        return rows - 1 + self.shift - self.left > 0, self.shift + self.right < keys - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A bias, a mask (True = attend) or both, (B,Hq,Sq,Sk) views that are broadcast by strides of 0."""
+
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
+
+    @property
+    def spread(self) -> int:
+        """Masks of rows and keys that there are in memory, over batch and heads."""
+        return max(math.prod(_held(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
+
+    def part(self, rows: slice, keys: slice) -> Terms:
+        """Those of some rows and keys."""
+        return Terms(*(None if t is None else t[:, :, rows, keys] for t in (self.bias, self.mask)))
+
+    def added(self) -> torch.Tensor:
+        """What is added to the scores, float32, every dimension as long as it is held or as others of the two are."""
+        if self.mask is None:
+            assert self.bias is not None
+            return _held(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])
+        hidden = ~_held(self.mask).expand(-1, -1, -1, self.mask.shape[3])
+        if self.bias is None:
+            return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+        bias = _held(self.bias).float()
+        return torch.where(hidden, -math.inf, bias)
+
+
+def _held(values: torch.Tensor) -> torch.Tensor:
+    """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
+    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sight: Sight,
+    terms: Terms | None = None,
+    wide: bool = False,
+) -> Result:
+    """(out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32), neither contiguous. Rows that see nothing: 0 and -inf.
+
+    q, k, v  (B,Hq,Sq,D), (B,Hk,Sk,D), (B,Hk,Sk,Dv), any strides. Keys that no row sees can hold anything
+    wide     compute in float32 whatever the dtype: the kernel's LSE of 16-bit tensors is off by 4e-5, a hundred units
+             in float32's last place
+    """
+    rows, keys = q.shape[2], k.shape[2]
+    if terms is None and sight.hides(rows, keys) == (False, False) and rows and keys and q.shape[0]:
+        return _seen_by_all(q, k, v, scale, wide)
+    first, last = sight.rows(rows, keys)
+    begin, end = sight.keys(first, last, keys)
+    if first >= last or begin >= end or 0 in q.shape[:2]:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+    if (first, last) != (0, rows):
+        some = slice(first, last)
+        theirs = None if terms is None else terms.part(some, slice(None))
+        inner = attend(q[:, :, some], k, v, scale, Sight(sight.shift + first, sight.left, sight.right), theirs, wide)
+        out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        out[:, :, some], lse[:, :, some] = inner
+        return out, lse
+    if terms is None and not sight.hides(rows, keys)[0]:
+        return _causal(q, k[:, :, :end], v[:, :, :end], scale, int(sight.shift + sight.right), wide)
+    return _in_blocks(q, k, v, scale, sight, terms, wide)
+
+
+def _seen_by_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wide: bool) -> Result:
+    """Every row sees every key, so query heads that share keys are rows of one head: their keys are read once."""
+    batch, heads, rows, width = q.shape
+    group = heads // k.shape[1]
+    if group == 1 or rows > WINDOW_ROWS:
+        return _wide(q, k, v, scale, wide)
+    out, lse = _wide(q.reshape(batch, k.shape[1], group * rows, width), k, v, scale, wide)
+    return out.reshape(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, diagonal: int, wide: bool) -> Result:
+    """Row i sees keys 0 to i + diagonal, and diagonal is at least 0."""
+    rows, keys = q.shape[2], k.shape[2]
+    if diagonal == 0:
+        return _wide(q, k, v, scale, wide, causal=True)
+    if rows * keys <= MASK_ELEMENTS:
+        return _wide(q, k, v, scale, wide, _range_mask(rows, keys, -math.inf, diagonal))
+    # The first keys are seen by all rows; the rest have a causal mask that begins at their top left.
+    out, lse = _seen_by_all(q, k[:, :, :diagonal], v[:, :, :diagonal], scale, wide)
+    recent, recent_lse = _wide(q, k[:, :, diagonal:], v[:, :, diagonal:], scale, wide, causal=True)
+    weight = torch.sigmoid(recent_lse - lse)[..., None]
+    return torch.lerp(out.float(), recent.float(), weight).to(q.dtype), torch.logaddexp(lse, recent_lse)
+
+
+def _in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sight: Sight, terms: Terms | None, wide: bool
+) -> Result:
+    """Row blocks one after the other, each over the keys that its rows can see, under a mask of their size."""
+    rows, keys = q.shape[2], k.shape[2]
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    reach = min(sight.left + sight.right + WINDOW_ROWS, keys) * (1 if terms is None else terms.spread)
+    size = int(min(WINDOW_ROWS, max(MASK_ELEMENTS // reach, LEAST_ROWS)))
+    known: tuple[Any, torch.Tensor | None] = None, None
+    for first in range(0, rows, size):
+        some = slice(first, min(first + size, rows))
+        seen = slice(*sight.keys(some.start, some.stop, keys))
+        place = (some.stop - first, seen.stop - seen.start, first + sight.shift - seen.start)
+        if known[0] != place:  # the same for all blocks but those at the ends
+            known = place, _sight_mask(sight, *place)
+        mask, its_k, its_v, idle = known[1], k[:, :, seen], v[:, :, seen], None
+        if terms is not None:
+            added = terms.part(some, seen).added()
+            mask = added if mask is None else torch.where(mask == 0.0, added, mask)
+            idle, its_k, its_v = _shown(mask, its_k, its_v)
+        its_out, its_lse = _wide(q[:, :, some], its_k, its_v, scale, wide, mask)
+        if idle is not None:  # the kernel's LSE is 0 there, and NaN in a query of theirs is NaN in the output
+            its_out, its_lse = its_out.masked_fill(idle[..., None], 0.0), its_lse.masked_fill(idle, -math.inf)
+        out[:, :, some], lse[:, :, some] = its_out, its_lse
+    return out, lse
+
+
+def _sight_mask(sight: Sight, rows: int, keys: int, shift: int) -> torch.Tensor | None:
+    """The additive mask of a block whose first row stands at its key `shift`; None where it hides nothing."""
+    if Sight(shift, sight.left, sight.right).hides(rows, keys) == (False, False):
+        return None
+    return _range_mask(rows, keys, shift - sight.left, shift + sight.right)
+
+
+def _range_mask(rows: int, keys: int, first: float, last: float) -> torch.Tensor:
+    """(1, 1, rows, keys) float32: row i sees keys i + first to i + last."""
+    place = torch.arange(keys, dtype=torch.int32) - torch.arange(rows, dtype=torch.int32)[:, None]
+    return torch.zeros(place.shape).masked_fill_((place > last) | (place < first), -math.inf)[None, None]
+
+
+def _shown(mask: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows that see no key, (B or 1, Hq or 1, rows or 1), and K and V with 0 where no row sees a key: what lies there
+    can be NaN, and 0·NaN is NaN."""
+    shown = mask != -math.inf
+    seen = shown.any(dim=2)  # (B or 1, Hq or 1, keys)
+    if not seen.all():
+        if seen.shape[1] > 1:
+            seen = seen.unflatten(1, (k.shape[1], -1)).any(dim=2)
+        k, v = k.masked_fill(~seen[..., None], 0.0), v.masked_fill(~seen[..., None], 0.0)
+    return ~shown.any(dim=3), k, v
+
+
+def _wide(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    wide: bool,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Result:
+    """The kernel; 16-bit tensors in float32, some heads at a time, where that is asked for or is faster."""
+    if q.dtype is torch.float32 or not (wide or _slow(q, k)):
+        return kernel(q, k, v, scale, mask, causal)
+    batch, heads = k.shape[:2]
+    group, each = q.shape[1] // heads, max(WIDE_ELEMENTS // (k.shape[2] * max(k.shape[3], v.shape[3])), 1)
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+    for b in range(0, batch, max(each // heads, 1)):
+        some = slice(b, b + max(each // heads, 1))
+        for h in range(0, heads, each):
+            own, theirs = slice(h * group, (h + each) * group), slice(h, h + each)
+            part = mask
+            if mask is not None:
+                part = mask[some if mask.shape[0] > 1 else slice(None), own if mask.shape[1] > 1 else slice(None)]
+            q_part, k_part = q[some, own].float(), k[some, theirs].float()
+            v_part = k_part if v is k else v[some, theirs].float()
+            out[some, own], lse[some, own] = kernel(q_part, k_part, v_part, scale, part, causal)
+    return out, lse
+
+
+def _slow(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether the kernel takes longer in a 16-bit dtype than in float32, conversions included.
+
+    Measured with AVX-512, one thread. Eight heads of causal 1024 × 1024: 40 ms in bf16 and in float32, 54 ms in fp16.
+    4 × 8 rows over 2048 keys each: 14 ms in bf16, 21 ms in fp16, 7 to 8 ms in float32. Four rows each: 7, 23 and 10 ms.
+    AMX computes 16-bit types; machines other than x86 are taken to be fast.
+    """
+    if q.shape[2] * k.shape[2] < WIDE_PRODUCTS:
+        return False
+    if q.dtype is torch.bfloat16:
+        return q.shape[2] * (q.shape[1] // k.shape[1]) < GEMV_ROWS and _plain_x86()
+    return _plain_x86()
+
+
+@functools.cache
+def _plain_x86() -> bool:
+    """An x86 without AMX."""
+    x86 = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2", "AVX512")
+    return x86 and not getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+
+
+def kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool
+) -> Result:
+    """One call of torch's kernel: with a scale above 0, contiguous rows, and V as wide as K, which it needs."""
+    if scale <= 0.0:  # a causal mask would be multiplied by it
+        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
+    width, width_v = q.shape[3], v.shape[3]
+    if width < width_v:
+        q, k = (torch.nn.functional.pad(t, (0, width_v - width)) for t in (q, k))
+    elif width > width_v:
+        v = torch.nn.functional.pad(v, (0, width - width_v))
+    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=causal, attn_mask=mask, scale=scale
+    )
+    return (out if width <= width_v else out[..., :width_v]), lse

@@ -1,0 +1,240 @@
+"""torch's scaled_dot_product_attention on a CPU: its flash kernel, for every op whose keys lie in a row or on pages.
+
+Where gradients are asked for, the public function itself is called. Else it is the kernel beneath it, which gives the
+LSE as well: sequences of other lengths, caches on pages, windows and sinks need it, or parts of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portattn.planning.backend import VendorPath
+from portattn.planning.checks import first_refusal
+
+if TYPE_CHECKING:
+    import torch
+
+    from portattn.backends.cpu.flash import Terms
+    from portattn.schema.call import Call
+    from portattn.schema.plan import Rejection
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Target
+
+Results = tuple["torch.Tensor", "torch.Tensor | None"]
+
+
+class CpuSdpaPath(VendorPath):
+    """torch's flash kernel for CPUs. Softcap, ALiBi, dropout and chosen tokens are the reference's, and so is
+    `num_splits`: the kernel's order of sums may depend on the batch."""
+
+    name = "sdpa"
+    ops = ("attention", "decode_attention", "varlen_attention", "paged_attention", "mla_attention")
+    takes = frozenset(
+        {
+            "causal", "causal_top_left", "window", "bias", "mask", "sinks", "seqlens_q", "seqlens_k", "leftpad_q",
+            "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa", "head_dim_v",
+        }
+    )  # fmt: skip
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why SDPA cannot run the problem; None when it can. `target` makes no difference."""
+        p = problem
+        lacking = [name for name in p.demands() if name not in self.takes]
+        beside = [
+            name
+            for name in p.demands()
+            if name not in ("needs_grad", "causal", "causal_top_left", "negative_scale", "gqa", "head_dim_v")
+        ]
+        empty = [n for n in ("batch", "seq_q", "seq_k") if getattr(p, n) == 0]
+        return first_refusal(
+            self.name,
+            (p.op not in self.ops, f"takes no keys that each head chooses, and op is {p.op}", "backend='reference'"),
+            (bool(lacking), f"has none of what is asked for: {', '.join(lacking)}", "backend='reference'"),
+            (
+                p.needs_grad and (p.op != "attention" or bool(beside)),
+                "gives gradients of plain and causal attention alone, and they are asked for with "
+                f"{', '.join(beside) or p.op}",
+                "backend='reference'",
+            ),
+            (
+                p.needs_grad and p.causal == "bottom_right" and p.seq_q not in (1, p.seq_k),
+                "has a causal mask that is aligned at the top left, and gradients are asked for with causal "
+                f"bottom-right, seq_q {p.seq_q} and seq_k {p.seq_k}",
+                "backend='reference'",
+            ),
+            (
+                p.needs_grad and bool(empty),
+                f"takes no empty tensors where gradients are asked for, and {', '.join(empty)} is 0",
+                "backend='reference'",
+            ),
+        )
+
+    def run(self, call: Call) -> Results:
+        """(out (B,Hq,Sq,Dv) in q's dtype, LSE (B,Hq,Sq) float32 where it is asked for), laid out as Call.new_out says.
+
+        Memory beyond the inputs: a mask of at most 4 MiB, a few MiB of float32 where 16-bit products are slow, two
+        outputs where a causal mask has many keys before its square, and of pages one sequence's keys and values.
+        """
+        p = call.problem
+        if p.needs_grad:
+            return _differentiable(call), None
+        if not (p.padded or p.packed or p.page_size or p.total_k is not None):
+            out, lse = _attended(call, Segment(0, slice(None), slice(None), slice(None), call.q, call.k, call.v))
+            return _laid_out(call, out), lse.contiguous() if p.return_lse else None
+        return _by_sequence(call)
+
+    def repeated(self, call: Call) -> Callable[..., Results] | None:
+        """Of plain and causal attention alone."""
+        p = call.problem
+        plain = {"causal", "causal_top_left", "window", "gqa", "return_lse", "negative_scale", "head_dim_v"}
+        if p.op != "attention" or not plain.issuperset(p.demands()):
+            return None
+        from portattn.backends.cpu import flash
+
+        scale, sight, with_lse, swapped = call.scale, _sight(p, p.seq_q, p.seq_k), p.return_lse, p.layout == "bshd"
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+            if swapped:
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out, lse = flash.attend(q, k, v, scale, sight, wide=with_lse)
+            out = out.transpose(1, 2).contiguous() if swapped else out.contiguous()
+            return out, lse.contiguous() if with_lse else None
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Sequences of one length: all of a batch, or one of it.
+
+    stored      where its rows lie in q
+    rows, keys  positions along the axes of bias and mask
+    q, k, v     (B,H,n,D) without padding
+    """
+
+    batch: int
+    stored: slice
+    rows: slice
+    keys: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def _sight(p: Problem, rows: int, keys: int) -> Any:
+    """Which keys rows of sequences of these lengths see, by causal mask and window."""
+    from portattn.backends.cpu.flash import Sight
+
+    left = p.window_left if p.window_left >= 0 else math.inf
+    right = p.window_right if p.window_right >= 0 else math.inf
+    shift = 0 if p.causal == "top_left" else keys - rows
+    return Sight(shift, left, right if p.causal == "none" else 0)
+
+
+def _attended(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of a segment."""
+    import torch
+
+    from portattn.backends.cpu import flash
+
+    q, k, v = segment.q, segment.k, segment.v
+    p = call.problem
+    terms = _terms(call, segment) if call.bias is not None or call.mask is not None else None
+    out, lse = flash.attend(q, k, v, call.scale, _sight(p, q.shape[2], k.shape[2]), terms, p.return_lse)
+    out = out[..., : p.head_dim_v]
+    if call.sinks is not None:  # one more score of each row: it takes its part of the weights, and brings no value
+        sinks = call.sinks.float()[None, :, None]
+        out = (out.float() * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks)
+    return out, lse
+
+
+def _terms(call: Call, segment: Segment) -> Terms:
+    from portattn.backends.cpu.flash import Terms
+
+    batch = slice(segment.batch, segment.batch + segment.q.shape[0])
+    return Terms(*(None if t is None else t[batch, :, segment.rows, segment.keys] for t in (call.bias, call.mask)))
+
+
+def _laid_out(call: Call, out: torch.Tensor) -> torch.Tensor:
+    """As Call.new_out is laid out; the kernel's own output has rows before heads."""
+    if call.problem.layout == "bshd":
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.contiguous()
+
+
+def _by_sequence(call: Call) -> Results:
+    """One sequence of the batch after the other."""
+    p = call.problem
+    out, lse = call.new_out().zero_(), call.new_lse().fill_(-math.inf)
+    for segment in _segments(call):
+        batch = 0 if p.packed else segment.batch
+        found, found_lse = _attended(call, segment)
+        out[batch, :, segment.stored], lse[batch, :, segment.stored] = found[0], found_lse[0]
+    return out, lse if p.return_lse else None
+
+
+def _segments(call: Call) -> Iterator[Segment]:
+    """The sequences that have query rows, without their padding."""
+    import torch
+
+    from portattn.reference.extents import key_extent, query_extent
+
+    p = call.problem
+    if call.q.shape[2] == 0:
+        return
+    queries, keys = query_extent(call), key_extent(call)
+    numbers = (queries.origin, queries.first, queries.end, keys.origin, keys.first, keys.end)
+    for b, (row, first, last, origin, begin, end) in enumerate(torch.stack(numbers, dim=1).tolist()):
+        if first >= last:
+            continue
+        end = max(begin, end)
+        stored, at = slice(row + first, row + last), slice(0, 1) if p.packed else slice(b, b + 1)
+        q = call.q[at, :, stored]
+        if call.q_rope is not None:
+            q = torch.cat([q, call.q_rope[at, :, stored]], dim=3)
+        k, v = _keys(call, b, slice(origin + begin, origin + end))
+        yield Segment(b, stored, slice(first, last), slice(begin, end), q, k, v)
+
+
+def _keys(call: Call, b: int, places: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1,Hk,n,D) and (1,Hk,n,Dv) of a sequence; of latent rows the whole rows twice."""
+    p = call.problem
+    if call.page_table is None:
+        at = slice(0, 1) if p.total_k is not None else slice(b, b + 1)
+        return call.k[at, :, places], call.v[at, :, places]
+    found = []
+    for storage in (call.k,) if p.op == "mla_attention" else (call.k, call.v):
+        pages = call.page_table[b, : -(-places.stop // p.page_size)] if storage.shape[0] else call.page_table[b, :0]
+        pages = pages.long().clamp(0, max(storage.shape[0] - 1, 0))
+        gathered = storage.transpose(0, 1)[:, pages].flatten(1, 2)  # (Hk, n, D)
+        found.append(gathered[None, :, places])
+    return found[0], found[-1]
+
+
+def _differentiable(call: Call) -> torch.Tensor:
+    """Plain or causal attention by the public function, whose kernel autograd can differentiate once."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import pad, scaled_dot_product_attention
+
+    p = call.problem
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    if scale <= 0.0:  # a causal mask would be multiplied by it
+        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
+    causal = p.causal == "top_left" or (p.causal == "bottom_right" and p.seq_q > 1)
+    if p.causal == "top_left" and p.seq_k > p.seq_q:  # what no row sees may be NaN, and 0·NaN is NaN
+        k, v = k[:, :, : p.seq_q], v[:, :, : p.seq_q]
+    if p.head_dim < p.head_dim_v:
+        q, k = (pad(t, (0, p.head_dim_v - p.head_dim)) for t in (q, k))
+    elif p.head_dim > p.head_dim_v:
+        v = pad(v, (0, p.head_dim - p.head_dim_v))
+    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    # The fused kernel has no forward-mode derivative; torch's own composition has.
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    with sdpa_kernel([SDPBackend.MATH] if forward_mode else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=p.group > 1)
+    return _laid_out(call, out[..., : p.head_dim_v])
