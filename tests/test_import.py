@@ -221,7 +221,7 @@ def test_attention_on_a_cpu_needs_no_triton() -> None:
         """,
         without=("triton",),
     )
-    assert out == "reference none"
+    assert out == "sdpa none"
 
 
 def test_every_op_on_a_cpu_needs_no_triton() -> None:

@@ -15,13 +15,17 @@ _NAMES = {op: tuple(row.tensors) for op, row in ROWS.items()}
 _WIDE = (torch.float32, torch.float64)
 
 
+# Devices that have an autocast: torch raises when it is asked of another (meta), and dynamo cannot trace the question
+# which those are. An NPU's has the name that torch_npu gives it.
+_HAVING = frozenset({"cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia", "xla", "ipu", "privateuseone", "npu"})
+
+
 def is_on(q: Any) -> bool:
     """Whether autocast is on for the device that q lies on."""
-    return isinstance(q, torch.Tensor) and _available(q.device.type) and torch.is_autocast_enabled(q.device.type)
-
-
-def _available(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
+    if not isinstance(q, torch.Tensor):
+        return False
+    device_type = q.device.type
+    return device_type in _HAVING and torch.is_autocast_enabled(device_type)
 
 
 def cast(op: str, tensors: Sequence[Any]) -> Sequence[Any]:

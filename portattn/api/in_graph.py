@@ -39,7 +39,7 @@ def _eagerly(what: str, *arguments: Any) -> Any:
         handle, args, kwargs = arguments
         return handle.run(*args, **kwargs)
     if what == "unknown":
-        return importlib.import_module("portattn.api.unknown_arguments").unknown_argument(*arguments)
+        raise importlib.import_module("portattn.api.unknown_arguments").unknown_argument(*arguments)
     request = importlib.import_module("portattn.api.request").request_from(*arguments)
     return importlib.import_module("portattn.api.perform").perform(request)
 

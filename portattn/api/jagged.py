@@ -17,7 +17,11 @@ _DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def is_jagged(tensor: Any) -> bool:
+def are_jagged(q: Any, k: Any, v: Any) -> bool:
+    return _is_jagged(q) and _is_jagged(k) and _is_jagged(v)
+
+
+def _is_jagged(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_nested and tensor.layout is torch.jagged
 
 
@@ -27,16 +31,13 @@ def packed(given: Mapping[str, Any]) -> dict[str, Any]:
     The sequences are the ragged axis of q (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd". The longest is what
     the tensors know of it; where they do not, their offsets are read back once.
 
-    Raises ArgumentError where one of them is not jagged, or ragged elsewhere, and for what packed rows cannot have.
+    Raises ArgumentError where one of them is ragged elsewhere, and for what packed rows cannot have.
     """
     bshd = given["layout"] == "bshd"
     axis = 1 if bshd else 2
     rows = {}
     for name in ("q", "k", "v"):
         tensor = given[name]
-        if not is_jagged(tensor):
-            what = f"a {type(tensor).__name__}"
-            raise ArgumentError("attention", name, what, "must be a jagged nested tensor, as q is")
         if tensor.ndim != 4 or tensor._ragged_idx != axis:
             shape = "(B, *, H, D)" if bshd else "(B, H, *, D)"
             limit = f"must be {shape} with layout={given['layout']!r}, ragged at the star"

@@ -12,7 +12,7 @@ import torch
 from portattn.api.arguments import magicpig_tensors, table_tensors
 from portattn.api.binding import named_arguments
 from portattn.api.excess_arguments import wrong_arguments
-from portattn.api.jagged import is_jagged, packed, unpacked
+from portattn.api.jagged import are_jagged, packed, unpacked
 from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, plan_request, try_cached
 from portattn.api.prepare import Prepared
@@ -112,7 +112,7 @@ def attention(
     )
     if found is not None:
         return found
-    if is_jagged(q):
+    if are_jagged(q, k, v):
         return unpacked(locals(), varlen_attention(**packed(locals())))
     return perform(request_of("attention", locals()))
 

@@ -8,7 +8,7 @@ import torch
 
 from portattn.api import autocast, dispatch, monitor, repeated
 from portattn.api.in_graph import in_graph
-from portattn.api.jagged import is_jagged
+from portattn.api.jagged import are_jagged
 from portattn.api.request import Caching, Request, Result, request_from
 from portattn.api.tracing import (
     are_dispatched,
@@ -33,7 +33,7 @@ def try_cached(
                               Nothing is known of them
     """
     if torch.compiler.is_dynamo_compiling():
-        return None if op == "attention" and is_jagged(tensors[0]) else in_graph(op, tensors, values, lengths)
+        return None if op == "attention" and are_jagged(*tensors[:3]) else in_graph(op, tensors, values, lengths)
     return found_cached(op, tensors, values, lengths)
 
 

@@ -120,7 +120,7 @@ def warmup(
     >>> lengths = {"seqlens_k": "i32[B]", "sizes": {"B": [1, 2, 4, 8], "S": "1..512"}}
     >>> report = portattn.warmup([{"op": "decode_attention"} | tensors | lengths], device="cpu")
     >>> print(report.specs[0].call, report.specs[0].path)
-    decode_attention q (8,8,1,64) kv (8,2,512,64) fp32 seqlens_k; B = 8, S = 512 reference
+    decode_attention q (8,8,1,64) kv (8,2,512,64) fp32 seqlens_k; B = 8, S = 512 sdpa
     >>> portattn.monitor(False)  # warmup arms it
     """
     begun, say = time.perf_counter(), say or _nothing

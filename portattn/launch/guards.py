@@ -46,17 +46,21 @@ def _made(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 def _plain(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     known = [_facts(t) for t in tensors]
-    inference = torch.is_inference_mode_enabled()
+    modes = _modes()
 
     def check(*values: Any) -> bool:
         return (
-            torch.is_inference_mode_enabled() == inference
+            _modes() == modes
             and not _transformed()
             and all(isinstance(value, torch.Tensor) for value in values)
             and [_facts(value) for value in values] == known
         )
 
     return check
+
+
+def _modes() -> tuple[bool, bool]:
+    return torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
 
 
 def _transformed() -> bool:

@@ -81,7 +81,7 @@ def test_what_packed_rows_cannot_have_is_named(device: Device) -> None:
         ({"mask": torch.ones(5, 5, dtype=torch.bool)}, "mask is .* but goes with dense tensors only"),
         ({"dropout_p": 0.1}, r"dropout_p is 0\.1, but goes with dense"),
         ({"layout": "bhsd"}, r"q is .*ragged at the star"),
-        ({"k": dense}, "k is 'a Tensor', but must be a jagged nested tensor, as q is"),
+        ({"k": dense}, "q is 'a jagged nested tensor', but must be a dense"),
         ({"v": jagged((4, 1, 2, 7), 2, device)}, "v is .* must have the sequences of k"),
     ]
     for change, words in wrong:

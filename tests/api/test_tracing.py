@@ -15,6 +15,7 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import portattn
+from portattn.launch import cache
 
 HANDLES = {n: r for n, r in RECORDERS.items() if "compile" not in n and "strict" not in n}
 
@@ -204,6 +205,23 @@ def test_autocast_leaves_what_may_be_float32_alone(device: Device) -> None:
         assert out.dtype == torch.bfloat16
         assert lse.dtype == torch.float32
         assert portattn.last_plan().problem.dtype == "bf16"
+
+
+@pytest.mark.parametrize("guards", ["torch's", "plain"])
+def test_autocast_of_a_call_that_is_kept(guards: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept call of float32 is none of autocast's, and one that autocast cast is none of float32's."""
+    if guards == "plain":
+        monkeypatch.setattr("portattn.launch.guards._usable", lambda: False)
+    cache.forget()
+    q, k, v = qkv(device)
+    wide, narrow = portattn.attention(q, k, v), portattn.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    for _ in range(3):
+        assert torch.equal(portattn.attention(q, k, v), wide)
+        with torch.autocast(device.name, dtype=torch.bfloat16):
+            assert torch.equal(portattn.attention(q, k, v), narrow)
+        with torch.autocast(device.name, dtype=torch.float16):
+            assert portattn.attention(q.bfloat16(), k, v).dtype == torch.float16
+    cache.forget()
 
 
 def test_autocast_switched_off_inside_is_off(device: Device) -> None:
