@@ -34,7 +34,11 @@ def try_cached(
     """
     if torch.compiler.is_dynamo_compiling():
         return None if op == "attention" and are_jagged(*tensors[:3]) else in_graph(op, tensors, values, lengths)
-    return found_cached(op, tensors, values, lengths)
+    found = found_cached(op, tensors, values, lengths)
+    if found is None and torch._C._is_any_autocast_enabled() and autocast.is_on(tensors[0]):
+        with autocast.off(tensors[0].device.type):  # what is kept of calls under autocast is of the cast tensors
+            return found_cached(op, tuple(autocast.cast_now(op, tensors)), values, lengths)
+    return found
 
 
 def found_cached(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
@@ -82,9 +86,8 @@ def _as_autocast(request: Request) -> Result:
     """Carry a request out in the dtype of autocast, which no kernel sees."""
     tensors, values, lengths = request.parts
     tensors = tuple(autocast.cast(request.op, tensors))
-    with dispatch.without_autocast(tensors[0].device.type):
-        found = found_cached(request.op, tensors, values, lengths)
-        return carried_out(request_from(request.op, tensors, values, lengths)) if found is None else found
+    with autocast.off(tensors[0].device.type):
+        return carried_out(request_from(request.op, tensors, values, lengths))
 
 
 def carried_out(request: Request) -> Result:

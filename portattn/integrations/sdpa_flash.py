@@ -65,6 +65,8 @@ class Activation:
         if device_type == "cpu":  # SDPA's flash kernel has operators of its own there
             forwards[_CPU] = _cpu
             backwards.append(f"{_CPU}_backward")
+        # Torch 2.11 has no `_flash_attention_forward_no_dropout_inplace`.
+        forwards = {name: forward for name, forward in forwards.items() if hasattr(torch.ops.aten, name)}
         self.own = {name: _kernel(name, key) for name in (*forwards, *backwards)}
         self._library: Any = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # torch warns that its kernels are overridden, which is what was asked for
