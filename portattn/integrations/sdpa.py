@@ -28,6 +28,7 @@ from portattn.integrations.sdpa_routes import (
     check_allowed,
     last_route,
     note,
+    note_while_tracing,
     tell_while_tracing,
     torch_ran,
 )
@@ -129,7 +130,8 @@ def _serve_traced(*arguments: Any) -> torch.Tensor:
     found = mapped(*arguments)
     if isinstance(found, Mapped) and not found.options["dropout_p"]:
         note_while_tracing()
-        return found.result(ops.attention(*found.tensors(), **found.options))
+        out: Any = ops.attention(*found.tensors(), **found.options)
+        return found.result(out)
     refused = _DROPOUT_IN_A_GRAPH if isinstance(found, Mapped) else found
     if not tell_while_tracing(WHO, refused.kind, refused.reason, refused.invalid):
         return _break_graph(*arguments)  # and raise there

@@ -332,7 +332,8 @@ def test_what_dynamo_sees_whole_is_not_compiled_again_outside_of_the_block() -> 
 
 
 def vjp_of_ones(f: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    out, pull = torch.func.vjp(f, Q)
+    made: Any = torch.func.vjp(f, Q)
+    out, pull = made
     return out, pull(torch.ones_like(out))
 
 
@@ -432,6 +433,7 @@ def test_distributed_tensors(name: str, mesh: Any) -> None:
     (grad,) = torch.autograd.grad(found.sin().sum(), given[0])
     q = tensors[0].clone().requires_grad_()
     (right,) = torch.autograd.grad(call(theirs, q, *tensors[1:]).sin().sum(), q)
+    assert isinstance(grad, DTensor)
     torch.testing.assert_close(grad.full_tensor(), right, atol=1e-5, rtol=1e-4)
 
 
