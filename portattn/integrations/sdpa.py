@@ -17,10 +17,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.api import ops
+from portattn.api.tracing import are_dispatched, are_transformed
 from portattn.errors import ArgumentError, TracingError
 from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
-from portattn.integrations.sdpa_mapping import Mapped, Refused, mapped
-from portattn.integrations.sdpa_routes import OURS, WHO, Route, check_allowed, last_route, note, torch_ran
+from portattn.integrations.sdpa_mapping import Mapped, Refused, lie_in_memory, mapped
+from portattn.integrations.sdpa_routes import (
+    OURS,
+    WHO,
+    Route,
+    check_allowed,
+    last_route,
+    note,
+    note_while_tracing,
+    tell_while_tracing,
+    torch_ran,
+)
 
 __all__ = [
     "Route",
@@ -75,6 +86,9 @@ def scaled_dot_product_attention(
 
     Returns (..., Hq, L, Ev) in query's dtype.
 
+    In graphs and transforms it is portattn's operator where `portattn.attention` is: under torch.compile (with
+    fullgraph, too), torch.export, make_fx and torch.func. Dropout is torch's own there, and so is forward mode.
+
     Raises what torch raises for the same input; PathUnavailable where portattn cannot take the call and falling back
     is forbidden, by `fallback="error"` or a named `backend`.
 
@@ -86,7 +100,7 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, right, atol=1e-5)
     True
     """
-    serve = _break_graph if torch.compiler.is_compiling() else _serve
+    serve = _serve_traced if torch.compiler.is_dynamo_compiling() else _serve
     return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -101,7 +115,7 @@ def _serve(*arguments: Any) -> torch.Tensor:
             try:
                 out: Any = ops.attention(*found.tensors(), **found.options)
             except (ArgumentError, TracingError) as error:  # raised before anything is launched
-                found = _refused(error)
+                found = _refused(error, found)
             else:
                 note(OURS)
                 return found.result(out)
@@ -110,9 +124,24 @@ def _serve(*arguments: Any) -> torch.Tensor:
         _serving.now = False
 
 
-# Dispatch keeps dictionaries and warns: Dynamo steps around the call instead of tracing it, and says so where it must
-# not. (Earlier releases of torch take no reason.)
-_REASON = "portattn plans and launches outside of graphs: compile without fullgraph=True"
+def _serve_traced(*arguments: Any) -> torch.Tensor:
+    """As _serve, while dynamo traces it: plain Python alone, and no error of an operator can be caught here. The graph
+    has portattn's operator, or torch's. The route is told now, and not when the graph runs."""
+    found = mapped(*arguments)
+    if isinstance(found, Mapped) and not found.options["dropout_p"]:
+        note_while_tracing()
+        out: Any = ops.attention(*found.tensors(), **found.options)
+        return found.result(out)
+    refused = _DROPOUT_IN_A_GRAPH if isinstance(found, Mapped) else found
+    if not tell_while_tracing(WHO, refused.kind, refused.reason, refused.invalid):
+        return _break_graph(*arguments)  # and raise there
+    return _by_torch(refused, arguments)
+
+
+# Its mask would be drawn anew in the backward pass.
+_DROPOUT_IN_A_GRAPH = Refused("dropout in a graph", "dropout_p is not 0, and portattn's graphs have no dropout")
+# (Earlier releases of torch take no reason.)
+_REASON = "portattn cannot take this call, and fallback='error' or a named backend forbids that torch runs it"
 _explained = {"reason": _REASON} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
 _break_graph = torch.compiler.disable(_serve, **_explained)
 
@@ -125,22 +154,28 @@ def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _refused(error: ArgumentError | TracingError) -> Refused:
-    """A call that portattn.attention itself does not take: a head too wide, a call that is being recorded."""
-    return Refused(getattr(error, "argument", "tracing"), str(error))
+def _refused(error: ArgumentError | TracingError, call: Mapped) -> Refused:
+    """A call that portattn.attention itself does not take: a mask to be negated, forward-mode derivatives."""
+    if isinstance(error, ArgumentError):
+        return Refused(error.argument, str(error))
+    return _DROPOUT_IN_A_GRAPH if call.options["dropout_p"] else Refused("tracing", str(error))
 
 
 def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Let torch answer: its result, its error, or PathUnavailable where falling back is forbidden."""
+    if not refused.invalid:
+        check_allowed(WHO, refused)
+    out = _by_torch(refused, arguments)
+    torch_ran(WHO, refused)
+    return out
+
+
+def _by_torch(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
     if refused.invalid:
         # By torch's definition of SDPA, which checks. Its fused CPU kernel takes a value of other rows than key's.
         with sdpa_kernel(SDPBackend.MATH):
-            out = _call_torch(arguments)
-    else:
-        check_allowed(WHO, refused)
-        out = _call_torch(arguments)
-    torch_ran(WHO, refused)
-    return out
+            return _call_torch(arguments)
+    return _call_torch(arguments)
 
 
 def route(
@@ -158,7 +193,8 @@ def route(
 
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  as there: query (..., Hq, L, E)
 
-    Returns a Route: `path`, `reason`, and portattn's `plan`.
+    Returns a Route: `path`, `reason`, and portattn's `plan`, which is None for what torch.func transforms, what is
+    being functionalized, and DTensors: it is made when the operator runs.
 
     Raises PathUnavailable and QuirkConflict as `portattn.plan` does.
 
@@ -173,10 +209,16 @@ def route(
     """
     found = mapped(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(found, Mapped):
+        tensors = found.tensors()
+        transformed = are_transformed(tensors)
+        if found.options["dropout_p"] and (transformed or are_dispatched(tensors)):
+            return Route("torch", _DROPOUT_IN_A_GRAPH.reason)
+        if transformed or not lie_in_memory(tensors):
+            return Route("portattn")
         try:
-            return Route("portattn", plan=ops.plan("attention", *found.tensors(), **found.options))
+            return Route("portattn", plan=ops.plan("attention", *tensors, **found.options))
         except (ArgumentError, TracingError) as error:
-            found = _refused(error)
+            found = _refused(error, found)
     return Route("torch", found.reason + (", which torch refuses" if found.invalid else ""))
 
 

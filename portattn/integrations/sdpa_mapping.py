@@ -6,15 +6,21 @@ Nothing is computed here beyond what torch does to the arguments itself: autocas
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+from portattn.schema.problem import MAX_HEAD_DIM
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_NUMBERS = (float, int, torch.SymFloat)  # the last where a graph is made for any number
+_LARGEST = torch.finfo(torch.float32).max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -88,8 +94,8 @@ def mapped(
             raise _RefusedError(
                 "dropout_p", f"dropout_p is {dropout_p}, and portattn takes [0, 1)", invalid=dropout_p > 1
             )
-        if scale is not None and not math.isfinite(scale):
-            raise _RefusedError("scale", f"scale is {scale}, and portattn takes finite ones")
+        if scale is not None and not -_LARGEST <= scale <= _LARGEST:  # which NaN is not, either
+            raise _RefusedError("scale", f"scale is {scale}, and portattn takes finite ones of float32's range")
         return _shaped(query, key, value, attn_mask, causal, float(dropout_p), scale, enable_gqa)
     except _RefusedError as error:
         return error.refused
@@ -101,7 +107,7 @@ def _check_types(
     """What Python's types alone tell. torch reads numbers of other types too, or raises TypeError."""
     tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
     mask = attn_mask is None or isinstance(attn_mask, torch.Tensor)
-    numbers = type(dropout_p) in (float, int) and (scale is None or type(scale) in (float, int))
+    numbers = type(dropout_p) in _NUMBERS and (scale is None or type(scale) in _NUMBERS)
     if not (tensors and mask and numbers and type(is_causal) is bool and type(enable_gqa) is bool):
         raise _RefusedError("type", "an argument is of a type that torch reads in its own way", invalid=True)
 
@@ -117,16 +123,28 @@ def _marker(bias: CausalBias, query: torch.Tensor, key: torch.Tensor, is_causal:
 
 
 def _check_plain(**tensors: torch.Tensor | None) -> None:
-    """Tensors in memory and of no subclass: others know themselves what SDPA is for them."""
+    """Dense tensors, and those of torch's own classes that have rules for portattn's operators. Other subclasses know
+    themselves what SDPA is for them."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN and not _is_distributed(tensor):
             raise _RefusedError("subclass", f"{name} is a {type(tensor).__name__}, and portattn takes plain tensors")
         if tensor.is_nested or tensor.layout is not torch.strided:
             raise _RefusedError("layout", f"{name} is nested or sparse, and portattn takes dense tensors")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             raise _RefusedError("dual", f"{name} has a forward-mode tangent, and portattn has no forward-mode AD")
+
+
+def lie_in_memory(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether tensors that were mapped are a call's own memory, or a fake of it, and no wrappers of other tensors."""
+    return all(type(tensor) is not FunctionalTensor and not _is_distributed(tensor) for tensor in tensors)
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. There is none before its module is imported, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(tensor) is module.DTensor
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -181,6 +199,11 @@ def _shaped(
             return tensor
         return tensor.expand(*batches, heads, rows, width).reshape(batch, heads, rows, width)
 
+    if heads == 0 or heads_k == 0:
+        raise _RefusedError("no heads", "there are no heads")
+    if not (0 < query.shape[-1] <= MAX_HEAD_DIM and 0 < value.shape[-1] <= MAX_HEAD_DIM):
+        # (Without their number, which may be symbolic.)
+        raise _RefusedError("head_dim", f"query or value has no columns, or more than portattn's {MAX_HEAD_DIM}")
     q, k, v = four(query, heads), four(key, heads_k), four(value, heads_k)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "dropout_p": dropout_p, "layout": _layout(q)}
     if attn_mask is not None:
@@ -240,10 +263,11 @@ def _masked(
         raise _RefusedError("attn_mask", "attn_mask has less than two dimensions, which some of torch's kernels refuse")
     given = attn_mask.shape
     fits = len(given) <= len(scores) and all(
-        size in (1, limit) for size, limit in zip(reversed(given), reversed(scores), strict=False)
+        size == 1 or size == limit  # `in` would compare symbolic sizes by identity under dynamo
+        for size, limit in zip(reversed(given), reversed(scores), strict=False)
     )
     if not fits:
-        raise _RefusedError("attn_mask", f"attn_mask does not broadcast to the scores, {scores}", invalid=True)
+        raise _RefusedError("attn_mask", "attn_mask does not broadcast to the scores", invalid=True)
     if len(given) <= 4 and len(batches) <= 1:
         return attn_mask
     heads = given[-3] if len(given) > 2 else 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
+
 from portattn.config import current
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.integrations.sdpa_mapping import Refused
@@ -19,7 +21,7 @@ class Route:
 
     path    "portattn", or "torch" for torch's own kernels
     reason  why it is torch's; empty for portattn
-    plan    how portattn would run it: a Plan of `attention`; None for torch, and of `last_route`
+    plan    how portattn would run it: a Plan of `attention`; None for torch, of `last_route`, and inside of transforms
     """
 
     path: str
@@ -46,7 +48,8 @@ def note(route: Route | None) -> None:
 def last_route() -> Route | None:
     """The way that the last call in this thread or task took; None before any.
 
-    portattn.last_plan() says how portattn ran it.
+    portattn.last_plan() says how portattn ran it. What torch.compile or torch.export made of a call runs without
+    noting a route.
 
     Returns a Route without its plan.
 
@@ -80,6 +83,27 @@ def torch_ran(op: str, refused: Refused) -> None:
     if current().fallback == "warn" and key not in _warned:
         _warned.add(key)
         warn_caller(f"{op} runs on torch's own kernels, not portattn: {refused.reason}", FallbackWarning)
+
+
+@torch.compiler.assume_constant_result
+def note_while_tracing() -> bool:
+    """Remember that the graph that dynamo is making has portattn's operator. Dynamo calls it, as below."""
+    note(OURS)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def tell_while_tracing(op: str, kind: str, reason: str, invalid: bool) -> bool:
+    """Tell, as torch_ran does, that the graph that dynamo is making has torch's operator. Dynamo calls it, and keeps
+    what it returns: whether the settings of that moment allow it."""
+    refused = Refused(kind, reason, invalid)
+    if not refused.invalid:
+        try:
+            check_allowed(op, refused)
+        except PathUnavailable:
+            return False
+    torch_ran(op, refused)
+    return True
 
 
 def forget_warnings() -> None:

@@ -11,12 +11,22 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import portattn
+from portattn.integrations import sdpa
 
 Tensors = dict[str, torch.Tensor]
 
 
 def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def drop_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
+    """torch's scaled_dot_product_attention by portattn, which returns no LSE."""
+    out = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    route = sdpa.last_route()
+    assert route is not None
+    assert route.path == "portattn"
+    return out, out
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]]:
@@ -42,6 +52,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]
             portattn.attention, {"q": q, "k": k[:, :1].contiguous(), "v": v[:, :1].contiguous()},
             {"causal": True}, 1,
         ),
+        "drop-in": (drop_in, {"q": q, "k": k, "v": v}, {}, 1),
         "varlen": (portattn.varlen_attention, {**packed, **ends}, {"max_seqlen_q": 6, "max_seqlen_k": 9}, 1),
         "decode": (
             portattn.decode_attention,

@@ -11,7 +11,7 @@ import torch
 
 CHILD = Path(__file__).with_name("dtensor_child.py")
 WAYS = ("batch", "heads", "whole", "mixed")
-CALLS = ("attention", "attention, bshd", "attention, one key head", "varlen", "decode", "paged", "mla")
+CALLS = ("attention", "attention, bshd", "attention, one key head", "drop-in", "varlen", "decode", "paged", "mla")
 
 
 @pytest.fixture(scope="module")

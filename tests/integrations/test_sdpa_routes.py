@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
@@ -81,7 +79,7 @@ def test_route_and_explain_tell_beforehand_what_happens() -> None:
         assert (told.reason == "") == (told.path == "portattn")
         assert sdpa.explain(*args, **kwargs) == told.explain()
     assert sdpa.explain(Q, K, K).splitlines()[1] == "attention q (2,4,3,8) kv (2,4,5,8) fp32"
-    assert "head_dim is 640" in sdpa.route(*calls[3][0]).reason
+    assert sdpa.route(*calls[3][0]).reason == "query or value has no columns, or more than portattn's 576"
     assert sdpa.route(Q, K.half(), K).reason == "query, key and value have several dtypes, which torch refuses"
 
 
@@ -235,78 +233,6 @@ def test_subclasses_know_themselves_what_sdpa_is() -> None:
     assert Loud.heard == 1
     assert type(out) is Loud
     assert sdpa.route(loud, K, K).reason == "query is a Loud, and portattn takes plain tensors"
-
-
-# ---------------------------------------------------------------- compilers and transforms
-
-
-def test_compiled_inside_and_outside() -> None:
-    """What was compiled outside is compiled again inside, and the other way round; numbers are the same."""
-    torch._dynamo.reset()
-
-    def program(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(q * 2, k, k, is_causal=True) + 1
-
-    right = program(Q, K)
-    compiled = torch.compile(program, backend="eager")
-    for _ in range(2):
-        routes.note(None)
-        torch.testing.assert_close(compiled(Q, K), right)
-        assert path() == "none"
-        with sdpa.replaced():
-            torch.testing.assert_close(compiled(Q, K), right)
-            assert path() == "portattn"
-
-
-def test_a_block_and_the_function_inside_of_what_is_compiled() -> None:
-    torch._dynamo.reset()
-
-    @torch.compile(backend="eager")
-    def block(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        with sdpa.replaced():
-            out = functional.scaled_dot_product_attention(q, k, k, is_causal=True)
-        return out + 1
-
-    @torch.compile(backend="eager")
-    def function(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return ours(q, k, k, is_causal=True) + 1
-
-    right = imported_before(Q, K, K, is_causal=True) + 1
-    for compiled in (block, function):
-        routes.note(None)
-        torch.testing.assert_close(compiled(Q, K), right)
-        assert path() == "portattn"
-    assert functional.scaled_dot_product_attention is imported_before
-
-
-def test_compiled_backwards() -> None:
-    torch._dynamo.reset()
-    q = Q.clone().requires_grad_()
-    compiled = torch.compile(
-        lambda q: functional.scaled_dot_product_attention(q * 2, K, K, is_causal=True).square(), backend="aot_eager"
-    )
-    with sdpa.replaced():
-        (grad,) = torch.autograd.grad(compiled(q).sum(), q)
-    assert path() == "portattn"
-    (right,) = torch.autograd.grad(imported_before(q * 2, K, K, is_causal=True).square().sum(), q)
-    torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-4)  # which cancels: terms are larger than the sum
-
-
-@pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
-def test_what_records_or_transforms_a_call_gets_torchs_operator() -> None:
-    with sdpa.replaced():
-        batch = torch.vmap(lambda q: functional.scaled_dot_product_attention(q, q, q))(Q[None].expand(3, 2, 4, 3, 8))
-        route = sdpa.last_route()
-        assert route is not None
-        assert (batch.shape, route.path) == ((3, 2, 4, 3, 8), "torch")
-        assert "vmap" in route.reason
-        graph = make_fx(lambda q: functional.scaled_dot_product_attention(q, q, q))(Q)
-        assert any("scaled_dot_product" in str(node.target) for node in graph.graph.nodes)
-        torch.testing.assert_close(graph(Q), ours(Q, Q, Q))
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
-            functional.scaled_dot_product_attention(
-                forward_ad.make_dual(Q, Q), K, K
-            )  # as torch's kernel does; no tangent is dropped
 
 
 # ---------------------------------------------------------------- importing
