@@ -119,6 +119,10 @@ class SdpaPath(VendorPath):
             # SDPA's fall-back would hold Sq × Sk scores of every head.
             k, v, gqa = k.repeat_interleave(p.group, dim=1), v.repeat_interleave(p.group, dim=1), False
         q, k, v = (_aligned(t) for t in (q, k, v))
+        bias = given.get("attn_mask")
+        if bias is not None and bias.requires_grad and not (q.requires_grad or k.requires_grad or v.requires_grad):
+            # torch 2.11's memory-efficient kernel keeps no LSE for a bias alone: "LSE is not correctly aligned".
+            q = q.detach().requires_grad_()
         out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **given)
         return (out if idle is None else out.masked_fill(idle[..., None], 0.0)).to(call.q.dtype), None
 

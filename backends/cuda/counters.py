@@ -8,6 +8,7 @@ a graph keeps its counter for ever, as the graph may be replayed at any time, on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -29,13 +30,17 @@ APART = 4
 class Counters:
     """The counters of one device.
 
-    zeros  makes so many int32, 0 for what the current stream runs afterwards, on the device
+    zeros     makes so many int32 of 0, that last
+    in_graph  makes one for a launch that is captured: in the graph itself, which sets it to 0 at each replay. None:
+              `zeros` does
     """
 
-    def __init__(self, zeros: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, zeros: Callable[[int], torch.Tensor], in_graph: Callable[[], torch.Tensor] | None = None
+    ) -> None:
         from portattn.launch import devices  # torch: not where backends are only imported
 
-        self._zeros, self._lock = zeros, threading.Lock()
+        self._zeros, self._in_graph, self._lock = zeros, in_graph, threading.Lock()
         self.stream = devices.runtime("cuda").stream
         self._of_stream: dict[int, Iterator[torch.Tensor]] = {}
         self._captured = zeros(CAPTURED * APART)  # held for ever: graphs have addresses in it
@@ -55,7 +60,30 @@ class Counters:
         with self._lock:
             if self._left:
                 return self._left.pop()
-        return self._zeros(1)  # in the graph itself, which then sets it to 0 at each replay
+        return self._zeros(1) if self._in_graph is None else self._in_graph()
+
+
+def lasting_zeros(device: torch.device, count: int) -> torch.Tensor:
+    """So many int32, set to 0 by the time that this returns, in memory that is no graph's.
+
+    Made by a thread of its own: while torch warms up a graph (torch.compile's mode="reduce-overhead"), it takes what the
+    calling thread allocates for the graph's, and refuses what lasts.
+    """
+    import torch
+
+    made: list[torch.Tensor] = []
+
+    def make() -> None:
+        with torch.cuda.device(device):
+            made.append(torch.zeros(count, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if not made:
+        raise RuntimeError(f"no memory for {count} counters on {device}")
+    return made[0]
 
 
 _of_device: dict[int, Counters] = {}
@@ -80,13 +108,12 @@ def counter(device: torch.device) -> torch.Tensor:
     index = device.index
     found = _of_device.get(index)
     capturing = torch.cuda.is_current_stream_capturing()
+    in_graph = functools.partial(torch.zeros, 1, dtype=torch.int32, device=device)
     if found is None:
         if capturing:
-            return torch.zeros(1, dtype=torch.int32, device=device)
+            return in_graph()
         with _making:
             found = _of_device.get(index)
             if found is None:
-                made = Counters(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-                torch.cuda.current_stream(device).synchronize()  # once: graphs on other streams must find them at 0
-                found = _of_device[index] = made
+                found = _of_device[index] = Counters(functools.partial(lasting_zeros, device), in_graph)
     return found.take(None if capturing else found.stream(index))

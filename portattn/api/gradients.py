@@ -31,13 +31,17 @@ def backward(signature: Signature, *arguments: Any) -> Any:
 
 
 def _differentiable(function: Any, op: str, suffix: str, arguments: Sequence[Any]) -> Any:
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level >= 0 and _has_tangents(arguments):
         raise forward_mode(op)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
         with _one_level():
             return function.apply(op, *arguments)
     return _below(op + suffix, arguments)
+
+
+def _has_tangents(arguments: Sequence[Any]) -> bool:
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _one_level() -> contextlib.AbstractContextManager[Any]:

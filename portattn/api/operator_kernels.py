@@ -19,13 +19,19 @@ Results = tuple[torch.Tensor, torch.Tensor]
 def forward(signature: Signature, *arguments: Any) -> Results:
     """The operator: (out, lse), or (out, a float32 tensor without elements) where no LSE is asked for."""
     parts = signature.split(arguments)
-    with torch.no_grad():  # gradients are the operator's own
-        found = found_cached(signature.op, *parts)
-        if found is None:
-            found = carried_out(request_from(signature.op, *parts))
+    if torch.is_grad_enabled():  # gradients are the operator's own
+        with torch.no_grad():
+            found = _found(signature.op, parts)
+    else:
+        found = _found(signature.op, parts)
     if isinstance(found, tuple):
         return found
     return found, found.new_empty(0, dtype=torch.float32)
+
+
+def _found(op: str, parts: tuple[Any, ...]) -> Any:
+    found = found_cached(op, *parts)
+    return carried_out(request_from(op, *parts)) if found is None else found
 
 
 def forward_shapes(signature: Signature, *arguments: Any) -> Results:

@@ -56,10 +56,6 @@ def _numbers(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 # How an argument is written for an operator, and read again.
 _WRITE: dict[str, Callable[[Any], Any]] = {"causal": _causal, "window": _window, "magicpig": _numbers}
 _READ: dict[str, Callable[[Any], Any]] = {
@@ -79,9 +75,10 @@ class Signature:
     gradients  places of those that gradients can be asked for, in the order of what the backward operator returns
     values     all others, in the order (fixed values, backend, validate, sizes)
     write      places of arguments that an operator's schema has another form of, and what makes that of them
+    read       the same places, and what makes a Request's values of them again
     """
 
-    __slots__ = ("gradients", "kept", "op", "row", "shared", "tensors", "values", "write")
+    __slots__ = ("gradients", "kept", "op", "read", "row", "shared", "tensors", "values", "write")
 
     def __init__(self, row: OpRow) -> None:
         self.op, self.row = row.name, row
@@ -92,6 +89,7 @@ class Signature:
         self.values = (*row.fixed, "backend", "validate", *row.lengths)
         count = len(self.tensors)
         self.write = tuple((count + i, _WRITE[name]) for i, name in enumerate(self.values) if name in _WRITE)
+        self.read = tuple((count + i, _READ[name]) for i, name in enumerate(self.values) if name in _READ)
 
     @property
     def schema(self) -> str:
@@ -101,10 +99,12 @@ class Signature:
 
     def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """An operator's arguments as a Request has them: its tensors, its fixed values, its sizes."""
-        count = len(self.tensors)
-        found = [_READ.get(n, _same)(value) for n, value in zip(self.values, arguments[count:], strict=True)]
-        fixed = len(found) - len(self.row.lengths)
-        return tuple(arguments[place] for place in self.shared), tuple(found[:fixed]), tuple(found[fixed:])
+        found = list(arguments)
+        for place, read in self.read:
+            found[place] = read(found[place])
+        end = len(found) - len(self.row.lengths)
+        tensors = tuple([found[place] for place in self.shared])
+        return tensors, tuple(found[len(self.tensors) : end]), tuple(found[end:])
 
     def value(self, arguments: Sequence[Any], name: str) -> Any:
         """One of the arguments that are no tensors, as the operator has it."""
@@ -158,8 +158,13 @@ def _library() -> torch.library.Library:
 def _later(module: str, what: str, op: str) -> Callable[..., Any]:
     """A function of a module beside this one, which is imported when it is first called."""
 
+    found: Any = None
+    signature = SIGNATURES[op]
+
     def call(*arguments: Any, **named: Any) -> Any:
-        found = getattr(importlib.import_module(f"portattn.api.{module}"), what)
-        return found(SIGNATURES[op], *arguments, **named)
+        nonlocal found
+        if found is None:
+            found = getattr(importlib.import_module(f"portattn.api.{module}"), what)
+        return found(signature, *arguments, **named)
 
     return call

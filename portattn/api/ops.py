@@ -113,7 +113,14 @@ def attention(
     if found is not None:
         return found
     if are_jagged(q, k, v):
-        return unpacked(locals(), varlen_attention(**packed(locals())))
+        # By name: dynamo's locals() are not those of the source where it has broken the graph.
+        given = {
+            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
+            "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
+            "return_lse": return_lse, "layout": layout, "backend": backend, "validate": validate,
+        }  # fmt: skip
+        return unpacked(given, varlen_attention(**packed(given)))
     return perform(request_of("attention", locals()))
 
 
