@@ -66,8 +66,8 @@ class Counters:
 def lasting_zeros(device: torch.device, count: int) -> torch.Tensor:
     """So many int32, set to 0 by the time that this returns, in memory that is no graph's.
 
-    Made by a thread of its own: while torch warms up a graph (torch.compile's mode="reduce-overhead"), it takes what the
-    calling thread allocates for the graph's, and refuses what lasts.
+    Made by a thread of its own: while torch warms up a graph (torch.compile's mode="reduce-overhead"), it takes what
+    the calling thread allocates for the graph's, and refuses what lasts.
     """
     import torch
 
