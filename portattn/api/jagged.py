@@ -70,10 +70,10 @@ def unpacked(given: Mapping[str, Any], found: Any) -> Any:
     return ragged if lse is None else (ragged, _like(q, lse.transpose(0, 1)).transpose(1, 2))
 
 
-def _like(q: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _like(q: Any, values: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(
         values,
         q.offsets(),
         min_seqlen=q._get_min_seqlen(),
-        max_seqlen=q._get_max_seqlen(),  # type: ignore[attr-defined]
+        max_seqlen=q._get_max_seqlen(),
     )
