@@ -141,8 +141,9 @@ def test_packed_rows(inner: str, early: bool) -> None:
     assert torch.equal(allowed(mask), expected)
     assert (mask.packed is not None) == whole
     if whole:
-        begins, longest = mask.sequences()
+        begins, longest, *keys = mask.sequences()
         assert (begins.tolist(), longest) == ([0, 6, 9, 11, 20, 22], 9)
+        assert keys == [begins, longest]
 
 
 def test_what_hides_nothing_is_not_said() -> None:
