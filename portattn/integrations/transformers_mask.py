@@ -189,9 +189,7 @@ def compact_mask(
     if read_back and (q_length > 1 or current().validate == "always"):
         q_offset = int(q_offset)
     if torch.compiler.is_dynamo_compiling():
-        # A mask that SDPA may leave out is causal, or goes both ways, but for a window or chunks.
-        plain = kwargs.get("allow_is_causal_skip", False) or kwargs.get("allow_is_bidirectional_skip", False)
-        pattern = traced_pattern(mask_function, plain and not kwargs.get("use_vmap", True))
+        pattern = traced_pattern(mask_function, _looks_nothing_up(**kwargs))
     else:
         pattern = read_pattern(mask_function, kv_length + kv_offset)
     causal = pattern.right == 0
@@ -227,6 +225,19 @@ def compact_mask(
     if isinstance(stop, torch.Tensor) and mask.causal and mask.seqlens_k is None:
         mask.seqlens_k = stop.to(torch.int32).expand(batch_size).contiguous()
     return mask
+
+
+def _looks_nothing_up(
+    config: Any = None,
+    use_vmap: bool = True,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> bool:
+    """Whether a mask function compares positions alone, by what transformers tells SDPA's mask function: it may leave
+    out masks that are causal, or go both ways, but for a window or chunks. Chunks are a configuration's."""
+    plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
+    return plain and getattr(config, "attention_chunk_size", None) is None
 
 
 def _is_traced(*tensors: Any) -> bool:
