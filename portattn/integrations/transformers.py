@@ -37,6 +37,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
+from portattn.integrations import transformers_hooks
 from portattn.integrations.transformers_batching import Batch, attend_batch, is_paged
 from portattn.integrations.transformers_mask import (
     ELSEWHERE,
@@ -75,6 +76,8 @@ class Registration:
         for interface, ours in ((AttentionInterface, self._forward), (AttentionMaskInterface, compact_mask)):
             if interface._global_mapping.get(self.name) is ours:
                 del interface._global_mapping[self.name]
+        if not _registered:
+            transformers_hooks.remove()
 
     def __repr__(self) -> str:
         state = "registered" if _registered.get(self.name) is self else "removed"
@@ -170,6 +173,7 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     AttentionMaskInterface.register(name, compact_mask)
     AttentionInterface.register(name, forward)
     _registered[name] = registration
+    transformers_hooks.install(_registered.keys())
     return registration
 
 

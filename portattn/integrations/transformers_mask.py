@@ -53,7 +53,7 @@ class CompactMask:
     windowed     it was made with a window, which `left` and `right` leave out where it hides nothing
 
     Models, generate() and accelerate treat a mask as a 4-D tensor that is already prepared: they ask for ndim and
-    shape, and call to() and contiguous(). Nothing else is offered, so that a model that computes with its mask fails.
+    shape, and call to() and contiguous(). Nothing else is offered: a model that computes with its mask is refused.
     """
 
     batch: int
@@ -137,6 +137,14 @@ class CompactMask:
 
     def contiguous(self) -> CompactMask:
         return self
+
+    def __getitem__(self, index: Any) -> CompactMask:
+        raise refuse("attention_mask", self, f"this model takes slices of its mask; {ELSEWHERE}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = getattr(function, "__name__", function)
+        raise refuse("attention_mask", cls.__name__, f"this model computes with its mask ({what}); {ELSEWHERE}")
 
     def to(self, *args: Any, **kwargs: Any) -> CompactMask:
         """The mask on another device, for models whose layers lie on several. Takes what Tensor.to takes, of which
