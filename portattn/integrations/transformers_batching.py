@@ -1,8 +1,8 @@
 """Continuous batching of transformers (`generate_batch`) by the paged operation.
 
-Every forward is one ragged batch: queries of all requests one after the other, prompts and single tokens mixed. Keys and
-values go into transformers' PagedAttentionCache. Layers that see everything then read its pages where they lie; layers
-with a window get from the cache what it gathers, since their pages are rings, which are in no order.
+Every forward is one ragged batch: queries of all requests one after the other, prompts and single tokens mixed. Keys
+and values go into transformers' PagedAttentionCache. Layers that see everything then read its pages where they lie;
+layers with a window get from the cache what it gathers, since their pages are rings.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def attend_batch(
     batch: Batch,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Put keys and values into the cache, and attend. query (1, Hq, T, D), key and value (1, Hk, T, D) -> (1, T, Hq, D).
+    """Put keys and values into the cache, and attend.
+
+    query (1, Hq, T, D), key and value (1, Hk, T, D) -> (1, T, Hq, D)
 
     window   the layer's own: so many keys, the query's among them
     options  of the operation: scale, softcap, sinks, backend
@@ -75,8 +77,8 @@ def attend_batch(
     if batch.begin_q is None or not isinstance(batch.begin_k, dict) or not isinstance(batch.longest_k, dict):
         raise refuse("cu_seq_lens_k", batch.begin_k, f"{_WHAT} gives lengths of each kind of layer; {ELSEWHERE}")
     if named.get("block_table") is not None:
-        raise refuse("block_table", named["block_table"], f"is for FlashAttention alone; set max_blocks_per_request=0")
-    if mask.mask is not None or not mask.causal:
+        raise refuse("block_table", named["block_table"], "is for FlashAttention alone; set max_blocks_per_request=0")
+    if mask.mask is not None or (mask.q_length > 1 and not mask.causal):
         raise refuse("attention_mask", mask.shape, f"{_WHAT} is causal and has no mask functions; {ELSEWHERE}")
     allocator = batch.cache.layer_to_allocator[module.layer_idx]
     begin_q, begin_k = batch.begin_q.to(torch.int32), batch.begin_k[allocator.layer_type].to(torch.int32)

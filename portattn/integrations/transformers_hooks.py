@@ -7,6 +7,9 @@ batching takes transformers' own implementations by name. There is no way to say
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,11 +21,21 @@ from portattn.integrations.transformers_mask import refuse
 Method = Callable[..., Any]
 
 
+# A layer of attention that is written here, rather than derived from one of transformers'.
+_OWN_LAYER = re.compile(r"^class \w*(?:Attention|Attn)\w*\((?:\w+\.)*Module\):", re.MULTILINE)
+
+
 def goes_through_interface(model: type[Any]) -> bool:
-    """Whether the layers of a class of models call what AttentionInterface holds: its author says so, or transformers
-    finds the call in its source, as set_attn_implementation() does. Models of models have no layers of their own, and
-    each of their parts is asked."""
-    return bool(getattr(model, "_supports_attention_backend", False)) or model._can_set_attn_implementation()
+    """Whether the layers of a class of models call what AttentionInterface holds: its author says so, or the call is
+    found in its source, where set_attn_implementation() looks for it. Models of models have no layers of their own,
+    and each of their parts is asked."""
+    if getattr(model, "_supports_attention_backend", False):
+        return True
+    if not model._can_set_attn_implementation():
+        return False
+    # transformers finds layers by one spelling alone, and takes everything else.
+    source = inspect.getsource(sys.modules[model.__module__])
+    return "ALL_ATTENTION_FUNCTIONS" in source or "AttentionInterface" in source or not _OWN_LAYER.search(source)
 
 
 def refuse_others(model: type[Any], name: str) -> None:

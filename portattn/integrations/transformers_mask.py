@@ -122,14 +122,16 @@ class CompactMask:
         mask."""
         if self._dense is not None:
             return self._dense
-        # A single query sees every valid key before it, so it needs no bounds and no causality of its own.
-        several = self.seqlens_q is None and self.q_length < self.kv_used and 1 < self.q_length <= DECODE_QUERIES
-        decodes = True if self.q_length == 1 or several else False  # noqa: SIM210  # of symbolic lengths, too
+        decodes, causal = False, self.causal
+        if self.q_length == 1:  # it sees every valid key before it: it needs no bounds and no causality of its own
+            decodes, causal = True, False
+        elif self.seqlens_q is None and self.q_length < self.kv_used and self.q_length <= DECODE_QUERIES:
+            decodes = True
         found: dict[str, Any] = {
-            "causal": self.causal and not self.q_length == 1, "window": self.window, "mask": self.written,
-            "seqlens_k": self.seqlens_k, "leftpad_k": self.leftpad_k,
+            "causal": causal, "window": self.window, "mask": self.written, "seqlens_k": self.seqlens_k,
+            "leftpad_k": self.leftpad_k,
         }  # fmt: skip
-        if not decodes:  # a single query has no bounds of its own
+        if not decodes:
             found["seqlens_q"], found["leftpad_q"] = self.seqlens_q, self.leftpad_q
         if not torch.compiler.is_compiling():
             self._dense = decodes, found

@@ -101,6 +101,9 @@ class _Condition:
             return _Condition(self.bounds + other.bounds, self.known and other.known)
         return _Condition(self.bounds, False)
 
+    def __or__(self, other: Any) -> _Condition:
+        return _Condition(known=False)
+
     def to(self, device: Any) -> _Condition:
         return self
 
@@ -114,6 +117,12 @@ class _Position:
 
     def new_ones(self, *args: Any, **kwargs: Any) -> _Condition:
         return _Condition()
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> _Condition:
+        return _Condition(known=False)
+
+    def __add__(self, other: Any) -> _Position:
+        return self - -other if isinstance(other, int) else _Position(None, 0)
 
     def __sub__(self, other: Any) -> _Position:
         if self.query is None:
