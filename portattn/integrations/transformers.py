@@ -150,8 +150,8 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
                 raise refuse(
                     "cache", type(cache).__name__, f"continuous batching has no biases or dropout; {ELSEWHERE}"
                 )
-            batch = Batch(cache, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs)
-            return attend_batch(module, query, key, value, mask, sliding_window, batch, options), None
+            given: Any = (cache, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs)
+            return attend_batch(module, query, key, value, mask, sliding_window, Batch(*given), options), None
         check_window(sliding_window, mask)
         if position_bias is not None:
             if position_bias.shape[-1] == mask.kv_length:
@@ -239,7 +239,8 @@ def _attend(
     decodes, named = mask.dense()
     out: Any
     if mask.q_length == 1 and not dropout:  # in either layout the output comes out contiguous
-        out = ops.decode_attention(query, key, value, bias=bias, **named, **options).transpose(1, 2)
+        out = ops.decode_attention(query, key, value, bias=bias, **named, **options)
+        out = out.transpose(1, 2)
     else:
         # bshd, so that the output comes out contiguous in the layout that transformers wants.
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -80,7 +80,8 @@ def attend_batch(
         raise refuse("block_table", named["block_table"], "is for FlashAttention alone; set max_blocks_per_request=0")
     if mask.mask is not None or (mask.q_length > 1 and not mask.causal):
         raise refuse("attention_mask", mask.shape, f"{_WHAT} is causal and has no mask functions; {ELSEWHERE}")
-    allocator = batch.cache.layer_to_allocator[module.layer_idx]
+    layer: Any = module.layer_idx
+    allocator = batch.cache.layer_to_allocator[layer]
     begin_q, begin_k = batch.begin_q.to(torch.int32), batch.begin_k[allocator.layer_type].to(torch.int32)
     longest_k = batch.longest_k[allocator.layer_type]
     options = {**options, "causal": True, "window": None if window is None else (window - 1, 0)}
@@ -91,9 +92,9 @@ def attend_batch(
         # Without positions to read, keys and values are written alone.
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         write_index = named["write_index"][allocator.index]
-        allocator.update(k, v, module.layer_idx, read_index[:0], write_index)
-        pages = _pages_of(allocator, module.layer_idx, read_index, begin_k, longest_k)
-        k_pages, v_pages = allocator.get_cache_for_block_table(module.layer_idx)
+        allocator.update(k, v, layer, read_index[:0], write_index)
+        pages = _pages_of(allocator, layer, read_index, begin_k, longest_k)
+        k_pages, v_pages = allocator.get_cache_for_block_table(layer)
         if batch.longest_q == 1 and len(begin_q) == len(q) + 1:  # a query each: the keys are split over programs
             out = ops.paged_attention(q.unsqueeze(2), k_pages, v_pages, pages.table, pages.lengths, **options)
             return out.squeeze(2).unsqueeze(0)
@@ -103,7 +104,7 @@ def attend_batch(
         )  # fmt: skip
         return out.unsqueeze(0)
     named["cu_seq_lens_k"], named["max_length_k"] = batch.begin_k, batch.longest_k
-    key, value = batch.cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=named)
+    key, value = batch.cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
     k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = ops.varlen_attention(q, k, v, begin_q, begin_k, batch.longest_q, longest_k, **options)
     return out.unsqueeze(0)

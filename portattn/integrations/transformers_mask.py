@@ -24,7 +24,7 @@ ELSEWHERE = "use attn_implementation='eager' or 'sdpa' for this model"
 
 # Configurations by id() whose read masks had holes, or right padding, which holes become once decoding goes on. Their
 # decoding steps, whose masks are not read back, go by the mask itself. An id that is used again costs speed only.
-_with_holes: set[int] = set()
+_with_holes: set[int | None] = set()
 # Queries a sequence up to which a call over a longer cache counts as decoding, which splits the keys over programs.
 DECODE_QUERIES = 16
 
