@@ -37,6 +37,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
+from portattn.integrations import transformers_hooks
+from portattn.integrations.transformers_batching import Batch, attend_batch, is_paged
 from portattn.integrations.transformers_mask import (
     ELSEWHERE,
     WHO,
@@ -49,14 +51,13 @@ from portattn.integrations.transformers_mask import (
 # transformers runs checks of its own on names that hold these, reads "a/b" as a kernel to download, and "paged|" as a
 # prefix. "eager" is taken without being in the mapping.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "/", "|")
-# Queries a sequence up to which a call over a longer cache counts as decoding, which splits the keys over programs.
-DECODE_QUERIES = 16
-# Arguments of attention functions that change the result, and that have no counterpart here.
-_REFUSED = {
+# Arguments of attention functions that change the result, and that have no counterpart here; and the paged cache.
+_SPECIAL = {
     "sinks": "sinks of each query's own are not supported; use attn_implementation='eager'",
     "indices": "sparse attention is not supported here; use attn_implementation='eager'",
     "block_indices": "sparse attention is not supported here; use attn_implementation='eager'",
-    "cache": f"transformers' paged cache (continuous batching) is not supported; {ELSEWHERE}",
+    "output_attentions": "weights are never written out; use attn_implementation='eager'",
+    "cache": f"is none of transformers' caches for continuous batching; {ELSEWHERE}",
 }
 
 
@@ -75,6 +76,8 @@ class Registration:
         for interface, ours in ((AttentionInterface, self._forward), (AttentionMaskInterface, compact_mask)):
             if interface._global_mapping.get(self.name) is ours:
                 del interface._global_mapping[self.name]
+        if not _registered:
+            transformers_hooks.remove()
 
     def __repr__(self) -> str:
         state = "registered" if _registered.get(self.name) is self else "removed"
@@ -117,8 +120,6 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     if name in AttentionInterface._global_mapping or name in AttentionMaskInterface._global_mapping:
         raise ArgumentError(WHO, "name", name, "is taken in transformers' AttentionInterface")
 
-    # Dispatch keeps dictionaries and warns; Dynamo steps around the call instead of tracing it.
-    @torch.compiler.disable
     def forward(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -138,30 +139,33 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         max_length_k: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        for feature, reason in _REFUSED.items():
-            if kwargs.get(feature) is not None:
-                raise refuse(feature, kwargs[feature], reason)
-        if kwargs.get("output_attentions"):
-            raise refuse("output_attentions", True, "weights are never written out; use attn_implementation='eager'")
+        cache = None
+        for feature in kwargs:
+            if feature in _SPECIAL and kwargs[feature] is not None:
+                cache = _special(feature, kwargs[feature], cache)
         mask, bias = _read(module, query, key, attention_mask, is_causal)
+        options = {"scale": scaling, "softcap": softcap, "sinks": _acceptable(s_aux, query), "backend": backend}
+        if cache is not None:
+            if bias is not None or position_bias is not None or dropout > 0.0:
+                raise refuse(
+                    "cache", type(cache).__name__, f"continuous batching has no biases or dropout; {ELSEWHERE}"
+                )
+            given: Any = (cache, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs)
+            return attend_batch(module, query, key, value, mask, sliding_window, Batch(*given), options), None
         check_window(sliding_window, mask)
         if position_bias is not None:
             if position_bias.shape[-1] == mask.kv_length:
                 position_bias = position_bias[..., : mask.kv_used]
             bias = position_bias if bias is None else position_bias + bias
-        options = {
-            "scale": scaling, "causal": mask.causal and mask.q_length > 1, "window": mask.window, "softcap": softcap,
-            "sinks": _acceptable(s_aux, query), "backend": backend,
-        }  # fmt: skip
-        dense = bias is not None or dropout > 0.0  # which packed calls do not take
-        sequences = None
-        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            sequences = _given(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, dense)
-        if sequences is None and mask.packed is not None and not dense:
-            begins, longest = mask.sequences()
-            sequences = begins, longest, begins, longest
-        if sequences is not None:
-            return _attend_packed(query, key, value, sequences, options), None
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None or mask.packed is not None:
+            dense = bias is not None or dropout > 0.0  # which packed calls do not take
+            sequences = None
+            if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+                sequences = _given(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, dense)
+            if sequences is None and mask.packed is not None and not dense:
+                sequences = mask.sequences()
+            if sequences is not None:
+                return _attend_packed(query, key, value, mask, sequences, options), None
         return _attend(query, key, value, mask, _acceptable(bias, query), dropout, options), None
 
     registration = Registration(name, backend, forward)
@@ -169,20 +173,29 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     AttentionMaskInterface.register(name, compact_mask)
     AttentionInterface.register(name, forward)
     _registered[name] = registration
+    transformers_hooks.install(_registered.keys())
     return registration
+
+
+def _special(feature: str, value: Any, cache: Any) -> Any:
+    """The cache of continuous batching, where that is the feature. Raises ArgumentError for what is not supported."""
+    if feature == "cache" and is_paged(value):
+        return value
+    if feature == "output_attentions" and not value:
+        return cache
+    raise refuse(feature, value, _SPECIAL[feature])
 
 
 def _read(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool | None
 ) -> tuple[CompactMask, torch.Tensor | None]:
     """The layer's mask, and what it adds to the scores. Raises ArgumentError for what says neither."""
-    batch, heads, q_length, kv_length = (*query.shape[:3], key.shape[2])
+    batch, heads, q_length, _ = query.shape
+    kv_length = key.shape[2]
     if isinstance(mask, CompactMask):
-        found = (batch, 1, q_length, kv_length)
-        if mask.shape != found:
-            raise refuse(
-                "attention_mask", f"made for {tuple(mask.shape)}", f"this layer's scores are {found}; {ELSEWHERE}"
-            )
+        if mask.batch != batch or mask.q_length != q_length or mask.kv_length != kv_length:
+            limit = f"this layer's scores are {(batch, 1, q_length, kv_length)}; {ELSEWHERE}"
+            raise refuse("attention_mask", f"made for {tuple(mask.shape)}", limit)
         return mask, None
     if isinstance(mask, torch.Tensor):
         scores = (batch, heads, q_length, kv_length)
@@ -223,22 +236,23 @@ def _attend(
     """query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D)."""
     if mask.kv_used < mask.kv_length:
         key, value = key[:, :, : mask.kv_used], value[:, :, : mask.kv_used]
-    # bshd, so that the output comes out contiguous in the layout that transformers wants.
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = {**options, "bias": bias, "mask": mask.written, "layout": "bshd"}
-    # A single query sees every valid key before it, so it needs no bounds and no causality of its own.
-    several = mask.seqlens_q is None and 1 < mask.q_length <= DECODE_QUERIES and mask.q_length < mask.kv_used
+    decodes, named = mask.dense()
     out: Any
-    if (mask.q_length == 1 or several) and not dropout:
-        out = ops.decode_attention(q, k, v, mask.seqlens_k, leftpad_k=mask.leftpad_k, **options)
+    if mask.q_length == 1 and not dropout:  # in either layout the output comes out contiguous
+        out = ops.decode_attention(query, key, value, bias=bias, **named, **options)
+        out = out.transpose(1, 2)
     else:
-        out = ops.attention(
-            q, k, v, seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k, leftpad_q=mask.leftpad_q,
-            leftpad_k=mask.leftpad_k, dropout_p=dropout, **options,
-        )  # fmt: skip
+        # bshd, so that the output comes out contiguous in the layout that transformers wants.
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if decodes and not dropout:
+            out = ops.decode_attention(q, k, v, bias=bias, layout="bshd", **named, **options)
+        else:
+            out = ops.attention(q, k, v, bias=bias, layout="bshd", dropout_p=dropout, **named, **options)
     if mask.flaw is not None:
-        # One layer is enough: NaN reaches the logits through the residual stream.
-        out, mask.flaw = out + mask.flaw.to(out.dtype), None
+        out = out + mask.flaw.to(out.dtype)
+        if not torch.compiler.is_compiling():
+            # One layer is enough: NaN reaches the logits through the residual stream.
+            mask.flaw = None
     return out
 
 
@@ -271,10 +285,18 @@ def _given(
 
 
 def _attend_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: _Sequences, options: dict[str, Any]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: CompactMask,
+    sequences: _Sequences,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """query (B, Hq, S, D), key and value (B, Hk, S, D), whose rows follow one another -> (B, S, Hq, D)."""
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     begin_q, longest_q, begin_k, longest_k = sequences
-    out: Any = ops.varlen_attention(q, k, v, begin_q, begin_k, longest_q, longest_k, **options)
+    causal = mask.causal and mask.q_length > 1
+    out: Any = ops.varlen_attention(
+        q, k, v, begin_q, begin_k, longest_q, longest_k, causal=causal, window=mask.window, **options
+    )
     return out.unflatten(0, (query.shape[0], query.shape[2]))

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from portattn.api.tracing import shapes_alone
 from portattn.config import current
 from portattn.errors import ArgumentError
-from portattn.integrations.transformers_pattern import read_pattern
+from portattn.integrations.transformers_pattern import read_pattern, traced_pattern
 
 WHO = "portattn in transformers"
 ELSEWHERE = "use attn_implementation='eager' or 'sdpa' for this model"
 
 # Configurations by id() whose read masks had holes, or right padding, which holes become once decoding goes on. Their
 # decoding steps, whose masks are not read back, go by the mask itself. An id that is used again costs speed only.
-_with_holes: set[int] = set()
+_with_holes: set[int | None] = set()
+# Queries a sequence up to which a call over a longer cache counts as decoding, which splits the keys over programs.
+DECODE_QUERIES = 16
 
 
 def refuse(feature: str, value: object, reason: str) -> ArgumentError:
@@ -50,7 +53,7 @@ class CompactMask:
     windowed     it was made with a window, which `left` and `right` leave out where it hides nothing
 
     Models, generate() and accelerate treat a mask as a 4-D tensor that is already prepared: they ask for ndim and
-    shape, and call to() and contiguous(). Nothing else is offered, so that a model that computes with its mask fails.
+    shape, and call to() and contiguous(). Nothing else is offered: a model that computes with its mask is refused.
     """
 
     batch: int
@@ -68,7 +71,8 @@ class CompactMask:
     flaw: torch.Tensor | None = None
     written_out: bool = False
     windowed: bool = False
-    _sequences: tuple[torch.Tensor, int] | None = None
+    _sequences: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
+    _dense: tuple[bool, dict[str, Any]] | None = None
 
     ndim = 4
 
@@ -97,19 +101,52 @@ class CompactMask:
         """`mask`, or `packed` written out; None where there is neither."""
         return self.mask if self.packed is None else self.packed[:, None, :, None] == self.packed[:, None, None, :]
 
-    def sequences(self) -> tuple[torch.Tensor, int]:
-        """The packed sequences of all rows, one row after the other: (number + 1,) int32 beginnings and the longest.
-        Read back once, as transformers itself does to find out that rows are packed."""
+    def sequences(self) -> tuple[torch.Tensor, int, torch.Tensor, int] | None:
+        """The packed sequences of all rows, one row after the other: (number + 1,) int32 beginnings and the longest,
+        of queries and of keys. Read back once, as transformers itself does to find out that rows are packed. None in
+        a graph, where their number is not known: `written` says it there."""
         if self._sequences is None:
             assert self.packed is not None
+            if _is_traced(self.packed):
+                return None
             begins = torch.ones_like(self.packed, dtype=torch.bool)
             begins[:, 1:] = self.packed[:, 1:] != self.packed[:, :-1]
             begins = torch.cat([begins.flatten(), begins.new_ones(1)]).nonzero().flatten().to(torch.int32)
-            self._sequences = begins, int(begins.diff().max())
+            longest = int(begins.diff().max())
+            self._sequences = begins, longest, begins, longest
         return self._sequences
+
+    def dense(self) -> tuple[bool, dict[str, Any]]:
+        """Whether a dense call is one of decoding (with dropout none is), and what the mask says to the operation. The
+        same for all layers, so it is put together once; not in a graph, which would have to put it back into the
+        mask."""
+        if self._dense is not None:
+            return self._dense
+        decodes, causal = False, self.causal
+        if self.q_length == 1:  # it sees every valid key before it: it needs no bounds and no causality of its own
+            decodes, causal = True, False
+        elif self.seqlens_q is None and self.q_length < self.kv_used and self.q_length <= DECODE_QUERIES:
+            decodes = True
+        found: dict[str, Any] = {
+            "causal": causal, "window": self.window, "mask": self.written, "seqlens_k": self.seqlens_k,
+            "leftpad_k": self.leftpad_k,
+        }  # fmt: skip
+        if not decodes:
+            found["seqlens_q"], found["leftpad_q"] = self.seqlens_q, self.leftpad_q
+        if not torch.compiler.is_compiling():
+            self._dense = decodes, found
+        return decodes, found
 
     def contiguous(self) -> CompactMask:
         return self
+
+    def __getitem__(self, index: Any) -> CompactMask:
+        raise refuse("attention_mask", self, f"this model takes slices of its mask; {ELSEWHERE}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = getattr(function, "__name__", function)
+        raise refuse("attention_mask", cls.__name__, f"this model computes with its mask ({what}); {ELSEWHERE}")
 
     def to(self, *args: Any, **kwargs: Any) -> CompactMask:
         """The mask on another device, for models whose layers lie on several. Takes what Tensor.to takes, of which
@@ -125,11 +162,9 @@ class CompactMask:
             for f in fields(self)
             if isinstance(getattr(self, f.name), torch.Tensor)
         }
-        return replace(self, **moved, _sequences=None)
+        return replace(self, **moved, _sequences=None, _dense=None)
 
 
-# Dynamo would trace into closures and read values; the lengths are a handful of small eager operations.
-@torch.compiler.disable
 def compact_mask(
     batch_size: int,
     q_length: int,
@@ -150,17 +185,23 @@ def compact_mask(
                           had made before it called the model, which is returned as it is
     kwargs                `config`, and what masks of other implementations need
 
-    Reads back whether each row of the mask is one run of ones when `reads_back` says so.
+    Reads back whether each row of the mask is one run of ones when `reads_back` says so. A graph has nothing to read:
+    there masks are as they are without.
     """
     if isinstance(attention_mask, CompactMask):
         return attention_mask
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
         shape = tuple(attention_mask.shape)
         raise refuse("attention_mask.shape", shape, f"must be ({batch_size}, tokens so far); {ELSEWHERE}")
-    read_back = reads_back(torch.device(device), q_length)
-    if read_back:
+    traced = _is_traced(q_offset, attention_mask)
+    read_back = not traced and reads_back(torch.device(device), q_length)
+    # A step's number would have a static cache's graph compiled for each step.
+    if read_back and (q_length > 1 or current().validate == "always"):
         q_offset = int(q_offset)
-    pattern = read_pattern(mask_function, kv_length + kv_offset)
+    if torch.compiler.is_dynamo_compiling():
+        pattern = traced_pattern(mask_function, _looks_nothing_up(**kwargs))
+    else:
+        pattern = read_pattern(mask_function, kv_length + kv_offset)
     causal = pattern.right == 0
     stop = q_offset + q_length - kv_offset  # the key row after the last query's own
     mask = CompactMask(batch_size, q_length, kv_length, kv_length, pattern.left, pattern.right)
@@ -176,7 +217,8 @@ def compact_mask(
         whole &= attention_mask is None and q_length == kv_length
     if not aligned:
         mask.left = mask.right = None
-    _drop_what_hides_nothing(mask)
+    if not traced:  # lengths can be symbolic there, and a comparison would fix them
+        _drop_what_hides_nothing(mask)
 
     if not whole:
         mask.written_out = True
@@ -188,10 +230,29 @@ def compact_mask(
     elif pattern.packed is not None:
         mask.packed = pattern.packed.expand(batch_size, -1)
     if attention_mask is not None and whole:
-        _pad(mask, attention_mask, stop, kv_offset, read_back, id(kwargs.get("config")))
-    elif isinstance(stop, torch.Tensor) and mask.causal:
+        model = None if traced else id(kwargs.get("config"))
+        _pad(mask, attention_mask, stop, kv_offset, read_back, model)
+    if isinstance(stop, torch.Tensor) and mask.causal and mask.seqlens_k is None:
         mask.seqlens_k = stop.to(torch.int32).expand(batch_size).contiguous()
     return mask
+
+
+def _looks_nothing_up(
+    config: Any = None,
+    use_vmap: bool = True,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> bool:
+    """Whether a mask function compares positions alone, by what transformers tells SDPA's mask function: it may leave
+    out masks that are causal, or go both ways, but for a window or chunks. Chunks are a configuration's."""
+    plain = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap
+    return plain and getattr(config, "attention_chunk_size", None) is None
+
+
+def _is_traced(*tensors: Any) -> bool:
+    """Whether a graph is being made, so that no tensor has values to read."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or shapes_alone(tensors)
 
 
 def reads_back(device: torch.device, q_length: int) -> bool:
@@ -227,17 +288,22 @@ def _drop_what_hides_nothing(mask: CompactMask) -> None:
 
 
 def _pad(
-    mask: CompactMask, valid: torch.Tensor, stop: int | torch.Tensor, kv_offset: int, read_back: bool, model: int
+    mask: CompactMask,
+    valid: torch.Tensor,
+    stop: int | torch.Tensor,
+    kv_offset: int,
+    read_back: bool,
+    model: int | None,
 ) -> None:
-    """Put a 2-D mask by position, (B, T) bool, into `mask`."""
+    """Put a 2-D mask by position, (B, T) bool, into `mask`. model: which has it, None where that cannot matter."""
     columns = valid.shape[1]
-    short = columns < stop + kv_offset if mask.causal else False
-    if short is True:
-        raise refuse(
-            "attention_mask.shape[1]",
-            columns,
-            f"the cache and this input hold {stop + kv_offset} tokens: give one column each",
-        )
+    short: torch.Tensor | None = None
+    if mask.causal and isinstance(stop, torch.Tensor) and not read_back:
+        short = columns < stop + kv_offset
+    elif mask.causal and columns < stop + kv_offset:
+        needed = int(stop + kv_offset)
+        limit = f"the cache and this input hold {needed} tokens: give one column each"
+        raise refuse("attention_mask.shape[1]", columns, limit)
     valid = valid[:, kv_offset : kv_offset + mask.kv_used]
     if valid.shape[1] < mask.kv_used:
         valid = torch.nn.functional.pad(valid, (0, mask.kv_used - valid.shape[1]))
@@ -255,7 +321,7 @@ def _pad(
     elif model in _with_holes:
         mask.mask = valid[:, None, None, :]
     else:
-        broken = sound.logical_not() | short
+        broken = sound.logical_not() if short is None else sound.logical_not() | short
         mask.flaw = torch.where(broken, torch.nan, 0.0).to(torch.float32)[:, None, None, None]
     if mask.causal:
         end = end.clamp(max=stop)  # later positions are not there yet; causal queries do not look at them

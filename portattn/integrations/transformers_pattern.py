@@ -1,7 +1,8 @@
 """What a mask function of transformers means: causality, a window, packed sequences.
 
 transformers describes a mask as a function of positions, put together from closures of masking_utils. They are
-recognised by what made them; what is not recognised has to be written out.
+recognised by what made them; what is not recognised has to be written out. Dynamo cannot look into a closure: while it
+traces, a mask function is called with symbols for the positions, and its comparisons are noted.
 """
 
 from __future__ import annotations
@@ -65,6 +66,106 @@ def read_pattern(mask_function: Callable[..., Any], positions: int) -> Pattern:
         else:
             pattern.whole = False
     return pattern
+
+
+def traced_pattern(mask_function: Callable[..., Any], plain: bool) -> Pattern:
+    """The Pattern of a mask function in a graph that dynamo traces, where closures are shut.
+
+    plain  the function looks nothing up by a query's or a key's position: no packed rows, no blocks of images and no
+           part of somebody else's. Other functions are not called, and so are less than whole
+    """
+    if mask_function is masking_utils.causal_mask_function:
+        return Pattern(right=0)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return Pattern()
+    if not plain:
+        return Pattern(whole=False)
+    found = mask_function(0, 0, _Position(1, 0), _Position(0, 1))
+    pattern = Pattern(whole=found.known)
+    for left, right in found.bounds:
+        pattern.narrow(left, right)
+    return pattern
+
+
+class _Condition:
+    """What a mask function answers for symbols: bounds (left, right) that hold together; not `known` if there is more
+    to it."""
+
+    device = None
+
+    def __init__(self, bounds: tuple[tuple[int | None, int | None], ...] = (), known: bool = True) -> None:
+        self.bounds, self.known = bounds, known
+
+    def __and__(self, other: Any) -> _Condition:
+        if isinstance(other, _Condition):
+            return _Condition(self.bounds + other.bounds, self.known and other.known)
+        return _Condition(self.bounds, False)
+
+    def __or__(self, other: Any) -> _Condition:
+        return _Condition(known=False)
+
+    def to(self, device: Any) -> _Condition:
+        return self
+
+
+class _Position:
+    """query, key, plus: so many times the query's position and the key's, and a number. The operators are those of
+    masking_utils; what cannot be said so is None."""
+
+    def __init__(self, query: int | None, key: int, plus: int = 0) -> None:
+        self.query, self.key, self.plus = query, key, plus
+
+    def new_ones(self, *args: Any, **kwargs: Any) -> _Condition:
+        return _Condition()
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> _Condition:
+        return _Condition(known=False)
+
+    def __add__(self, other: Any) -> _Position:
+        return self - -other if isinstance(other, int) else _Position(None, 0)
+
+    def __sub__(self, other: Any) -> _Position:
+        if self.query is None:
+            return self
+        if isinstance(other, int):
+            return _Position(self.query, self.key, self.plus - other)
+        if isinstance(other, _Position) and other.query is not None:
+            return _Position(self.query - other.query, self.key - other.key, self.plus - other.plus)
+        return _Position(None, 0)
+
+    def __floordiv__(self, other: Any) -> _Position:
+        return _Position(None, 0)
+
+    def __abs__(self) -> _Distance | _Position:
+        return _Distance() if (self.query, self.key, self.plus) in ((1, -1, 0), (-1, 1, 0)) else _Position(None, 0)
+
+    def __eq__(self, other: object) -> Any:
+        return _Condition(known=False)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __ge__(self, other: Any) -> _Condition:
+        # No position is negative.
+        return _Condition(known=isinstance(other, int) and other == 0 and self.query is not None and self.plus == 0)
+
+    def __le__(self, other: Any) -> _Condition:
+        rest = self - other
+        if (rest.query, rest.key) == (-1, 1):  # the key's is at most the query's and -plus
+            return _Condition(((None, -rest.plus),))
+        return _Condition(known=False)
+
+    def __gt__(self, other: Any) -> _Condition:
+        rest = self - other
+        if (rest.query, rest.key) == (-1, 1):  # the query's is less than the key's and plus
+            return _Condition(((rest.plus - 1, None),))
+        return _Condition(known=False)
+
+
+class _Distance:
+    """How far a query and a key lie apart."""
+
+    def __le__(self, other: Any) -> _Condition:
+        return _Condition(((other, other),)) if isinstance(other, int) else _Condition(known=False)
 
 
 def _least(a: int | None, b: int | None) -> int | None:

@@ -141,8 +141,9 @@ def test_packed_rows(inner: str, early: bool) -> None:
     assert torch.equal(allowed(mask), expected)
     assert (mask.packed is not None) == whole
     if whole:
-        begins, longest = mask.sequences()
+        begins, longest, *keys = mask.sequences()
         assert (begins.tolist(), longest) == ([0, 6, 9, 11, 20, 22], 9)
+        assert keys == [begins, longest]
 
 
 def test_what_hides_nothing_is_not_said() -> None:
@@ -235,8 +236,15 @@ def test_a_mask_moves_between_devices() -> None:
     assert moved.shape == mask.shape == (BATCH, 1, LENGTH, LENGTH)
     assert mask.to(torch.float16) is mask
     assert mask.contiguous() is mask
-    with pytest.raises(TypeError):
-        mask[:, :, :, :2]  # a model that slices its mask must not go on
+
+
+def test_a_model_that_computes_with_its_mask_must_not_go_on() -> None:
+    mask, scores = compact_mask(BATCH, LENGTH, LENGTH), torch.zeros(BATCH, 1, LENGTH, LENGTH)
+    with pytest.raises(portattn.ArgumentError, match="takes slices of its mask; use attn_implementation='eager'"):
+        mask[:, :, :, :2]
+    for compute in (lambda: scores + mask, lambda: torch.where(mask, scores, 0.0), lambda: scores.masked_fill(mask, 0)):
+        with pytest.raises(portattn.ArgumentError, match=r"computes with its mask \(\w+\); use attn_implementation="):
+            compute()
 
 
 # ---------------------------------------------------------------- refusals

@@ -1,0 +1,263 @@
+"""torch.compile without graph breaks, generate() with a static cache and a compiled forward, and torch.export: each
+equal to the eager model, bit for bit where the same operations run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.transformers
+pytest.importorskip("transformers", reason="the transformers package is not installed")
+
+import transformers  # noqa: E402
+from tiny_models import (  # noqa: E402
+    BATCH,
+    LENGTH,
+    TOLERANCE,
+    VOCABULARY,
+    build,
+    difference,
+    padding,
+    tokens,
+    using,
+)
+from transformers import masking_utils as hf  # noqa: E402
+
+from portattn.api import ops  # noqa: E402
+from portattn.integrations.transformers_mask import compact_mask  # noqa: E402
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.4,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any) -> Any:
+    """Without inductor, which would take minutes and change nothing of what is traced."""
+    return torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("Llama", "none"), ("Llama", "both"), ("Mistral", "left"), ("Gemma2", "left"), ("GptOss", "none")],
+)
+@torch.no_grad()
+def test_a_compiled_forward(models: dict[str, Any], family: str, name: str) -> None:
+    """Windows, caps and sinks; with a cache, and without, where transformers looks for packed rows."""
+    model, mask = models[family], padding(name)
+    eager = model(tokens(), attention_mask=mask).logits
+    with using(model, "portattn"):
+        ours = model(tokens(), attention_mask=mask).logits
+        for use_cache in (True, False):
+            torch._dynamo.reset()
+            out = compiled(model)(tokens(), attention_mask=mask, use_cache=use_cache).logits
+            assert difference(out, eager, mask) < TOLERANCE
+            if use_cache:  # or a written mask stands for what causality says
+                assert torch.equal(out, ours)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@torch.no_grad()
+def test_chunks_in_a_compiled_forward(cache: bool) -> None:
+    """A mask that has to be written out in the graph."""
+    model, mask = build("Llama4"), padding("left")
+    eager = model(tokens(), attention_mask=mask).logits
+    with using(model, "portattn"):
+        out = compiled(model)(tokens(), attention_mask=mask, use_cache=cache).logits
+    assert difference(out, eager, mask) < TOLERANCE
+
+
+@torch.no_grad()
+def test_packed_rows_in_a_compiled_forward(models: dict[str, Any]) -> None:
+    model, where = models["Llama"], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]]).expand(BATCH, -1)
+    eager = model(tokens(), position_ids=where, use_cache=False).logits
+    with using(model, "portattn"):
+        out = compiled(model)(tokens(), position_ids=where, use_cache=False).logits
+    assert difference(out, eager, None) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["none", "right"])
+@torch.no_grad()
+def test_a_compiled_encoder(name: str) -> None:
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SMALL)).eval()
+    mask = padding(name)
+    model.set_attn_implementation("eager")
+    eager = model(tokens(), attention_mask=mask).last_hidden_state
+    model.set_attn_implementation("portattn")
+    out = compiled(model)(tokens(), attention_mask=mask).last_hidden_state
+    assert difference(out, eager, mask) < TOLERANCE
+
+
+def test_gradients_of_a_compiled_model() -> None:
+    model, mask = build("Llama").train(), padding("left")
+    labels = tokens().masked_fill(mask.cumsum(1) < 2, -100)  # a row of padding, which differs, predicts nothing
+    found = {}
+    for implementation in ("eager", "portattn"):
+        model.zero_grad()
+        with using(model, implementation):
+            run = model if implementation == "eager" else torch.compile(model, fullgraph=True, backend="aot_eager")
+            run(tokens(), attention_mask=mask, labels=labels).loss.backward()
+        found[implementation] = [p.grad.clone() for p in model.parameters()]
+    for eager, ours in zip(found["eager"], found["portattn"], strict=True):
+        assert (ours - eager).abs().max() <= 1e-4 * eager.abs().max() + 1e-6
+
+
+@torch.no_grad()
+def test_holes_in_a_compiled_forward_give_nan(models: dict[str, Any]) -> None:
+    """A graph does not read its mask."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, 5] = 0
+    with using(models["Llama"], "portattn") as model:
+        out = compiled(model)(tokens(), attention_mask=mask).logits
+    assert out.isnan().flatten(1).all(1).tolist() == [False, True, False]
+
+
+# Mask function -> whether it is causal and its window; None for what is written out.
+WINDOWS: dict[str, tuple[Any, tuple[bool, Any] | None]] = {
+    "sliding": (hf.sliding_window_causal_mask_function(4), (True, (3, None))),
+    "bidirectional sliding": (hf.sliding_window_bidirectional_mask_function(3), (False, (3, 3))),
+    "a window without causality": (hf.sliding_window_overlay(4), (False, (3, None))),
+    "causal": (hf.causal_mask_function, (True, None)),
+    "both ways": (hf.bidirectional_mask_function, (False, None)),
+    "two windows": (
+        hf.and_masks(hf.sliding_window_causal_mask_function(6), hf.sliding_window_overlay(3)),
+        (True, (2, None)),
+    ),
+    "an offset": (hf.add_offsets_to_mask_function(hf.causal_mask_function, 2, 1), (False, (None, 1))),
+    "a union": (hf.or_masks(hf.sliding_window_overlay(4), hf.causal_mask_function), None),
+    "a part of somebody's": (hf.and_masks(hf.causal_mask_function, lambda b, h, q, kv: q - kv == 1), None),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_masks_are_read_in_a_graph_as_outside(name: str) -> None:
+    """What dynamo cannot look into is found out by calling it; what is not understood is written out."""
+    function, expected = WINDOWS[name]
+    made: list[Any] = []
+
+    def make(zeros: torch.Tensor) -> torch.Tensor:
+        mask = compact_mask(1, 12, 12, mask_function=function, use_vmap=False, allow_is_causal_skip=True)
+        made.append(None if mask.written_out else (mask.causal, mask.window))
+        return zeros if mask.mask is None else zeros + mask.mask
+
+    out = torch.compile(make, fullgraph=True, backend="eager")(torch.zeros(1, 1, 12, 12))
+    assert made == [expected]
+    if expected is None:
+        assert torch.equal(out.bool(), hf.sdpa_mask(1, 12, 12, mask_function=function, allow_is_causal_skip=False))
+
+
+# ---------------------------------------------------------------- generate()
+
+
+@pytest.mark.parametrize(("family", "name"), [("Llama", "none"), ("Llama", "left"), ("Mistral", "left")])
+@torch.no_grad()
+def test_generate_with_a_static_cache_and_a_compiled_forward(
+    models: dict[str, Any], family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of `sdpa`; one graph for all steps, where transformers' own cache does not ask for more."""
+    model = models[family]
+    arguments: dict[str, Any] = {
+        "attention_mask": padding(name), "max_new_tokens": 4, "do_sample": False, "cache_implementation": "static",
+    }  # fmt: skip
+    with using(model, "sdpa"):
+        expected = model.generate(tokens(), disable_compile=True, **arguments)
+    config = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=False)
+    config._compile_all_devices = True  # by itself only on accelerators
+    for attribute in ("_compiled_call", "_last_compile_config"):
+        monkeypatch.delattr(model, attribute, raising=False)
+    with using(model, "portattn"):
+        out = model.generate(tokens(), compile_config=config, **arguments)
+    assert torch.equal(out, expected)
+    counted = torch._dynamo.utils.counters
+    assert not counted["graph_break"]
+    # A static cache with a window counts its steps on the host, with `sdpa` too.
+    assert counted["stats"]["unique_graphs"] == (1 if family == "Llama" else 3)
+
+
+# ---------------------------------------------------------------- torch.export
+
+
+def exported(model: Any, strict: bool, lengths: dict[str, Any], **given: Any) -> Any:
+    shapes = {name: lengths.get(name) for name in given}
+    with torch.no_grad():
+        program = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=strict)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert names.count("portattn.attention.default") == 2  # layers
+    return program.module()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "strict"),
+    [("Llama", "none", False), ("Llama", "left", True), ("Mistral", "none", True), ("Mistral", "left", False)],
+)
+@torch.no_grad()
+def test_an_exported_model(models: dict[str, Any], family: str, name: str, strict: bool) -> None:
+    """Of other batches and lengths than it was exported with."""
+    model, mask = models[family], padding(name)
+    other = tokens(21)[:2]
+    given: dict[str, Any] = {"input_ids": tokens(), "use_cache": False}
+    later: dict[str, Any] = {"input_ids": other, "use_cache": False}
+    if mask is not None:
+        given["attention_mask"], later["attention_mask"] = mask, torch.ones_like(other)
+        later["attention_mask"][0, :6] = 0
+    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    lengths = {"input_ids": dynamic, "attention_mask": dynamic}
+    with using(model, "portattn"):
+        program = exported(model, strict, lengths, **given)
+    for arguments in (given, later):
+        eager = model(**arguments).logits
+        assert difference(program(**arguments).logits, eager, arguments.get("attention_mask")) < TOLERANCE
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_an_exported_vision_model(strict: bool) -> None:
+    torch.manual_seed(0)
+    model = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **SMALL)).eval()
+    model.set_attn_implementation("portattn")
+    program = exported(
+        model, strict, {"pixel_values": {0: torch.export.Dim.DYNAMIC}}, pixel_values=torch.randn(2, 3, 16, 16)
+    )
+    images = torch.randn(5, 3, 16, 16)
+    model.set_attn_implementation("eager")
+    assert difference(program(pixel_values=images).last_hidden_state, model(images).last_hidden_state, None) < TOLERANCE
+
+
+# ---------------------------------------------------------------- the same for all layers
+
+
+@torch.no_grad()
+def test_what_is_the_same_for_all_layers_is_put_together_once(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from portattn.integrations.transformers_mask import CompactMask
+
+    lengths = []
+    real = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda *a, **k: lengths.append(k["seqlens_k"]) or real(*a, **k))
+    asked = []
+    written = CompactMask.written.fget
+    monkeypatch.setattr(CompactMask, "written", property(lambda mask: asked.append(mask) or written(mask)))
+    with using(models["Llama"], "portattn") as model:
+        model(tokens(), attention_mask=padding("left"))
+    assert len(lengths) == 2
+    assert lengths[0] is lengths[1]
+    assert len(asked) == 1
