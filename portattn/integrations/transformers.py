@@ -95,6 +95,9 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
 
     Calls come as transformers makes them: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D).
 
+    While a name is registered, two methods of transformers are wrapped (transformers_hooks.py): models whose layers
+    compute attention themselves raise ArgumentError when they are loaded with it, and continuous batching admits it.
+
     Returns a Registration, a handle with remove(). The same arguments again give the same handle.
 
     Raises ArgumentError for a name that transformers or somebody else uses, and for a name registered with another
