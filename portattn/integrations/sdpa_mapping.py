@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from portattn.api.autocast import is_on
 from portattn.schema.problem import MAX_HEAD_DIM
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
@@ -152,7 +153,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     device = tensors[0].device.type
     if not torch._C._is_any_autocast_enabled():  # of the three the quickest to ask
         return tensors
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not is_on(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(device)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.testing.tolerance import budget, largest
 
@@ -104,7 +105,13 @@ def check(
         mask_64 = mask.detach().double().requires_grad_(mask.requires_grad)
     with around():
         mine = results(ours, args, mask, kwargs)
-    torchs = results(theirs if kept is None else definition, args, mask, kwargs, kept)
+    try:
+        torchs = results(theirs if kept is None else definition, args, mask, kwargs, kept)
+    except RuntimeError as error:  # torch 2.11's fused kernels on CUDA refuse some masks; its own products take them
+        if "must be contiguous" not in str(error) and "not correctly aligned" not in str(error):
+            raise
+        with sdpa_kernel(SDPBackend.MATH):
+            torchs = results(theirs, args, mask, kwargs)
     right = results(definition, in_64, mask_64, kwargs, kept)
     least = largest_term(right[0], *(tensor.detach() for tensor in in_64), kwargs.get("scale"))
     assert_within_budget(mine[0], torchs[0], right[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ def prompts() -> list[list[int]]:
 
 def generate(model: Any, **settings: Any) -> list[list[int]]:
     """Of all prompts together: more than a batch takes, so that prompts are cut and mixed with decoding."""
+    if "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
+        pytest.skip("this transformers has no page_size of continuous batching")
     config = transformers.ContinuousBatchingConfig(
         **{"num_blocks": 48, "page_size": 4, "max_batch_tokens": 12, **settings}
     )
@@ -170,7 +173,7 @@ def test_other_implementations_are_judged_as_ever() -> None:
     model = build("Llama")
     AttentionInterface.register("somebody", AttentionInterface()["sdpa"])
     try:
-        with using(model, "somebody"), pytest.raises(ValueError, match="somebody is not supported"):
+        with using(model, "somebody"), pytest.raises(ValueError, match=r"somebody.* is not supported"):
             model.generate_batch([tokens()[0].tolist()], progress_bar=False)
     finally:
         del AttentionInterface._global_mapping["somebody"]

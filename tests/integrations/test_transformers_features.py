@@ -129,11 +129,11 @@ def test_sinks_of_another_dtype(dtype: torch.dtype) -> None:
     model = build("GptOss")
     for layer in model.model.layers:
         layer.self_attn.sinks.data = layer.self_attn.sinks.to(torch.bfloat16)
-    eager = model(tokens()).logits
     model = model.to(dtype)
+    eager = model(tokens()).logits  # of the same dtype: rounding may choose other experts
     with using(model, "portattn"):
         ours = model(tokens()).logits
-    assert difference(ours.float(), eager, None) < (TOLERANCE if dtype == torch.float32 else 1.0)
+    assert difference(ours.float(), eager.float(), None) < (TOLERANCE if dtype == torch.float32 else 1.0)
 
 
 # ---------------------------------------------------------------- chunks (Llama 4), which are not windows

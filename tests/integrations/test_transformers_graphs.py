@@ -172,24 +172,28 @@ def test_masks_are_read_in_a_graph_as_outside(name: str) -> None:
 def test_generate_with_a_static_cache_and_a_compiled_forward(
     models: dict[str, Any], family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens of `sdpa`; one graph for all steps, where transformers' own cache does not ask for more."""
+    """The tokens of `sdpa`, by no more graphs."""
     model = models[family]
     arguments: dict[str, Any] = {
         "attention_mask": padding(name), "max_new_tokens": 4, "do_sample": False, "cache_implementation": "static",
     }  # fmt: skip
     with using(model, "sdpa"):
         expected = model.generate(tokens(), disable_compile=True, **arguments)
-    config = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=False)
-    config._compile_all_devices = True  # by itself only on accelerators
-    for attribute in ("_compiled_call", "_last_compile_config"):
-        monkeypatch.delattr(model, attribute, raising=False)
-    with using(model, "portattn"):
-        out = model.generate(tokens(), compile_config=config, **arguments)
-    assert torch.equal(out, expected)
-    counted = torch._dynamo.utils.counters
-    assert not counted["graph_break"]
-    # A static cache with a window counts its steps on the host, with `sdpa` too.
-    assert counted["stats"]["unique_graphs"] == (1 if family == "Llama" else 3)
+    graphs = {}
+    for implementation in ("sdpa", "portattn"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        config = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=False)
+        config._compile_all_devices = True  # by itself only on accelerators
+        for attribute in ("_compiled_call", "_last_compile_config"):
+            monkeypatch.delattr(model, attribute, raising=False)
+        with using(model, implementation):
+            out = model.generate(tokens(), compile_config=config, **arguments)
+        assert torch.equal(out, expected)
+        assert not torch._dynamo.utils.counters["graph_break"]
+        graphs[implementation] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # A static cache with a window counts its steps on the host.
+    assert 1 <= graphs["portattn"] <= graphs["sdpa"]
 
 
 # ---------------------------------------------------------------- torch.export
