@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -126,6 +127,25 @@ def test_a_saved_program_runs_in_another_process(order: tuple[str, str], tmp_pat
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['portattn.attention.default']"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, device: Device) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return portattn.attention(q * 2, k, k, causal=True) + 1
+
+    def tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(2, 4, rows, 16, device=device.name), torch.randn(2, 2, rows, 16, device=device.name)
+
+    rows = torch.export.Dim("rows", min=2, max=512)
+    with torch.no_grad():
+        program = torch.export.export(Layer(), tensors(33), dynamic_shapes=({2: rows}, {2: rows}))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        packaged = torch._inductor.aoti_load_package(path)
+        for count in (33, 70):
+            given = tensors(count)
+            torch.testing.assert_close(packaged(*given), Layer()(*given), atol=1e-6, rtol=1e-6)
 
 
 def test_the_operators_are_there_without_a_call() -> None:
