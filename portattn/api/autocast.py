@@ -13,6 +13,11 @@ from portattn.schema.ops import ROWS
 _AS_Q = frozenset({"q", "k", "v", "q_rope"})
 _NAMES = {op: tuple(row.tensors) for op, row in ROWS.items()}
 _WIDE = (torch.float32, torch.float64)
+_KEPT = dict.fromkeys(_AS_Q, (torch.float64,)) | dict.fromkeys(("alibi_slopes", "sinks", "bias", "log_weights"), _WIDE)
+# By operation: the places of the tensors that may be cast, and the dtypes that each may keep.
+_PLACES = {
+    op: tuple((place, _KEPT[name]) for place, name in enumerate(names) if name in _KEPT) for op, names in _NAMES.items()
+}
 
 
 # Devices that have an autocast: torch raises when it is asked of another (meta), and dynamo cannot trace the question
@@ -36,12 +41,11 @@ def cast(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
 def cast_now(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
     """As `cast`, where autocast is on."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    found: list[Any] = []
-    for name, tensor in zip(_NAMES[op], tensors):  # noqa: B905  # dynamo traces it without strict
-        kept = (torch.float64,) if name in _AS_Q else _WIDE
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype not in kept:
-            tensor = tensor.to(dtype)
-        found.append(tensor)
+    found = list(tensors)
+    for place, kept in _PLACES[op]:
+        tensor = found[place]
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != dtype and tensor.dtype not in kept:
+            found[place] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     if ROWS[op].latent:  # latent rows are key and value: one tensor stays one
         keys, values = _NAMES[op].index("k"), _NAMES[op].index("v")
         found[values] = found[keys]
