@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -16,33 +17,35 @@ from typing import Any
 
 
 class _Watcher:
-    """The first finder: has the module found by the others, and calls back once it is loaded."""
+    """The first finder: has the module found by the others, and calls back once it is loaded.
+
+    Who only asks whether there is such a module (importlib.util.find_spec) loads none: it stays until one is loaded.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name, self._then = name, then
+        self.name, self.then = name, then
+        self._asking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name or self not in sys.meta_path:
+        if name != self.name or getattr(self._asking, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = None
+        self._asking.now = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            if spec is None or spec.loader is None:  # it may be installed later
-                sys.meta_path.insert(0, self)
+            self._asking.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)  # type: ignore[assignment]
+            spec.loader = _Loader(spec.loader, self)
         return spec
 
 
 class _Loader:
     """A module's own loader, which calls back once the module is executed."""
 
-    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
-        self._loader, self._then = loader, then
+    def __init__(self, loader: Any, watcher: _Watcher) -> None:
+        self._loader, self._watcher = loader, watcher
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -56,17 +59,40 @@ class _Loader:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._then()
+        if self._watcher in sys.meta_path:
+            sys.meta_path.remove(self._watcher)
+            self._watcher.then()
+
+
+class _Waiter:
+    """A finder that finds nothing: for a module whose import has begun before anybody watched, it calls back at the
+    next import after that has ended."""
+
+    def __init__(self, module: ModuleType, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not _is_loading(self._module) and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._then()
+        return None
+
+
+def _is_loading(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
     """Call `then` once the module has been imported: at once where it has."""
     module = sys.modules.get(name)
-    initializing = module is not None and getattr(module.__spec__, "_initializing", False)
-    if module is not None and not initializing:
-        then()
-    else:
+    if module is None:
         sys.meta_path.insert(0, _Watcher(name, then))
+    elif _is_loading(module):
+        sys.meta_path.insert(0, _Waiter(module, then))
+    else:
+        then()
 
 
 def _call(name: str) -> Callable[[], None]:

@@ -77,7 +77,7 @@ class Terms:
             return _held(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])
         hidden = ~_held(self.mask).expand(-1, -1, -1, self.mask.shape[3])
         if self.bias is None:
-            return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            return hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
         bias = _held(self.bias).float()
         return torch.where(hidden, -math.inf, bias)
 
@@ -181,8 +181,11 @@ def _sight_mask(sight: Sight, rows: int, keys: int, shift: int) -> torch.Tensor 
 
 def _range_mask(rows: int, keys: int, first: float, last: float) -> torch.Tensor:
     """(1, 1, rows, keys) float32: row i sees keys i + first to i + last."""
-    place = torch.arange(keys, dtype=torch.int32) - torch.arange(rows, dtype=torch.int32)[:, None]
-    return torch.zeros(place.shape).masked_fill_((place > last) | (place < first), -math.inf)[None, None]
+    place = torch.arange(keys, dtype=torch.int32, device="cpu")
+    place = place - torch.arange(rows, dtype=torch.int32, device="cpu")[:, None]
+    return place.new_zeros(place.shape, dtype=torch.float32).masked_fill_((place > last) | (place < first), -math.inf)[
+        None, None
+    ]
 
 
 def _shown(mask: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,7 +214,7 @@ def _wide(
         return kernel(q, k, v, scale, mask, causal)
     batch, heads = k.shape[:2]
     group, each = q.shape[1] // heads, max(WIDE_ELEMENTS // (k.shape[2] * max(k.shape[3], v.shape[3])), 1)
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     for b in range(0, batch, max(each // heads, 1)):
         some = slice(b, b + max(each // heads, 1))
         for h in range(0, heads, each):

@@ -147,7 +147,8 @@ def _attended(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]
     out = out[..., : p.head_dim_v]
     if call.sinks is not None:  # one more score of each row: it takes its part of the weights, and brings no value
         sinks = call.sinks.float()[None, :, None]
-        out = (out.float() * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+        weight = torch.sigmoid(lse - sinks).masked_fill(lse == float("-inf"), 0.0)  # a sink of -inf: -inf + inf
+        out = (out.float() * weight[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sinks)
     return out, lse
 
@@ -217,8 +218,6 @@ def _keys(call: Call, b: int, places: slice) -> tuple[torch.Tensor, torch.Tensor
 
 def _differentiable(call: Call) -> torch.Tensor:
     """Plain or causal attention by the public function, whose kernel autograd can differentiate once."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import pad, scaled_dot_product_attention
 
     p = call.problem
@@ -233,8 +232,5 @@ def _differentiable(call: Call) -> torch.Tensor:
     elif p.head_dim > p.head_dim_v:
         v = pad(v, (0, p.head_dim - p.head_dim_v))
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-    # The fused kernel has no forward-mode derivative; torch's own composition has.
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    with sdpa_kernel([SDPBackend.MATH] if forward_mode else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=p.group > 1)
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=p.group > 1)
     return _laid_out(call, out[..., : p.head_dim_v])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from portattn.api import operators
 from portattn.api.autocast import cast
 from portattn.api.operators import RETURNS_LSE, SIGNATURES, arguments_of
 from portattn.errors import TracingError
@@ -46,6 +48,7 @@ def _eagerly(what: str, *arguments: Any) -> Any:
 
 # What dynamo does not trace: it ends its graph there, calls, and begins another. See leave_dynamo_out.
 eagerly: Any = _eagerly
+operators.define()  # where torch was imported in a way that after_import.py does not see
 
 
 def leave_dynamo_out() -> None:
@@ -53,4 +56,6 @@ def leave_dynamo_out() -> None:
     global eagerly
     from torch._dynamo import disable
 
-    eagerly = disable(_eagerly, reason="dropout, the run of a portattn handle, or an unknown argument")
+    # Before torch 2.8 it takes no reason.
+    why = {"reason": "dropout, the run of a portattn handle, or an unknown argument"}
+    eagerly = disable(_eagerly, **(why if "reason" in inspect.signature(disable).parameters else {}))

@@ -42,6 +42,8 @@ def packed(given: Mapping[str, Any]) -> dict[str, Any]:
             shape = "(B, *, H, D)" if bshd else "(B, H, *, D)"
             limit = f"must be {shape} with layout={given['layout']!r}, ragged at the star"
             raise ArgumentError("attention", name, tuple(tensor.shape), limit)
+        if tensor.lengths() is not None:
+            raise ArgumentError("attention", name, "jagged with holes", "must have no holes (hint: .contiguous())")
         rows[name] = tensor if bshd else tensor.transpose(1, 2)
     for name, default in _DEFAULTS.items():
         if given[name] is not default and given[name] != default:

@@ -43,7 +43,8 @@ _NO_LIMIT = -1
 
 
 def _causal(value: Any) -> Any:
-    return ("bottom_right" if value else "none") if isinstance(value, bool) else value
+    """A word that no caller can give stands for no mask."""
+    return value if isinstance(value, str) else "bottom_right" if value else ""
 
 
 def _window(value: Any) -> Any:
@@ -59,7 +60,7 @@ def _numbers(value: Any) -> Any:
 # How an argument is written for an operator, and read again.
 _WRITE: dict[str, Callable[[Any], Any]] = {"causal": _causal, "window": _window, "magicpig": _numbers}
 _READ: dict[str, Callable[[Any], Any]] = {
-    "causal": lambda value: False if value == "none" else value,
+    "causal": lambda value: value or False,
     "window": lambda value: None if value is None else tuple(value),
     "magicpig": lambda value: None if value is None else tuple(value),
 }
@@ -128,7 +129,9 @@ def arguments_of(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths
 
 
 def define() -> None:
-    """Register the operators. Once a process."""
+    """Register the operators, once a process: a second call changes nothing."""
+    if hasattr(torch.ops.portattn, next(iter(SIGNATURES))):
+        return
     for signature in SIGNATURES.values():
         _define(signature)
 

@@ -19,6 +19,7 @@ from portattn.api.tracing import (
 )
 from portattn.config import current
 from portattn.launch import cache
+from portattn.launch.guards import in_mode
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
 
@@ -35,7 +36,9 @@ def try_cached(
     if torch.compiler.is_dynamo_compiling():
         return None if op == "attention" and are_jagged(*tensors[:3]) else in_graph(op, tensors, values, lengths)
     found = found_cached(op, tensors, values, lengths)
-    if found is None and torch._C._is_any_autocast_enabled() and autocast.is_on(tensors[0]):
+    if found is not None or not torch._C._is_any_autocast_enabled():
+        return found
+    if autocast.is_on(tensors[0]) and cache.kinds(op, values) and not in_mode():
         with autocast.off(tensors[0].device.type):  # what is kept of calls under autocast is of the cast tensors
             return found_cached(op, tuple(autocast.cast_now(op, tensors)), values, lengths)
     return found

@@ -61,7 +61,11 @@ def _place(lse: torch.Tensor) -> int | None:
 
 
 def _first(value: Any, dim: Any) -> Any:
-    return value if not isinstance(dim, int) else value.movedim(dim, 0)
+    """The mapped axis first. Lengths, tables, slopes and sinks must be contiguous, as the caller's were."""
+    if not isinstance(dim, int):
+        return value
+    moved = value.movedim(dim, 0)
+    return moved if moved.is_floating_point() and moved.ndim > 3 else moved.contiguous()
 
 
 def _at(values: Sequence[Any], mapped: Sequence[bool], index: int) -> list[Any]:

@@ -56,6 +56,7 @@ class _Serving(threading.local):
 
 
 _serving = _Serving()
+_choosing = threading.Lock()
 
 
 def scaled_dot_product_attention(
@@ -173,7 +174,7 @@ def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
 def _by_torch(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
     if refused.invalid:
         # By torch's definition of SDPA, which checks. Its fused CPU kernel takes a value of other rows than key's.
-        with sdpa_kernel(SDPBackend.MATH):
+        with _choosing, sdpa_kernel(SDPBackend.MATH):  # whose flags are the process's
             return _call_torch(arguments)
     return _call_torch(arguments)
 

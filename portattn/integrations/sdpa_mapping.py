@@ -108,9 +108,13 @@ def _check_types(
     """What Python's types alone tell. torch reads numbers of other types too, or raises TypeError."""
     tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
     mask = attn_mask is None or isinstance(attn_mask, torch.Tensor)
-    numbers = type(dropout_p) in _NUMBERS and (scale is None or type(scale) in _NUMBERS)
+    numbers = _is_number(dropout_p) and (scale is None or _is_number(scale))
     if not (tensors and mask and numbers and type(is_causal) is bool and type(enable_gqa) is bool):
         raise _RefusedError("type", "an argument is of a type that torch reads in its own way", invalid=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
 
 
 def _marker(bias: CausalBias, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:

@@ -84,15 +84,16 @@ def _with_grad_mode(tensors: Sequence[torch.Tensor], check: Callable[..., bool])
 @functools.lru_cache(maxsize=1)
 def _usable() -> bool:
     """Whether torch's guards are there and tell apart what they must."""
-    x = torch.zeros(2, 4, 6)
-    others: list[Any] = [
-        x[0], x.half(), x.to("meta"), x.view(2, 4, 3, 2),
-        torch.nn.Parameter(x, requires_grad=False), torch.zeros(2, 4, 6, requires_grad=True), torch._neg_view(x),
-        x.to_sparse(), None,
-    ]  # fmt: skip
     try:
+        with torch.device("cpu"):  # whatever the caller's default is: the answer is the process's
+            x = torch.zeros(2, 4, 6, dtype=torch.float32)
+            asking = torch.zeros(2, 4, 6, dtype=torch.float32, requires_grad=True)
+            alike = [torch.ones(3, 1, 7, dtype=torch.float32), x[:, :, :4], x.transpose(0, 1)]
+            others: list[Any] = [
+                x[0], x.half(), x.to("meta"), x.view(2, 4, 3, 2),
+                torch.nn.Parameter(x, requires_grad=False), asking, torch._neg_view(x), x.to_sparse(), None,
+            ]  # fmt: skip
         check = _made([x, x])
-        alike = [torch.ones(3, 1, 7), x[:, :, :4], x.transpose(0, 1)]
         return all(check(x, one) is True for one in alike) and not any(check(x, other) for other in others)
     except (ImportError, AttributeError, TypeError, RuntimeError, ValueError):
         return False

@@ -20,6 +20,11 @@ def jagged(lengths: tuple[int, ...], heads: int, device: Device, width: int = 16
     return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
 
 
+def with_holes(like: torch.Tensor) -> torch.Tensor:
+    lengths = torch.tensor([1, 2, 0, 1], device=like.device)
+    return torch.nested.nested_tensor_from_jagged(like.values().detach(), like.offsets(), lengths=lengths)
+
+
 def each(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Every sequence of (B, *, heads, width) as (1, heads, rows, width)."""
     ends = itertools.pairwise(tensor.offsets().tolist())
@@ -82,6 +87,7 @@ def test_what_packed_rows_cannot_have_is_named(device: Device) -> None:
         ({"dropout_p": 0.1}, r"dropout_p is 0\.1, but goes with dense"),
         ({"layout": "bhsd"}, r"q is .*ragged at the star"),
         ({"k": dense}, "q is 'a jagged nested tensor', but must be a dense"),
+        ({"q": with_holes(q)}, "q is 'jagged with holes', but must have no holes"),
         ({"v": jagged((4, 1, 2, 7), 2, device)}, "v is .* must have the sequences of k"),
     ]
     for change, words in wrong:

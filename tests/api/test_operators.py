@@ -238,3 +238,28 @@ def test_the_model_of_the_tests_gives_its_tensors_anew(device: Device) -> None:
     model, tensors = a_model("attention", device)
     assert isinstance(model, Model)
     assert not same(model(*(t * 2 if t.is_floating_point() else t for t in tensors)), model(*tensors))
+
+
+LATE = {
+    "looked up before": "import portattn, importlib.util; importlib.util.find_spec('torch'); import torch",
+    "imported by another thread meanwhile": """
+        import sys, threading, time
+        thread = threading.Thread(target=lambda: __import__("torch"))
+        thread.start()
+        while "torch" not in sys.modules:
+            time.sleep(0)
+        import portattn
+        thread.join()
+        import torch
+        import wave  # any import that follows
+    """,
+    "reloaded": "import torch, portattn, importlib; importlib.reload(portattn)",
+}
+
+
+@pytest.mark.parametrize("way", LATE)
+def test_the_operators_are_there_however_torch_was_imported(way: str) -> None:
+    program = "import warnings\nwarnings.simplefilter('error', RuntimeWarning)\n" + textwrap.dedent(LATE[way])
+    program += "\nprint(torch.ops.portattn.attention.default)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "portattn.attention.default", done.stderr

@@ -127,6 +127,8 @@ def test_vmap_of_other_tensors(argument: str, lse: bool, device: Device) -> None
     several = [call(one, other) for one, other in zip(q, given, strict=True)]
     expected = tuple(map(torch.stack, zip(*several, strict=True))) if lse else torch.stack(several)
     torch.testing.assert_close(vmap(call)(q, given), expected, atol=1e-5, rtol=1e-5)
+    last = vmap(call, in_dims=(0, -1))(q, given.movedim(0, -1))  # strides that are vmap's own
+    torch.testing.assert_close(last, expected, atol=1e-5, rtol=1e-5)
     alone = vmap(lambda given: call(q[1], given))(given)  # q is not mapped
     torch.testing.assert_close(alone[1] if lse else alone, torch.stack([_last(call(q[1], g)) for g in given]))
 

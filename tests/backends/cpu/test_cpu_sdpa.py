@@ -291,3 +291,51 @@ def test_a_problem_is_taken_by_what_is_declared() -> None:
     taken = {field for field in PATH.takes if field in Problem.__struct_fields__}
     assert not {"dropout", "softcap", "alibi_slopes", "log_weights", "magicpig", "num_splits"} & taken
     assert PATH.rejects(msgspec.structs.replace(problem("dense"), softcap=True), CPU).path == "sdpa"
+
+
+def test_a_sink_that_hides_beside_a_row_that_sees_nothing() -> None:
+    """-inf less -inf is NaN."""
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 2, 16)
+    sinks = torch.tensor([-torch.inf, 0.5])
+    out = portattn.attention(q, k, k, causal=True, sinks=sinks)
+    assert portattn.last_plan().path == "sdpa"
+    torch.testing.assert_close(out, portattn.attention(q, k, k, causal=True, sinks=sinks, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 13, 16)
+    mask = torch.rand(9, 13) > 0.3
+    cases: list[dict[str, Any]] = [{"causal": True}, {"window": (3, 2)}, {"mask": mask}]
+    expected = [portattn.attention(q, k, k, return_lse=True, **case) for case in cases]
+    half = portattn.attention(q.bfloat16(), k.bfloat16(), k.bfloat16(), return_lse=True)
+    torch.set_default_dtype(dtype)
+    try:
+        found = [portattn.attention(q, k, k, return_lse=True, **case) for case in cases]
+        found_half = portattn.attention(q.bfloat16(), k.bfloat16(), k.bfloat16(), return_lse=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close([*found, found_half], [*expected, half])
+
+
+def test_training_in_threads_leaves_torchs_choice_of_kernels_alone() -> None:
+    import threading
+
+    def flags() -> tuple[bool, ...]:
+        cuda = torch.backends.cuda
+        return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+    before, seen = flags(), set()
+
+    def train() -> None:
+        q = torch.randn(1, 2, 4, 16, requires_grad=True)
+        for _ in range(50):
+            portattn.attention(q, q, q).sum().backward()
+            seen.add(flags())
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {before}
