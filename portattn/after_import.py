@@ -37,7 +37,7 @@ class _Watcher:
         finally:
             self._asking.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
 

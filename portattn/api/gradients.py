@@ -111,7 +111,8 @@ class _Backward(_SingleLevelFunction):
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise TracingError(
             f"{ctx.op}: second derivatives of a compiled, exported or transformed call are not computed. Call it "
-            "eagerly, outside of torch.func and torch.compile"
+            "eagerly with backend='reference'. Parameters that require gradients ask for them inside of "
+            "torch.func.grad: detach them, or call it under torch.no_grad()"
         )
 
 

@@ -17,9 +17,10 @@ from portattn.api.page_table import PageTable
 from portattn.api.perform import perform, plan_request, try_cached
 from portattn.api.prepare import Prepared
 from portattn.api.request import Request, Result, request_of
+from portattn.api.tracing import are_transformed
 from portattn.api.unknown_arguments import operation
 from portattn.config import current
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, TracingError
 from portattn.planning.planner import plan as plan_problem
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
@@ -617,4 +618,10 @@ def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, A
         problem = "a Problem or " if asker == "plan" else ""
         given = type(op).__name__ if isinstance(op, torch.Tensor) else op  # not a page of numbers
         raise ArgumentError(asker, "op", given, f"must be {problem}one of {', '.join(OPS)}")
-    return request_of(op, named_arguments(op)(*args, **kwargs))
+    given = named_arguments(op)(*args, **kwargs)
+    if asker == "plan" and op == "attention" and are_jagged(given["q"], given["k"], given["v"]):
+        op, given = "varlen_attention", packed(given)
+    request = request_of(op, given)
+    if are_transformed(request.tensors.values()):
+        raise TracingError(f"{asker}: torch.func has the tensors of this call. Ask outside of the transform")
+    return request

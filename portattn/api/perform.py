@@ -12,6 +12,7 @@ from portattn.api.jagged import are_jagged
 from portattn.api.request import Caching, Request, Result, request_from
 from portattn.api.tracing import (
     are_dispatched,
+    are_recorded,
     are_transformed,
     refuse_what_lies_nowhere,
     refuse_what_no_kernel_sees,
@@ -77,7 +78,9 @@ def perform(request: Request) -> Result:
     What something records or transforms, and tensors that are more than memory, go through torch's dispatcher.
     """
     tensors, values, lengths = request.parts
-    if are_transformed(tensors) or are_dispatched(tensors):
+    # Dropout is no operator: where a mode only looks on, it sees what dropout is made of.
+    seen = are_recorded if request.values.get("dropout_p") else are_dispatched
+    if are_transformed(tensors) or seen(tensors):
         return in_graph(request.op, tensors, values, lengths)
     refuse_what_lies_nowhere(request.op, request.named_tensors)
     if autocast.is_on(request.tensors["q"]):
@@ -129,4 +132,8 @@ def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
 
 def plan_request(request: Request) -> Plan:
     """How a request would run, without running it."""
+    tensors, values, lengths = request.parts
+    cast = autocast.cast(request.op, tensors)
+    if cast is not tensors:
+        request = request_from(request.op, cast, values, lengths)
     return dispatch.plan_call(request.build(), request.settings)

@@ -106,7 +106,7 @@ class Prepared:
         True
         """
         if torch.compiler.is_dynamo_compiling():
-            return in_graph.eagerly("run", self, args, kwargs)
+            return in_graph.eagerly["run"](self, args, kwargs)
         try:
             given = self._bind(*args, **kwargs)
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too

@@ -28,7 +28,12 @@ def are_transformed(tensors: Iterable[Any]) -> bool:
 
 def are_dispatched(tensors: Iterable[Any]) -> bool:
     """Whether torch's dispatcher must see the call: something records it, or a tensor is more than memory."""
-    if in_mode() or torch._C._get_tracing_state() is not None or _proxy_tracer():
+    return in_mode() or are_recorded(tensors)
+
+
+def are_recorded(tensors: Iterable[Any]) -> bool:
+    """Whether a call has no numbers yet: something records it, or a tensor is more than memory."""
+    if torch._C._get_tracing_state() is not None or _proxy_tracer() or shapes_alone(()):
         return True
     return any(tensor.is_meta or _more_than_memory(tensor) for tensor in _only(tensors))
 

@@ -23,8 +23,9 @@ def forward(
     size     of the mapped axis
     in_dims  where each argument has it; None where it has none
     """
-    moved = [_first(value, dim) for value, dim in zip(arguments, in_dims, strict=True)]
-    mapped = [dim is not None for dim in in_dims]
+    places = _flat(in_dims, arguments)
+    moved = [_first(value, dim) for value, dim in zip(arguments, places, strict=True)]
+    mapped = [dim is not None for dim in places]
     folded = _fold(signature, size, moved, mapped) if size and signature.op in _FOLDED else None
     if folded is not None:
         out, lse = operator(*folded)
@@ -64,8 +65,11 @@ def _first(value: Any, dim: Any) -> Any:
     """The mapped axis first. Lengths, tables, slopes and sinks must be contiguous, as the caller's were."""
     if not isinstance(dim, int):
         return value
-    moved = value.movedim(dim, 0)
-    return moved if moved.is_floating_point() and moved.ndim > 3 else moved.contiguous()
+    return _contiguous(value.movedim(dim, 0))
+
+
+def _contiguous(value: torch.Tensor) -> torch.Tensor:
+    return value if value.is_floating_point() and value.ndim > 3 else value.contiguous()
 
 
 def _at(values: Sequence[Any], mapped: Sequence[bool], index: int) -> list[Any]:
@@ -101,5 +105,5 @@ def _fold(signature: Signature, size: int, values: list[Any], mapped: Sequence[b
             return None
         else:
             continue
-        found[place] = every.reshape(size * every.shape[1], *every.shape[2:])
+        found[place] = _contiguous(every.reshape(size * every.shape[1], *every.shape[2:]))
     return found

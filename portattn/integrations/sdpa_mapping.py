@@ -173,15 +173,15 @@ def _check_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
         raise _RefusedError("dtype", "query, key and value have several dtypes", invalid=True)
     if not query.device == key.device == value.device:
         raise _RefusedError("device", "query, key and value are on several devices", invalid=True)
-    if query.dtype not in _DTYPES:
-        reason = f"query is {query.dtype}, and portattn takes float16, bfloat16 and float32"
-        raise _RefusedError("dtype", reason, invalid=not query.is_floating_point())
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise _RefusedError("dimensions", "query, key or value has less than two dimensions", invalid=True)
     if query.shape[-1] != key.shape[-1]:
         raise _RefusedError("sizes", "query and key have different widths", invalid=True)
     if key.shape[-2] != value.shape[-2]:
         raise _RefusedError("sizes", "key and value have different numbers of rows", invalid=True)
+    if query.dtype not in _DTYPES:
+        reason = f"query is {query.dtype}, and portattn takes float16, bfloat16 and float32"
+        raise _RefusedError("dtype", reason, invalid=not query.is_floating_point())
 
 
 def _shaped(

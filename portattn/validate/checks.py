@@ -27,7 +27,8 @@ def check_dense(op: str, name: str, value: Any) -> None:
         return
     limit = "must be a dense, strided torch.Tensor"
     if value.is_nested and value.layout is torch.jagged:
-        hint = "varlen_attention takes packed rows: values(), and offsets() as int32 cu_seqlens"
+        hint = "attention takes q, k and v that are all jagged; varlen_attention takes packed rows: values(), and "
+        hint += "offsets() as int32 cu_seqlens"
         raise ArgumentError(op, name, "a jagged nested tensor", f"{limit} (hint: {hint})")
     if value.is_nested:
         hint = "torch.nested.to_padded_tensor, and the lengths beside it"

@@ -94,3 +94,10 @@ def test_what_packed_rows_cannot_have_is_named(device: Device) -> None:
         given: dict[str, Any] = {"q": q, "k": k, "v": k, "layout": "bshd"} | change
         with pytest.raises(portattn.ArgumentError, match=words):
             portattn.attention(**given)
+
+
+def test_a_plan_of_jagged_tensors_is_of_packed_rows(device: Device) -> None:
+    q = jagged(QUERIES, 4, device)
+    plan = portattn.plan("attention", q, q, q, layout="bshd")
+    assert (plan.problem.op, plan.problem.total_q) == ("varlen_attention", sum(QUERIES))
+    assert "varlen_attention" in portattn.explain("attention", q, q, q, layout="bshd")

@@ -272,3 +272,20 @@ def test_inference_mode(device: Device) -> None:
         found = portattn.attention(q, k, v)
         assert found.is_inference()
     assert same(found.clone(), portattn.attention(q, k, v))
+
+
+def test_dropout_runs_where_a_mode_only_looks_on(device: Device) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv(device))
+    torch.manual_seed(5)
+    expected = portattn.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(5)
+    with FlopCounterMode(display=False):
+        found = portattn.attention(q, k, v, dropout_p=0.5)
+    torch.testing.assert_close(found, expected)
+
+
+def test_plans_are_of_what_autocast_casts(device: Device) -> None:
+    q, k, v = qkv(device)
+    with torch.autocast(device.name, dtype=torch.bfloat16):
+        assert portattn.plan("attention", q, k, v).problem.dtype == "bf16"
+    assert portattn.plan("attention", q, k, v).problem.dtype == "fp32"

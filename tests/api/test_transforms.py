@@ -195,3 +195,34 @@ def test_second_derivatives_of_an_eager_call_are_right(device: Device) -> None:
         (first,) = torch.autograd.grad(f(q, k, v).sin().sum(), q, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), q)[0])
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [3, 0])
+def test_vmap_of_calls_with_arguments_that_are_lists(size: int, device: Device) -> None:
+    """A window is a list of an operator: no axis of it is mapped."""
+    q, sinks = torch.randn(3, 1, 2, 6, 16, device=device.name)[:size], torch.randn(3, 2, device=device.name)[:size]
+
+    def call(q: torch.Tensor, sinks: torch.Tensor) -> Any:
+        return portattn.attention(q, q, q, sinks=sinks, window=(3, 0))
+
+    found = vmap(call)(q, sinks)
+    assert found.shape == q.shape
+    for one, mine, sink in zip(q, found, sinks, strict=True):
+        torch.testing.assert_close(mine, call(one, sink), atol=1e-5, rtol=1e-5)
+
+
+def test_vmap_of_one_sequence_with_lengths_that_are_not_mapped(device: Device) -> None:
+    k, q = torch.randn(4, 1, 2, 9, 16, device=device.name), torch.ones(1, 2, 1, 16, device=device.name)
+    lengths = torch.tensor([5], dtype=torch.int32, device=device.name)
+    for call in (
+        lambda k: portattn.decode_attention(q, k, k, lengths),
+        lambda k: portattn.attention(q, k, k, leftpad_k=lengths),
+    ):
+        torch.testing.assert_close(vmap(call)(k), torch.stack([call(one) for one in k]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ask", ["plan", "explain", "prepare"])
+def test_plans_are_not_asked_for_inside_of_a_transform(ask: str, device: Device) -> None:
+    q = torch.randn(3, 1, 2, 6, 16, device=device.name)
+    with pytest.raises(portattn.TracingError, match=f"(plan|{ask}): torch.func has the tensors"):
+        vmap(lambda q: (getattr(portattn, ask)("attention", q, q, q), q)[1])(q)
