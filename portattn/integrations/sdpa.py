@@ -174,9 +174,16 @@ def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
 def _by_torch(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
     if refused.invalid:
         # By torch's definition of SDPA, which checks. Its fused CPU kernel takes a value of other rows than key's.
-        with _choosing, sdpa_kernel(SDPBackend.MATH):  # whose flags are the process's
-            return _call_torch(arguments)
+        if torch.compiler.is_dynamo_compiling():  # it cannot enter a lock, and one thread compiles at a time
+            return _by_definition(arguments)
+        with _choosing:  # the flags that say which kernels may be taken are the process's
+            return _by_definition(arguments)
     return _call_torch(arguments)
+
+
+def _by_definition(arguments: tuple[Any, ...]) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _call_torch(arguments)
 
 
 def route(
