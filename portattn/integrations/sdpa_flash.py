@@ -13,7 +13,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,13 +27,27 @@ _DENSE = "_scaled_dot_product_flash_attention"
 _ANY = "_flash_attention_forward"
 _IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
-# What torch's flash kernels take on a device, and what its backward can therefore be given.
-_DTYPES = {
-    "cuda": (torch.float16, torch.bfloat16),
-    "cpu": (torch.float16, torch.bfloat16, torch.float32),
+
+
+class _Kernels(NamedTuple):
+    """torch's flash kernels for a type of devices.
+
+    dtypes   what they take, and what their backward can therefore be given
+    no_keys  the LSE that they give for a row with nothing to attend: their backwards subtract it
+    """
+
+    device_type: str
+    dtypes: tuple[torch.dtype, ...]
+    no_keys: float
+
+
+_KERNELS = {
+    kernels.device_type: kernels
+    for kernels in (
+        _Kernels("cuda", (torch.float16, torch.bfloat16), math.inf),
+        _Kernels("cpu", (torch.float16, torch.bfloat16, torch.float32), 0.0),
+    )
 }
-# The LSE that torch's kernels give for a row with nothing to attend: their backwards subtract it.
-_NO_KEYS = {"cuda": math.inf, "cpu": 0.0}
 
 
 class _Serving(threading.local):
@@ -178,7 +192,7 @@ def _cpu(
     given = {} if attn_mask is None else {"mask" if attn_mask.dtype is torch.bool else "bias": attn_mask.detach()}
     out, lse = _attend(query, key, value, scale=scale, causal="top_left" if is_causal else False, **given)
     # (B, Sq, H) in memory, which torch's backward reads.
-    lse = _with_torchs_empty_rows(lse, _NO_KEYS[device_type]).transpose(1, 2).contiguous().transpose(1, 2)
+    lse = _with_torchs_empty_rows(lse, _KERNELS[device_type].no_keys).transpose(1, 2).contiguous().transpose(1, 2)
     return _like(query, out), lse
 
 
@@ -186,7 +200,7 @@ def _check(
     device_type: str, query: torch.Tensor, value: torch.Tensor, dropout_p: float, return_debug_mask: bool
 ) -> None:
     """Raise _NotTakenError for what no forward here takes."""
-    if query.dtype not in _DTYPES[device_type]:
+    if query.dtype not in _KERNELS[device_type].dtypes:
         raise _NotTakenError("dtype", f"query is {query.dtype}, which torch's flash kernels refuse on {device_type}")
     if query.shape[-1] != value.shape[-1]:
         raise _NotTakenError("width", "query and value have different widths")
@@ -283,8 +297,8 @@ def register_flash_impl(device_type: str | None = None, name: str | None = None)
     """
     built = torch.backends.cuda.is_built()  # ROCm's torch says so too
     device_type = device_type or ("cuda" if built else "cpu")
-    if device_type not in _DTYPES:
-        raise ArgumentError("register_flash_impl", "device_type", device_type, f"must be {' or '.join(_DTYPES)}")
+    if device_type not in _KERNELS:
+        raise ArgumentError("register_flash_impl", "device_type", device_type, f"must be {' or '.join(_KERNELS)}")
     if device_type == "cuda" and not built:
         raise PortattnError("register_flash_impl: device_type is 'cuda', but this torch is not built for CUDA or ROCm")
     name = name or f"PORTATTN_{device_type.upper()}"

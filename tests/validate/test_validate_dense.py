@@ -29,7 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "v is float64": ({"v": torch.zeros(K).double()}, "v.dtype is torch.float64", "torch.float16, torch.bfloat16"),
     "q is an integer": ({"q": torch.zeros(Q).int()}, "q.dtype is torch.int32", "torch.bfloat16, torch.float32"),
     "q is complex": ({"q": torch.zeros(Q, dtype=torch.complex64)}, "q.dtype is torch.complex64", "torch.float32"),
-    "q is sparse": ({"q": torch.zeros(Q).to_sparse()}, "q.layout is torch.sparse_coo", "must be torch.strided"),
+    "q is sparse": ({"q": torch.zeros(Q).to_sparse()}, "q is 'a torch.sparse_coo tensor'", "must be a dense, strided"),
     "k has another dtype": ({"k": torch.zeros(K).half()}, "k.dtype is torch.float16", "must be q's, torch.float32"),
     "v has another dtype": ({"v": torch.zeros(K).half()}, "v.dtype is torch.float16", "must be q's, torch.float32"),
     "k is on another device": ({"k": torch.zeros(K, device="meta")}, "k.device is 'meta'", "must be q's, cpu"),
