@@ -79,7 +79,8 @@ def perform(request: Request) -> Result:
     """
     tensors, values, lengths = request.parts
     # Dropout is no operator: where a mode only looks on, it sees what dropout is made of.
-    seen = are_recorded if request.values.get("dropout_p") else are_dispatched
+    dropout = request.values.get("dropout_p")  # nothing is known of it yet
+    seen = are_recorded if isinstance(dropout, float) and dropout else are_dispatched
     if are_transformed(tensors) or seen(tensors):
         return in_graph(request.op, tensors, values, lengths)
     refuse_what_lies_nowhere(request.op, request.named_tensors)
