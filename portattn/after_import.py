@@ -109,7 +109,7 @@ def _call(name: str) -> Callable[[], None]:
 # What is to be done once a module is there: most programs import none of them but torch.
 _THEN = {
     "torch": "portattn.api.operators:define",
-    "torch._dynamo": "portattn.api.in_graph:leave_dynamo_out",
+    "torch._dynamo": "portattn.api.left_out:apply_all",
     "torch.utils.flop_counter": "portattn.integrations.flops:register",
     "torch.distributed.tensor": "portattn.integrations.dtensor:register",
 }

@@ -2,7 +2,8 @@
 
     python scripts/transformers_times.py --seconds 240 --out times.json
 
-Both generate the same tokens from one model, in turns; the least time of a round's turns is compared. Needs a GPU.
+Both generate from one model, in turns. Of each the least time of the rounds is printed, the ratio of these, and the
+median of the rounds' own ratios. Needs a GPU.
 """
 
 from __future__ import annotations

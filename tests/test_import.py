@@ -325,3 +325,14 @@ def test_the_command_line_names_the_extra_that_it_needs(package: str) -> None:
         return
     assert done.returncode == 2, done.stderr
     assert done.stderr == f"portattn: the command line needs {package}: pip install -e '.[tools]' in the checkout\n"
+
+
+@pytest.mark.parametrize("module", ["sdpa", "dtensor", "flops"])
+def test_an_integration_imports_no_dynamo(module: str) -> None:
+    """Which takes a second. Functions that it must leave alone are told it once somebody else imports it."""
+    loaded = python(f"""
+        import sys
+        import portattn.integrations.{module}
+        print("torch._dynamo" in sys.modules)
+    """)
+    assert loaded == "False"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from portattn.api import sizing
+from portattn.api import autocast, sizing
 from portattn.api.candidate import Candidate, candidate
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
@@ -116,7 +116,7 @@ def prepared(call: Call, settings: Settings, caching: Cacher) -> tuple[Plan, Cac
     launched, and nothing kept for other calls.
     """
     call.dry = False
-    with without_autocast(call.q.device.type):  # canaries are compared with what torch computes in their dtype
+    with _without_autocast(call.q):  # canaries are compared with what torch computes in their dtype
         made, own, failed = _compilable(call, settings)
     _refuse(made, settings)
     return made, None if own is None else _cached(own, call, caching, failed)
@@ -143,15 +143,13 @@ def run(call: Call, settings: Settings, caching: Cacher | None = None) -> tuple[
 
     Every path computes in the dtypes that it is given: autocast, which kernels do not see, is off for the others too.
     """
-    with without_autocast(call.q.device.type):
+    with _without_autocast(call.q):
         return _run(call, settings, caching)
 
 
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+def _without_autocast(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside the block, torch's operators compute in the dtypes that they are given."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    return autocast.off(q.device.type) if autocast.is_on(q) else contextlib.nullcontext()
 
 
 def _run(call: Call, settings: Settings, caching: Cacher | None) -> tuple[torch.Tensor, torch.Tensor | None]:

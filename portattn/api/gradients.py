@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from portattn.api.operators import SIGNATURES, Signature
+from portattn.api.tracing import have_tangents
 from portattn.errors import TracingError
 
 
@@ -31,17 +31,12 @@ def backward(signature: Signature, *arguments: Any) -> Any:
 
 
 def _differentiable(function: Any, op: str, suffix: str, arguments: Sequence[Any]) -> Any:
-    if forward_ad._current_level >= 0 and _has_tangents(arguments):
+    if have_tangents(arguments):
         raise forward_mode(op)
     if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
         with _one_level():
             return function.apply(op, *arguments)
     return _below(op + suffix, arguments)
-
-
-def _has_tangents(arguments: Sequence[Any]) -> bool:
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _one_level() -> contextlib.AbstractContextManager[Any]:

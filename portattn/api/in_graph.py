@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from portattn.api import operators
 from portattn.api.autocast import cast
+from portattn.api.left_out import leave_out, left_out
 from portattn.api.operators import RETURNS_LSE, SIGNATURES, arguments_of
 from portattn.errors import TracingError
 
@@ -26,7 +26,7 @@ def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Se
     """
     if op in _DROPOUT and values[_DROPOUT[op]]:
         if torch.compiler.is_dynamo_compiling():
-            return eagerly["perform"](op, tensors, values, lengths)
+            return left_out["perform"](op, tensors, values, lengths)
         raise TracingError(
             f"{op}: dropout_p={values[_DROPOUT[op]]} cannot be exported, traced or transformed. Call it eagerly, or "
             "use torch.nn.functional.scaled_dot_product_attention for the layers that drop out"
@@ -41,28 +41,5 @@ def _perform(*arguments: Any) -> Any:
     return importlib.import_module("portattn.api.perform").perform(request)
 
 
-def _run(handle: Any, args: Any, kwargs: Any) -> Any:
-    return handle.run(*args, **kwargs)
-
-
-def _unknown(*arguments: Any) -> Any:
-    raise importlib.import_module("portattn.api.unknown_arguments").unknown_argument(*arguments)
-
-
-# What dynamo does not trace: it ends its graph there, calls, and begins another. See leave_dynamo_out.
-eagerly: dict[str, Any] = {"perform": _perform, "run": _run, "unknown": _unknown}
-_WHY = {
-    "perform": "dropout_p is not 0, and portattn's operators have no dropout",
-    "run": "the run of a portattn handle launches kernels itself: call the operation instead",
-    "unknown": "portattn's operation has no such argument: call it eagerly to see which is meant",
-}
+leave_out("perform", _perform, "dropout_p is not 0, and portattn's operators have no dropout")
 operators.define()  # where torch was imported in a way that after_import.py does not see
-
-
-def leave_dynamo_out() -> None:
-    """Have dynamo leave them alone. To be called once dynamo is imported, which takes a second or more."""
-    from torch._dynamo import disable
-
-    takes_reason = "reason" in inspect.signature(disable).parameters  # since torch 2.8
-    for what, reason in _WHY.items():
-        eagerly[what] = disable(eagerly[what], **({"reason": reason} if takes_reason else {}))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from portattn.api import dispatch, in_graph
+from portattn.api import dispatch
 from portattn.api.binding import named_arguments
+from portattn.api.left_out import leave_out, left_out
 from portattn.api.perform import admitted, finished
 from portattn.api.request import Caching, Request, Result, request_of
 from portattn.api.unknown_arguments import names_of, unknown_argument
@@ -106,7 +107,7 @@ class Prepared:
         True
         """
         if torch.compiler.is_dynamo_compiling():
-            return in_graph.eagerly["run"](self, args, kwargs)
+            return left_out["run"](self, args, kwargs)
         try:
             given = self._bind(*args, **kwargs)
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too
@@ -203,6 +204,13 @@ class Prepared:
         except RuntimeError:  # nested ones have no shape, and others no address. To ask first would cost each run
             check_dense(self._name, name, tensor)
             raise
+
+
+def _run(handle: Prepared, args: Any, kwargs: Any) -> Any:
+    return handle.run(*args, **kwargs)
+
+
+leave_out("run", _run, "the run of a portattn handle launches kernels itself: call the operation instead")
 
 
 def _description(request: Request) -> dict[str, Any]:

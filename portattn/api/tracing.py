@@ -21,9 +21,15 @@ _PYTHON, _FUNCTIONAL = torch._C.DispatchKey.Python, torch._C.DispatchKey.Functio
 
 def are_transformed(tensors: Iterable[Any]) -> bool:
     """Whether torch.func has some of the tensors, or forward-mode differentiation is under way."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in _only(tensors)):
-        return True
-    return any(_wrapped(tensor) for tensor in _only(tensors))
+    given = list(_only(tensors))
+    return have_tangents(given) or any(_wrapped(tensor) for tensor in given)
+
+
+def have_tangents(values: Iterable[Any]) -> bool:
+    """Whether forward-mode differentiation is under way, and some of the tensors among values have a tangent."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in _only(values))
 
 
 def are_dispatched(tensors: Iterable[Any]) -> bool:

@@ -12,11 +12,11 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from portattn.api import in_graph
+from portattn.api.left_out import leave_out, left_out
 from portattn.api.other_libraries import TABLES
 from portattn.errors import UnknownArgument
 
@@ -95,7 +95,7 @@ def unknown_argument(op: str, names: Iterable[str], more: tuple[str, ...] = ()) 
     more  arguments that are taken beside the operation's own (`out` of a handle's run)
     """
     if torch.compiler.is_dynamo_compiling():  # which can trace none of what follows
-        in_graph.eagerly["unknown"](op, list(names), more)
+        left_out["unknown"](op, list(names), more)
     for module in ("ops", "merge_states"):  # each operation of them is known then, whatever was imported before
         importlib.import_module(f"portattn.api.{module}")
     first, *others = names
@@ -106,6 +106,13 @@ def unknown_argument(op: str, names: Iterable[str], more: tuple[str, ...] = ()) 
     text = (f"{''.join(f', {name!r}' for name in same[:-1])} or {same[-1]!r}" if same else "") + hint
     text += "".join(f". Nor has it {', '.join(map(repr, several))}{about}" for about, several in rest)
     return UnknownArgument(op, first, text)
+
+
+def _raise(op: str, names: Iterable[str], more: tuple[str, ...]) -> NoReturn:
+    raise unknown_argument(op, names, more)
+
+
+leave_out("unknown", _raise, "portattn's operation has no such argument: call it eagerly to see which is meant")
 
 
 def _hint(op: str, name: str, more: tuple[str, ...]) -> str:

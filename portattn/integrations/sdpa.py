@@ -8,7 +8,6 @@ What `portattn.attention` cannot take is torch's own, never silently: one Fallba
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.api import ops
+from portattn.api.left_out import leave_out, left_out
 from portattn.api.tracing import are_dispatched, are_transformed
 from portattn.errors import ArgumentError, TracingError
 from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
@@ -25,6 +25,7 @@ from portattn.integrations.sdpa_routes import (
     OURS,
     WHO,
     Route,
+    Serving,
     check_allowed,
     last_route,
     note,
@@ -49,13 +50,7 @@ _torchs = torch._C._nn.scaled_dot_product_attention
 _functional: Any = torch.nn.functional
 
 
-class _Serving(threading.local):
-    """Whether this thread is inside a call that is being served: what that calls in turn is torch's own."""
-
-    now = False
-
-
-_serving = _Serving()
+_serving = Serving()
 _choosing = threading.Lock()
 
 
@@ -135,16 +130,15 @@ def _serve_traced(*arguments: Any) -> torch.Tensor:
         return found.result(out)
     refused = _DROPOUT_IN_A_GRAPH if isinstance(found, Mapped) else found
     if not tell_while_tracing(WHO, refused.kind, refused.reason, refused.invalid):
-        return _break_graph(*arguments)  # and raise there
+        return left_out["SDPA"](*arguments)  # and raise there
     return _by_torch(refused, arguments)
 
 
 # Its mask would be drawn anew in the backward pass.
 _DROPOUT_IN_A_GRAPH = Refused("dropout in a graph", "dropout_p is not 0, and portattn's graphs have no dropout")
-# (Earlier releases of torch take no reason.)
-_REASON = "portattn cannot take this call, and fallback='error' or a named backend forbids that torch runs it"
-_explained = {"reason": _REASON} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
-_break_graph = torch.compiler.disable(_serve, **_explained)
+leave_out(
+    "SDPA", _serve, "portattn cannot take this call, and fallback='error' or a named backend forbids that torch runs it"
+)
 
 
 def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:

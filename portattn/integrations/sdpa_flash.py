@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 from portattn.api import ops
 from portattn.errors import ArgumentError, PathUnavailable, PortattnError
 from portattn.integrations.sdpa_mapping import Refused
-from portattn.integrations.sdpa_routes import OURS, check_allowed, note, torch_ran
+from portattn.integrations.sdpa_routes import OURS, Serving, check_allowed, note, torch_ran
 from portattn.schema.plan import Rejection
 
 _DENSE = "_scaled_dot_product_flash_attention"
@@ -50,13 +49,7 @@ _KERNELS = {
 }
 
 
-class _Serving(threading.local):
-    """Whether this thread is inside an operator that is being served: what that calls in turn is torch's own."""
-
-    now = False
-
-
-_serving = _Serving()
+_serving = Serving()
 
 
 class _NotTakenError(Exception):

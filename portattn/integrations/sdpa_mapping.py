@@ -14,7 +14,6 @@ import torch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from portattn.api.autocast import is_on
 from portattn.schema.problem import MAX_HEAD_DIM
@@ -81,7 +80,7 @@ def mapped(
     try:
         _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         causal: bool | str = "top_left" if is_causal else False
-        if type(attn_mask) is CausalBias:
+        if attn_mask is not None and _is_a(attn_mask, "torch.nn.attention.bias", "CausalBias"):
             causal, attn_mask = _marker(attn_mask, query, key, is_causal), None
         elif attn_mask is not None and is_causal:
             raise _RefusedError(
@@ -117,14 +116,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, _NUMBERS) and not isinstance(value, bool)
 
 
-def _marker(bias: CausalBias, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:
+def _marker(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str:
     """The alignment that torch's marker of a causal mask stands for."""
     if is_causal:
         raise _RefusedError("type", "is_causal is True beside a CausalBias", invalid=True)
     if query.dim() < 2 or key.dim() < 2 or (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
         # torch reads the sizes of a lower right marker, and not of an upper left one.
         raise _RefusedError("CausalBias", "attn_mask is a CausalBias of other sizes than the scores")
-    return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+    return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"
 
 
 def _check_plain(**tensors: torch.Tensor | None) -> None:
@@ -147,9 +146,13 @@ def lie_in_memory(tensors: tuple[torch.Tensor, ...]) -> bool:
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. There is none before its module is imported, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and type(tensor) is module.DTensor
+    return _is_a(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def _is_a(tensor: torch.Tensor, module: str, name: str) -> bool:
+    """Whether it is of a class of torch's. There is none before its module is imported, which takes a second."""
+    found = sys.modules.get(module)
+    return found is not None and type(tensor) is getattr(found, name)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import torch
-
+from portattn.api.left_out import called_while_traced
 from portattn.config import current
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.integrations.sdpa_mapping import Refused
@@ -33,6 +33,12 @@ class Route:
         if self.path == "torch":
             return f"{WHO}: torch's own, because {self.reason}"
         return f"{WHO}: portattn" + ("" if self.plan is None else f"\n{self.plan.explain()}")
+
+
+class Serving(threading.local):
+    """Whether this thread is inside a call that is being served: what that calls in turn is torch's own."""
+
+    now = False
 
 
 OURS = Route("portattn")
@@ -85,14 +91,14 @@ def torch_ran(op: str, refused: Refused) -> None:
         warn_caller(f"{op} runs on torch's own kernels, not portattn: {refused.reason}", FallbackWarning)
 
 
-@torch.compiler.assume_constant_result
+@called_while_traced
 def note_while_tracing() -> bool:
     """Remember that the graph that dynamo is making has portattn's operator. Dynamo calls it, as below."""
     note(OURS)
     return True
 
 
-@torch.compiler.assume_constant_result
+@called_while_traced
 def tell_while_tracing(op: str, kind: str, reason: str, invalid: bool) -> bool:
     """Tell, as torch_ran does, that the graph that dynamo is making has torch's operator. Dynamo calls it, and keeps
     what it returns: whether the settings of that moment allow it."""

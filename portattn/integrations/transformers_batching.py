@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api import ops
+from portattn.api.left_out import leave_out, left_out
 from portattn.integrations.transformers_mask import ELSEWHERE, CompactMask, refuse
 
 _WHAT = "continuous batching"
@@ -52,9 +53,12 @@ def is_paged(cache: Any) -> bool:
     return hasattr(cache, "layer_to_allocator") and hasattr(cache, "update")
 
 
-# The cache is written in place through views of one tensor, which graphs would copy. transformers leaves it out too.
-@torch.compiler.disable
-def attend_batch(
+def attend_batch(*arguments: Any) -> torch.Tensor:
+    """As _attend_batch, also in what dynamo traces."""
+    return left_out["paged cache"](*arguments)
+
+
+def _attend_batch(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,6 +112,10 @@ def attend_batch(
     k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = ops.varlen_attention(q, k, v, begin_q, begin_k, batch.longest_q, longest_k, **options)
     return out.unsqueeze(0)
+
+
+# transformers leaves it out, too.
+leave_out("paged cache", _attend_batch, "the cache is written in place through views of one tensor, which graphs copy")
 
 
 def _pages_of(allocator: Any, layer: int, read_index: torch.Tensor, begin_k: torch.Tensor, longest_k: int) -> _Pages:
