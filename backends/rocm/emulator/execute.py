@@ -15,14 +15,15 @@ from portattn.backends.rocm.emulator.amdgpu.tensors import share, value_of
 from portattn.launch import KernelCall, has_rows, kernel_calls, load_kernels, signature
 from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
-from portattn.testing.tolerance import judge, nan_filled_memory
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.testing.verdict import judge
 
 # A kernel of a probe is small; the code of a broken compiler may never end.
 PROBE_STEPS = 2_000_000
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Run compiled launches in the model: {"facts": …} as tolerance.judge says, and `steps`, what the model did.
+    """Run compiled launches in the model: {"facts": …} as verdict.judge says, and `steps`, what the model did.
 
     The request is that of testing/run_plan.py with `texts`: of each launch in order its assembly (`text`), bytes of LDS
     (`lds`) and waves of a work-group (`waves`). Outputs, partial results and all padding start as NaN. Raises what the

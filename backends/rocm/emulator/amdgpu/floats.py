@@ -86,14 +86,30 @@ def bf16_bits(x: Array) -> Array:
     return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded.astype(np.uint32))
 
 
+def to_half(x: Array) -> Array:
+    """float32 → float16, to nearest even; NaN becomes quiet, which numpy leaves as it is."""
+    half, nan = np.ascontiguousarray(x.astype(np.float16)), np.isnan(x)
+    if nan.any():
+        half = np.where(nan, half.view(np.uint16) | np.uint16(0x200), half.view(np.uint16)).view(np.float16)
+    return half
+
+
+def from_half(x: Array) -> Array:
+    """float16 → float32; NaN becomes quiet."""
+    single, nan = np.ascontiguousarray(x.astype(np.float32)), np.isnan(x)
+    if nan.any():
+        single = np.where(nan, single.view(np.uint32) | np.uint32(0x400000), single.view(np.uint32)).view(np.float32)
+    return single
+
+
 def f16_bits(x: Array) -> Array:
     """float32 → float16 bits (uint32, low half), to nearest even."""
-    return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+    return to_half(x).view(np.uint16).astype(np.uint32)
 
 
 def f16_bits_to_zero(x: Array) -> Array:
     """float32 → float16 bits (uint32), towards zero; what is finite stays finite."""
-    half = x.astype(np.float16)
+    half = to_half(x)
     bits = half.view(np.uint16).astype(np.uint32)
     beyond = np.abs(half.astype(np.float32)) > np.abs(x)
     return bits - beyond.astype(np.uint32)

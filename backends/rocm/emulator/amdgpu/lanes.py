@@ -190,7 +190,8 @@ def _swizzle(machine: Context, instruction: Instruction) -> Bound:
 def _permlane16(machine: Context, instruction: Instruction) -> Bound:
     """Any lane of the same row (16), or of the other row of a pair (x16), by 4-bit selectors in two scalars.
 
-    op_sel:[fi, bound_ctrl]: read lanes that are off; give 0 instead of leaving the destination alone.
+    op_sel:[fi, bound_ctrl]: read lanes that are off; give 0 instead of leaving the destination alone. LLVM has the two
+    bits. AMD's pseudocode of RDNA3 and RDNA4 has none of them and reads every lane, which is what fi:1 does.
     """
     state = machine.state
     binder = Binder(state, instruction)

@@ -55,6 +55,7 @@ class Machine:
         self.memory, self.step_limit = Memory(), 0
         self.group_races: GroupRaces | None = None
         self.state = State(program.arch, program.wave, waves)
+        self.state.ieee = bool(program.descriptor.get("ieee_mode", self.state.ieee))
         self.findings = Findings(checks)
         self.lds = Lds(lds_bytes, waves, self.findings, checks.undefined)
         self.waits = Waits(program.arch.counters) if checks.waits else None

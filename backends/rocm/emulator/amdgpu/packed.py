@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import floats
+from portattn.backends.rocm.emulator.amdgpu import extremes, floats
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, Read, unified, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.operands import Operand
-from portattn.backends.rocm.emulator.amdgpu.state import Array, State
+from portattn.backends.rocm.emulator.amdgpu.state import KINDS, Array, State
 
 _NAME = re.compile(r"v_pk_(\w+)_(f32|f16|u16|i16|b16|b32)(?:_e64)?")
 _FLOATS: dict[str, Callable[..., Array]] = {
-    "add": np.add, "mul": np.multiply, "max": np.fmax, "min": np.fmin, "max_num": np.fmax, "min_num": np.fmin,
-    "maximum": np.maximum, "minimum": np.minimum,
+    "add": np.add, "mul": np.multiply,
 }  # fmt: skip
 # name → (kind, function) for halves.
 _HALVES: dict[str, tuple[str, Callable[..., Array]]] = {
@@ -43,7 +42,8 @@ def known(mnemonic: str) -> bool:
         return mnemonic in _DOTS
     if found[2] == "f32":
         return found[1] in _SINGLES
-    return f"{found[1]}_{found[2]}" in _HALVES or mnemonic.startswith("v_pk_mov_b32")
+    name = f"{found[1]}_{found[2]}"
+    return name in _HALVES or (found[2] == "f16" and extremes.known(name)) or mnemonic.startswith("v_pk_mov_b32")
 
 
 def bind(state: State, instruction: Instruction) -> Bound:
@@ -59,7 +59,11 @@ def bind(state: State, instruction: Instruction) -> Bound:
         return _pair(binder, _SINGLES[found[1]])
     if found[1] == "mov":
         return _move(binder)
-    return _half(binder, *_HALVES[f"{found[1]}_{found[2]}"])
+    name = f"{found[1]}_{found[2]}"
+    if name in _HALVES:
+        return _half(binder, *_HALVES[name])
+    kind, _, function = extremes.entry(state, name)
+    return _half(binder, kind, function)
 
 
 def _selects(binder: Binder, count: int) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -93,11 +97,16 @@ def _half(binder: Binder, kind: str, function: Callable[..., Array]) -> Bound:
 
 
 def _component(binder: Binder, item: Operand, kind: str, which: int, negative: int) -> Read:
-    """One half of a source; an inline constant of a float has it in the low half only."""
-    if item.kind == "literal" and isinstance(item.value, float) and which:
-        plain: Array | Read = np.zeros((1, 1), binder.plain(item, kind).dtype)  # type: ignore[union-attr]
-    elif item.kind == "literal" and -16 <= item.value <= 64 and which:
-        plain = np.array([[-1 if item.value < 0 else 0]]).astype(binder.plain(item, kind).dtype)  # type: ignore[union-attr]
+    """One half of a source.
+
+    Inline constants have 32 bits: integers are sign-extended; floats are a float16 below 16 zeros for float16
+    instructions, and a float32 for integer instructions. Source: LLVM, AMDGPUBaseInfo.cpp, getInlineEncodingV216.
+    """
+    if item.kind == "literal" and isinstance(item.value, float) and kind != "h":
+        item = Operand("literal", value=item.bits(32))
+    if item.kind == "literal" and which and (isinstance(item.value, float) or -16 <= item.value <= 64):
+        upper = 0xFFFF if not isinstance(item.value, float) and item.value < 0 else 0
+        plain: Array | Read = np.array([[upper]], np.uint16).view(KINDS[kind][0])
     else:
         plain = binder.plain(item, kind, which)
     get: Read = plain if callable(plain) else lambda: plain

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import floats, vector_tables
+from portattn.backends.rocm.emulator.amdgpu import extremes, floats, vector_tables
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import Bound
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
@@ -47,15 +47,22 @@ def _field(signed: bool, bits: int) -> Callable[[Array, Array], Array]:
     def function(a: Array, b: Array) -> Array:
         offset = (b & _u32(bits - 1)).astype(_u64)
         width = np.minimum((b >> _u32(16)) & _u32(127), _u32(bits)).astype(_u64)
-        whole = a.astype(_i64).view(_u64) if signed and bits == 32 else a.view(_u64) if bits == 64 else a.astype(_u64)
+        if signed:  # shifted as a signed number: beyond the highest bit lie copies of the sign
+            whole: Array = (a.view(_i64) if bits == 64 else a.astype(_i64)) >> offset.astype(_i64)
+        else:
+            whole = (a if bits == 64 else a.astype(_u64)) >> offset
         mask = np.where(width >= _u64(64), _u64(0xFFFFFFFFFFFFFFFF), (_u64(1) << (width & _u64(63))) - _u64(1))
-        value = (whole >> offset) & mask
+        value = whole.view(_u64) & mask
         if signed:
             sign = np.where(width > 0, _u64(1) << ((width - _u64(1)) & _u64(63)), _u64(0))
             value = (value ^ sign) - sign
         return value.astype(_u32) if bits == 32 else value
 
     return function
+
+
+def _absolute(a: Array) -> Array:
+    return np.where(a < 0, -a, a).view(_u32)
 
 
 def _extreme(pick_first: Callable[[Array, Array], Array]) -> Callable[[Array, Array], tuple[Array, Array]]:
@@ -102,7 +109,7 @@ TABLE: dict[str, Entry] = {
     "mul_hi_u32": ("u", "uu", KEEP, lambda a, b: ((a.astype(_u64) * b) >> _u64(32)).astype(_u32)),
     "mul_hi_i32": ("i", "ii", KEEP, lambda a, b: ((a.astype(_i64) * b) >> 32).astype(_i32)),
     "abs_i32": ("u", "i", NONZERO, lambda a: np.abs(a.astype(_i64)).astype(_u32)),
-    "absdiff_i32": ("u", "ii", NONZERO, lambda a, b: np.abs(a.astype(_i64) - b).astype(_u32)),
+    "absdiff_i32": ("u", "ii", NONZERO, lambda a, b: _absolute(a - b)), # of a difference that wraps
     "lshl_b32": ("u", "uu", NONZERO, lambda a, b: a << (b & _u32(31))),
     "lshr_b32": ("u", "uu", NONZERO, lambda a, b: a >> (b & _u32(31))),
     "ashr_i32": ("i", "iu", NONZERO, lambda a, b: a >> (b & _u32(31)).astype(_i32)),
@@ -116,8 +123,8 @@ TABLE: dict[str, Entry] = {
     "bfm_b32": ("u", "uu", KEEP, lambda a, b: ((_u32(1) << (a & _u32(31))) - _u32(1)) << (b & _u32(31))),
     "bfm_b64": ("U", "uu", KEEP, lambda a,
     b: ((_u64(1) << (a & _u32(63)).astype(_u64)) - _u64(1)) << (b & _u32(63)).astype(_u64)),
-    "min_i32": ("i", "ii", GIVEN, _extreme(np.less)), "max_i32": ("i", "ii", GIVEN, _extreme(np.greater)),
-    "min_u32": ("u", "uu", GIVEN, _extreme(np.less)), "max_u32": ("u", "uu", GIVEN, _extreme(np.greater)),
+    "min_i32": ("i", "ii", GIVEN, _extreme(np.less)), "max_i32": ("i", "ii", GIVEN, _extreme(np.greater_equal)),
+    "min_u32": ("u", "uu", GIVEN, _extreme(np.less)), "max_u32": ("u", "uu", GIVEN, _extreme(np.greater_equal)),
     "sext_i32_i16": ("i", "u", KEEP, lambda a: a.astype(np.int16).astype(_i32)),
     "sext_i32_i8": ("i", "u", KEEP, lambda a: a.astype(np.int8).astype(_i32)),
     "brev_b32": ("u", "u", KEEP, lambda a: vector_tables.reverse_bits(np.ascontiguousarray(a))),
@@ -133,13 +140,11 @@ TABLE: dict[str, Entry] = {
     # RDNA 3.5 and later: floats on the scalar unit.
     "add_f32": ("f", "ff", KEEP, np.add), "sub_f32": ("f", "ff", KEEP, np.subtract), "mul_f32": ("f", "ff", KEEP,
     np.multiply),
-    "max_f32": ("f", "ff", KEEP, np.fmax), "min_f32": ("f", "ff", KEEP, np.fmin),
-    "maximum_f32": ("f", "ff", KEEP, np.maximum), "minimum_f32": ("f", "ff", KEEP, np.minimum),
     "cvt_f32_i32": ("f", "i", KEEP, lambda a: a.astype(_f32)), "cvt_f32_u32": ("f", "u", KEEP,
     lambda a: a.astype(_f32)),
     "cvt_i32_f32": ("i", "f", KEEP, vector_tables.TABLE["cvt_i32_f32"][2]),
     "cvt_u32_f32": ("u", "f", KEEP, vector_tables.TABLE["cvt_u32_f32"][2]),
-    "cvt_f32_f16": ("f", "u", KEEP, lambda a: a.astype(np.uint16).view(np.float16).astype(_f32)),
+    "cvt_f32_f16": ("f", "h", KEEP, floats.from_half),
     "cvt_f16_f32": ("u", "f", KEEP, lambda a: floats.f16_bits(np.ascontiguousarray(a))),
     "ceil_f32": ("f", "f", KEEP, np.ceil), "floor_f32": ("f", "f", KEEP, np.floor), "trunc_f32": ("f", "f", KEEP,
     np.trunc),
@@ -163,17 +168,17 @@ RENAMED = {
     "add_co_u32": "add_u32", "sub_co_u32": "sub_u32", "add_co_i32": "add_i32", "sub_co_i32": "sub_i32",
     "add_nc_u64": "add_u64", "sub_nc_u64": "sub_u64", "and_not1_b32": "andn2_b32", "and_not1_b64": "andn2_b64",
     "or_not1_b32": "orn2_b32", "or_not1_b64": "orn2_b64", "ctz_i32_b32": "ff1_i32_b32", "ctz_i32_b64": "ff1_i32_b64",
-    "clz_i32_u32": "flbit_i32_b32", "clz_i32_u64": "flbit_i32_b64", "cls_i32": "flbit_i32", "max_num_f32": "max_f32",
-    "min_num_f32": "min_f32",
+    "clz_i32_u32": "flbit_i32_b32", "clz_i32_u64": "flbit_i32_b64", "cls_i32": "flbit_i32",
 }  # fmt: skip
 TABLE |= {new: TABLE[old] for new, old in RENAMED.items()}
 _SAVE_RENAMED = {"and_not1": "andn2", "or_not1": "orn2", "and_not0": "andn1", "or_not0": "orn1"}
 
-_COMPARE = re.compile(r"cmpk?_(eq|lg|gt|ge|lt|le|neq|nlt|ngt|nle|nge|o|u)_(i32|u32|u64|i64|f32)")
+_COMPARE = re.compile(r"cmpk?_(eq|lg|gt|ge|lt|le|neq|nlg|nlt|ngt|nle|nge|o|u)_(i32|u32|u64|i64|f32)")
 _PREDICATES: dict[str, Callable[[Array, Array], Array]] = {
-    "eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
-    "neq": lambda a, b: ~(a == b), "nlt": lambda a, b: ~(a < b), "ngt": lambda a, b: ~(a > b),
-    "nle": lambda a, b: ~(a <= b), "nge": lambda a, b: ~(a >= b),
+    "eq": np.equal, "lg": lambda a, b: (a < b) | (a > b), "gt": np.greater, "ge": np.greater_equal, "lt": np.less,
+    "le": np.less_equal, "neq": lambda a, b: ~(a == b), "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "nlt": lambda a, b: ~(a < b), "ngt": lambda a, b: ~(a > b), "nle": lambda a, b: ~(a <= b),
+    "nge": lambda a, b: ~(a >= b),
     "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "u": lambda a, b: np.isnan(a) | np.isnan(b),
 }  # fmt: skip
 _SAVE = re.compile(r"(\w+)_saveexec_b(32|64)")
@@ -204,7 +209,7 @@ def known(name: str) -> bool:
     save = _SAVE.fullmatch(name)
     if save:
         return _SAVE_RENAMED.get(save[1], save[1]) in SAVE_EXEC
-    return name in TABLE or name in _OTHERS or bool(_COMPARE.fullmatch(name))
+    return name in TABLE or name in _OTHERS or extremes.known(name) or bool(_COMPARE.fullmatch(name))
 
 
 def reader(state: State, item: Operand, kind: str) -> Callable[[], Array]:
@@ -225,6 +230,8 @@ def reader(state: State, item: Operand, kind: str) -> Callable[[], Array]:
         raise UnknownOperand("a scalar operand is needed")
     if width == 64 and item.index % 2:
         return lambda: state.scalar(item.index, 64).view(dtype)
+    if width == 16:
+        return lambda: np.ascontiguousarray(state.S[:, item.index]).astype(np.uint16).view(dtype)
     # A copy: a view of a register would change under an instruction that writes it and uses it afterwards.
     view = (state.S[:, item.index] if width == 32 else state.S64[:, item.index // 2]).view(dtype)
     return lambda: view
@@ -269,6 +276,9 @@ def bind(state: State, instruction: Instruction) -> Bound:
         return _compare(state, instruction, items, compare, short=name.startswith("cmpk"))
     if save:
         return _save_exec(state, instruction, items, save)
+    if extremes.known(name):
+        kind, kinds, function = extremes.entry(state, name)
+        return _table(state, instruction, items, (kind, kinds, KEEP, function))
     if name in TABLE:
         return _table(state, instruction, items, TABLE[name])
     if name in _OTHERS:

@@ -33,6 +33,7 @@ class State:
     scc    [waves] bool
     group  [waves] bool: the waves that execute now; `together` when it is all of them
     mask   [waves, lanes] bool: the lanes that execute now; `full` when it is all of them
+    ieee   MODE.IEEE: maxima and minima make signalling NaN quiet
     """
 
     def __init__(self, arch: Arch, wave: int, waves: int) -> None:
@@ -54,6 +55,7 @@ class State:
         self.mask_bytes = wave // 8
         self.everyone: Array = np.ones(waves, bool)
         self.saturate: Array = np.zeros(waves, bool)  # MODE.FP16_OVFL: fp8 conversions clamp instead of overflowing
+        self.ieee = arch.family != 12  # MODE.IEEE, as the kernel's descriptor has it; gfx12 has no such mode
         self.reset()
 
     def reset(self) -> None:

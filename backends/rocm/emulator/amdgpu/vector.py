@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portattn.backends.rocm.emulator.amdgpu import floats
+from portattn.backends.rocm.emulator.amdgpu import extremes, floats
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, Bound, Read, compute, unified, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import UnknownInstruction, UnknownOperand
@@ -41,19 +41,20 @@ def bind(state: State, instruction: Instruction) -> Bound:
     name = base_name(instruction.mnemonic)
     if name in SPECIAL:
         return SPECIAL[name](state, instruction)
-    if name in TABLE or name in ACCUMULATING:
+    if name in TABLE or name in ACCUMULATING or extremes.known(name):
         return _table(state, instruction, name)
     raise UnknownInstruction(f"{instruction.mnemonic} is not modelled")
 
 
 def known(name: str) -> bool:
-    return name in SPECIAL or name in TABLE or name in ACCUMULATING
+    return name in SPECIAL or name in TABLE or name in ACCUMULATING or extremes.known(name)
 
 
 def _table(state: State, instruction: Instruction, name: str) -> Bound:
     binder = Binder(state, instruction)
     accumulates = name in ACCUMULATING
-    kind, kinds, function = TABLE[ACCUMULATING.get(name, name)]
+    entry = extremes.entry(state, name) if extremes.known(name) else TABLE[ACCUMULATING.get(name, name)]
+    kind, kinds, function = entry
     binder.allow("clamp", "mul", "div", "op_sel", *_DPP, *_SDWA)
     binder.expect(len(kinds) + (0 if accumulates else 1))
     sources = [binder.array(i + 1, k, i) for i, k in enumerate(kinds) if not accumulates or i + 1 < len(kinds)]
@@ -276,10 +277,15 @@ def _denormal(x: Array) -> Array:
     return (x != 0) & (np.abs(x) < _f32(2.0**-126))
 
 
+_QUIET_NAN, _INVALID = _u32(0x400000), _u32(0xFFC00000)
+
+
 def _div_scale(state: State, instruction: Instruction) -> Bound:
     """V_DIV_SCALE_F32: scale a division's operand by 2^64, and say whether the quotient must be scaled back.
 
-    The ISA documents have two more cases, for 1 / S1 denormal as a float64; no float32 has such an inverse.
+    "1 / S1 denormal" is read as of float32: the documents write float64, which the inverse of a float32 never is, and
+    without that case quotients of large denominators are not rounded correctly. Where the quotient is denormal as well,
+    the documents would scale such a denominator up, beyond float32; only the numerator is scaled here.
     """
     binder = Binder(state, instruction)
     binder.allow()
@@ -292,7 +298,8 @@ def _div_scale(state: State, instruction: Instruction) -> Bound:
         s0, s1, s2 = (np.ascontiguousarray(np.broadcast_to(read(), state.mask.shape)) for read in reads)
         up = s0 * _f32(2.0**64)
         quotient = s2.astype(_f64) / s1.astype(_f64)
-        tiny = 2.0**-126
+        down, tiny = s0 * _f32(2.0**-64), 2.0**-126
+        inverse_denormal = 1.0 / np.abs(s1.astype(_f64)) < tiny
         quotient_denormal = (np.abs(quotient) < tiny) & (quotient != 0)
         up_denominator = np.where(s0 == s1, up, s0)
         up_numerator = np.where(s0 == s2, up, s0)
@@ -300,6 +307,7 @@ def _div_scale(state: State, instruction: Instruction) -> Bound:
             ((s2 == 0) | (s1 == 0), np.full_like(s0, np.nan), False),
             (_exponent(s2) - _exponent(s1) >= 96, up_denominator, True),
             (_denormal(s1), up, False),
+            (inverse_denormal & np.isfinite(s1) & ~quotient_denormal, down, False),
             (quotient_denormal, up_numerator, True),
             (_exponent(s2) <= 23, up, False),
         ]
@@ -322,6 +330,8 @@ def _div_fmas(state: State, instruction: Instruction) -> Bound:
         # Rounded once, after scaling: rounding before it too would double-round denormal quotients.
         exact = floats.sum_to_odd(a().astype(_f64) * b(), addend.astype(_f64))
         scale = np.where(_exponent(addend) > 127, 2.0**64, 2.0**-64)
+        # What overflows before it is scaled is infinite: the multiply-add is one of float32.
+        scale = np.where(np.isinf(exact.astype(_f32)), 1.0, scale)
         write(np.where(state.read_mask(VCC), exact * scale, exact).astype(_f32))
 
     masks = tuple(range(VCC, VCC + state.lanes // 32))
@@ -350,8 +360,12 @@ def _div_fixup(state: State, instruction: Instruction) -> Bound:
         # Operands of no special kind whose scaled quotient overflowed on the way: the refinement made a NaN of it.
         infinite |= np.isnan(quotient) & ~nan & ~zero
         result = np.where(zero, _f32(0), np.abs(quotient)) * sign
-        result = np.where(infinite, _f32(np.inf) * sign, result)
-        write(np.where(nan, _f32(np.nan), result))
+        result = np.where(infinite, _f32(np.inf) * sign, result).astype(_f32)
+        # The numerator's NaN before the denominator's, made quiet; 0/0 and inf/inf have one of their own.
+        bits = [np.ascontiguousarray(x).view(_u32) for x in (numerator, denominator)]
+        own = np.where(np.isnan(denominator), bits[1] | _QUIET_NAN, _INVALID)
+        own = np.where(np.isnan(numerator), bits[0] | _QUIET_NAN, own)
+        write(np.where(nan, own.view(_f32), result))
 
     return Bound(instruction, run, binder.registers(1, 2, 3), (), binder.registers(0))
 
@@ -382,9 +396,9 @@ def _fma_mix(into: str) -> Bind:
                 np.copyto(target, value, where=state.mask)
 
         def exact() -> Array:
-            product = reads[0]().astype(_f64) * reads[1]()
-            total = floats.sum_to_odd(product, reads[2]().astype(_f64))
-            return total.astype(_f32 if into == "f" else np.float16)
+            single = floats.fma32(*(np.ascontiguousarray(read()) for read in reads))
+            # Rounded twice, as the documents say: to float32 by the multiply-add, then to float16.
+            return single if into == "f" else floats.to_half(single)
 
         value = modified(instruction, "f" if into == "f" else "h", "fma_mix", exact)
 

@@ -8,6 +8,7 @@ Transcendental functions are rounded correctly here; the chips' differ by up to 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,8 @@ def field_unsigned(a: Array, offset: Array, width: Array) -> Array:
 
 def field_signed(a: Array, offset: Array, width: Array) -> Array:
     size = (width & _31).astype(_i64)
-    value = field_unsigned(a, offset, width).astype(_i64)
+    # Signed before the shift: beyond bit 31 lie copies of the sign.
+    value = (a.view(_i32) >> (offset & _31).astype(_i32)).astype(_i64) & ((_i64(1) << size) - 1)
     sign = np.where(size > 0, _i64(1) << np.maximum(size - 1, 0), 0)
     return ((value ^ sign) - sign).astype(_u32)
 
@@ -95,10 +97,6 @@ def align_bits(a: Array, b: Array, shift: Array) -> Array:
 
 def median(a: Array, b: Array, c: Array) -> Array:
     return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
-
-
-def _median_float(a: Array, b: Array, c: Array) -> Array:
-    return np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))
 
 
 def _signed24(x: Array) -> Array:
@@ -122,23 +120,31 @@ def _exponent(x: Array) -> Array:
     return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(_i32)
 
 
+_BELOW_ONE32, _BELOW_ONE64 = np.nextafter(_f32(1), _f32(0)), np.nextafter(_f64(1), _f64(0))
+
+
+def _fract(largest: np.floating[Any]) -> Callable[[Array], Array]:
+    """What is left above the floor. Always below 1: of a tiny negative number too, where the difference rounds to 1."""
+    return lambda a: np.minimum(a - np.floor(a), largest)
+
+
 def _sad(a: Array, b: Array, c: Array) -> Array:
     return np.where(a > b, a - b, b - a) + c
 
 
 def _dot2_f16(a: Array, b: Array, c: Array) -> Array:
-    """Two products of halves and a float32 addend; summed in float64, rounded once."""
-    x = np.ascontiguousarray(a).view(_f16).reshape(*a.shape, 2).astype(_f64)
-    y = np.ascontiguousarray(b).view(_f16).reshape(*b.shape, 2).astype(_f64)
-    return ((x * y).sum(-1) + c).astype(_f32)
+    """Two products of halves added to a float32, the lower first; every operation rounds, as the documents have it."""
+    x = np.ascontiguousarray(a).view(_f16).reshape(*a.shape, 2).astype(_f32)
+    y = np.ascontiguousarray(b).view(_f16).reshape(*b.shape, 2).astype(_f32)
+    return c + x[..., 0] * y[..., 0] + x[..., 1] * y[..., 1]
 
 
 def _dot2_bf16(a: Array, b: Array, c: Array) -> Array:
     def halves(x: Array) -> tuple[Array, Array]:
-        return (x << _16).view(_f32).astype(_f64), (x & _u32(0xFFFF0000)).view(_f32).astype(_f64)
+        return (x << _16).view(_f32), (x & _u32(0xFFFF0000)).view(_f32)
 
     (a0, a1), (b0, b1) = halves(a), halves(b)
-    return (a0 * b0 + a1 * b1 + c).astype(_f32)
+    return c + a0 * b0 + a1 * b1
 
 
 FLOAT32: dict[str, Entry] = {
@@ -148,22 +154,13 @@ FLOAT32: dict[str, Entry] = {
     "mul_dx9_zero_f32": ("f", "ff", lambda a, b: np.where((a == 0) | (b == 0), _f32(0), a * b)),
     "fma_f32": ("f", "fff", floats.fma32),
     "mad_f32": ("f", "fff", lambda a, b, c: a * b + c),
-    "max_f32": ("f", "ff", np.fmax), "min_f32": ("f", "ff", np.fmin),
-    "maximum_f32": ("f", "ff", np.maximum), "minimum_f32": ("f", "ff", np.minimum),
-    "max3_f32": ("f", "fff", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
-    "min3_f32": ("f", "fff", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
-    "med3_f32": ("f", "fff", _median_float),
-    "maximum3_f32": ("f", "fff", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
-    "minimum3_f32": ("f", "fff", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
-    "maxmin_f32": ("f", "fff", lambda a, b, c: np.fmin(np.fmax(a, b), c)),
-    "minmax_f32": ("f", "fff", lambda a, b, c: np.fmax(np.fmin(a, b), c)),
     "rcp_f32": ("f", "f", lambda a: _f32(1) / a), "rcp_iflag_f32": ("f", "f", lambda a: _f32(1) / a),
     "rsq_f32": ("f", "f", _wide(lambda a: 1.0 / np.sqrt(a))), "sqrt_f32": ("f", "f", np.sqrt),
     "exp_f32": ("f", "f", _wide(np.exp2)), "log_f32": ("f", "f", _wide(np.log2)),
     "sin_f32": ("f", "f", _wide(lambda a: np.sin(2 * np.pi * a))),
     "cos_f32": ("f", "f", _wide(lambda a: np.cos(2 * np.pi * a))),
     "rndne_f32": ("f", "f", np.rint), "floor_f32": ("f", "f", np.floor), "ceil_f32": ("f", "f", np.ceil),
-    "trunc_f32": ("f", "f", np.trunc), "fract_f32": ("f", "f", lambda a: a - np.floor(a)),
+    "trunc_f32": ("f", "f", np.trunc), "fract_f32": ("f", "f", _fract(_BELOW_ONE32)),
     "frexp_mant_f32": ("f", "f", lambda a: np.frexp(a)[0]), "frexp_exp_i32_f32": ("i", "f", _exponent),
     "ldexp_f32": ("f", "fi", _ldexp),
     "dot2c_f32_f16": ("f", "uuf", _dot2_f16), "dot2_f32_f16": ("f", "uuf", _dot2_f16),
@@ -172,10 +169,10 @@ FLOAT32: dict[str, Entry] = {
 
 FLOAT64: dict[str, Entry] = {
     "add_f64": ("d", "dd", np.add), "mul_f64": ("d", "dd", np.multiply), "fma_f64": ("d", "ddd", floats.fma64),
-    "max_f64": ("d", "dd", np.fmax), "min_f64": ("d", "dd", np.fmin), "rcp_f64": ("d", "d", lambda a: 1.0 / a),
+    "rcp_f64": ("d", "d", lambda a: 1.0 / a),
     "rsq_f64": ("d", "d", lambda a: 1.0 / np.sqrt(a)), "sqrt_f64": ("d", "d", np.sqrt),
     "floor_f64": ("d", "d", np.floor), "ceil_f64": ("d", "d", np.ceil), "trunc_f64": ("d", "d", np.trunc),
-    "rndne_f64": ("d", "d", np.rint), "fract_f64": ("d", "d", lambda a: a - np.floor(a)),
+    "rndne_f64": ("d", "d", np.rint), "fract_f64": ("d", "d", _fract(_BELOW_ONE64)),
     "ldexp_f64": ("d", "di", lambda a, b: np.ldexp(a, np.clip(b, -3000, 3000))),
     "frexp_mant_f64": ("d", "d", lambda a: np.frexp(a)[0]), "frexp_exp_i32_f64": ("i", "d", _exponent),
 }  # fmt: skip
@@ -184,11 +181,6 @@ FLOAT16: dict[str, Entry] = {
     "add_f16": ("h", "hh", np.add), "sub_f16": ("h", "hh", np.subtract), "mul_f16": ("h", "hh", np.multiply),
     "subrev_f16": ("h", "hh", lambda a, b: b - a), "fma_f16": ("h", "hhh", floats.fma16),
     "mad_f16": ("h", "hhh", lambda a, b, c: a * b + c),
-    "max_f16": ("h", "hh", np.fmax), "min_f16": ("h", "hh", np.fmin),
-    "maximum_f16": ("h", "hh", np.maximum), "minimum_f16": ("h", "hh", np.minimum),
-    "max3_f16": ("h", "hhh", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
-    "min3_f16": ("h", "hhh", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
-    "med3_f16": ("h", "hhh", _median_float),
     "rcp_f16": ("h", "h", _through32(lambda a: 1.0 / a)), "rsq_f16": ("h", "h", _through32(lambda a: 1 / np.sqrt(a))),
     "sqrt_f16": ("h", "h", np.sqrt), "exp_f16": ("h", "h", _through32(np.exp2)), "log_f16": ("h", "h",
     _through32(np.log2)),
@@ -272,7 +264,7 @@ INTEGER64: dict[str, Entry] = {
 }  # fmt: skip
 
 CONVERSIONS: dict[str, Entry] = {
-    "cvt_f32_f16": ("f", "h", lambda a: a.astype(_f32)), "cvt_f16_f32": ("h", "f", lambda a: a.astype(_f16)),
+    "cvt_f32_f16": ("f", "h", floats.from_half), "cvt_f16_f32": ("h", "f", floats.to_half),
     "cvt_f32_u32": ("f", "u", lambda a: a.astype(_f32)), "cvt_f32_i32": ("f", "i", lambda a: a.astype(_f32)),
     "cvt_u32_f32": ("u", "f", lambda a: to_integer(a, 0, 2**32 - 1).astype(_u32)),
     "cvt_i32_f32": ("i", "f", lambda a: to_integer(a, -(2**31), 2**31 - 1).astype(_i32)),
@@ -301,10 +293,7 @@ CONVERSIONS: dict[str, Entry] = {
 RENAMED = {
     "add_nc_u32": "add_u32", "sub_nc_u32": "sub_u32", "subrev_nc_u32": "subrev_u32", "add_nc_i32": "add_i32",
     "sub_nc_i32": "sub_i32", "add_nc_u16": "add_u16", "sub_nc_u16": "sub_u16", "add_nc_i16": "add_i16",
-    "sub_nc_i16": "sub_i16", "max_num_f32": "max_f32", "min_num_f32": "min_f32", "max3_num_f32": "max3_f32",
-    "min3_num_f32": "min3_f32", "med3_num_f32": "med3_f32", "maxmin_num_f32": "maxmin_f32",
-    "minmax_num_f32": "minmax_f32", "max_num_f16": "max_f16", "min_num_f16": "min_f16", "max3_num_f16": "max3_f16",
-    "min3_num_f16": "min3_f16", "max_num_f64": "max_f64", "min_num_f64": "min_f64", "clz_i32_u32": "ffbh_u32",
+    "sub_nc_i16": "sub_i16", "clz_i32_u32": "ffbh_u32",
     "cls_i32": "ffbh_i32", "ctz_i32_b32": "ffbl_b32", "cvt_pk_rtz_f16_f32": "cvt_pkrtz_f16_f32",
     "dot2acc_f32_f16": "dot2c_f32_f16", "dot2acc_f32_bf16": "dot2c_f32_bf16", "cvt_floor_i32_f32": "cvt_flr_i32_f32",
     "cvt_nearest_i32_f32": "cvt_rpi_i32_f32", "accvgpr_read_b32": "mov_b32", "accvgpr_write_b32": "mov_b32",

@@ -32,8 +32,10 @@ _HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
 # Triton's descriptors end at 2 GiB, whatever the tensor; lanes that its masks leave out have an offset just there. Any
 # other offset that is negative as a 32-bit number was meant to lie before the tensor's first element.
 _UNBOUNDED, _MASKED, _NEAR = 0x7FFFFFFE, 0x80000000, 4096
-# Every lane's address [waves, lanes] int64, from BASE, and which lanes are in range (None: all, or not checked).
-Address = Callable[[], tuple[Array, Array | None]]
+# Every lane's address [waves, lanes] int64, from BASE, and how many bytes from there on are in range (None: all that
+# are wanted, or not checked).
+Located = tuple[Array, Array | None]
+Address = Callable[[], Located]
 
 
 def known(mnemonic: str) -> bool:
@@ -87,7 +89,7 @@ def _address(machine: Context, binder: Binder, space: str, items: list[Operand],
             raise UnknownOperand("an address is a 64-bit scalar and a 32-bit vector, or a 64-bit vector")
         planes = state.planes["u"]
 
-        def scalar_base() -> tuple[Array, Array | None]:
+        def scalar_base() -> Located:
             start = state.scalar(base, 64).view(np.int64)[:, None] + (offset - BASE)
             return start + planes[plane], None
 
@@ -102,7 +104,8 @@ def _buffer_address(machine: Context, binder: Binder, items: list[Operand], size
     """base + vector offset + scalar offset + immediate; in range by the descriptor's num_records.
 
     Words of the descriptor: base (48 bits), stride, num_records, flags. Raw buffers (stride 0) only: out of range is
-    vector offset + immediate + bytes > num_records − scalar offset. Out of range reads 0 and writes nothing.
+    vector offset + immediate + bytes > num_records − scalar offset. Out of range reads 0 and writes nothing. Loads and
+    stores of several dwords are checked dword by dword, atomics as a whole (RDNA3 ISA reference, "Range checking").
     """
     state, offset = machine.state, binder.instruction.number("offset")
     vector, resource, scalar = items
@@ -115,7 +118,7 @@ def _buffer_address(machine: Context, binder: Binder, items: list[Operand], size
     plane = vector_plane(vector) if offen else 0
     add = scalar.bits(32) if scalar.kind == "literal" else 0
 
-    def address() -> tuple[Array, Array | None]:
+    def address() -> Located:
         words = state.S[:, r : r + 4]
         if (words[state.group, 1] >> np.uint32(16) & np.uint32(0x3FFF)).any():
             raise UnknownOperand("a buffer with a stride is not modelled")
@@ -125,23 +128,34 @@ def _buffer_address(machine: Context, binder: Binder, items: list[Operand], size
         fixed = extra + offset
         inside = planes[plane].astype(np.int64) if offen else np.zeros(state.mask.shape, np.int64)
         # One comparison for all: limits differ by wave only.
-        in_range = inside <= (records - fixed - size)[:, None]
-        if in_range.all():
+        if (inside <= (records - fixed - size)[:, None]).all():
             return inside + (base + fixed - BASE)[:, None], None
         negative = (inside >= _MASKED + _NEAR) & (records == _UNBOUNDED)[:, None] & state.mask
         if negative.any() and machine.checks.memory:
             first = int(inside[negative][0]) - 2**32
             problem = f"a buffer offset of {first} counts as beyond the buffer's end: it reads 0, or is not stored"
             machine.report(OutOfBounds, f"{problem}; {int(negative.sum())} lanes")
-        return inside + (base + fixed - BASE)[:, None], in_range
+        return inside + (base + fixed - BASE)[:, None], (records - fixed)[:, None] - inside
 
     return address
 
 
-def _chosen(machine: Context, address: Address, size: int) -> tuple[Array | None, Array | None, Array, Array | None]:
+def _words(machine: Context, located: Located, size: int) -> list[tuple[slice, Located]]:
+    """The pieces of an access that are range-checked by themselves, and which of its bytes each is.
+
+    All of it, but where some lane has a part in range and a part beyond: then dword by dword.
+    """
+    where, room = located
+    if room is not None and size > 4 and ((room >= 4) & (room < size) & machine.state.mask).any():
+        return [(slice(n, n + 4), (where + n, room - n)) for n in range(0, size, 4)]
+    return [(slice(0, size), located)]
+
+
+def _chosen(machine: Context, located: Located, size: int) -> tuple[Array | None, Array | None, Array, Array | None]:
     """The lanes that are on (None: all), those of them in range (None: all), offsets and which lie in buffers."""
     state = machine.state
-    where, in_range = address()
+    where, room = located
+    in_range = None if room is None else room >= size
     mask = None if state.full else state.mask
     within: Array | None = None
     if in_range is not None:
@@ -181,7 +195,18 @@ def _load(machine: Context, binder: Binder, kind: Element, plane: int, address: 
 
 def fetch(machine: Context, address: Address, size: int) -> tuple[Array, Array | None, Array | None]:
     """Bytes [n, size] of the lanes that are on, those lanes, and as bool which bytes nothing has defined."""
-    mask, within, offsets, bad = _chosen(machine, address, size)
+    pieces = _words(machine, address(), size)
+    if len(pieces) == 1:
+        return _fetch(machine, pieces[0][1], size)
+    each = [_fetch(machine, piece, 4) for _, piece in pieces]
+    unset = None
+    if any(marks is not None for _, _, marks in each):
+        unset = np.hstack([np.zeros(data.shape, bool) if marks is None else marks for data, _, marks in each])
+    return np.hstack([data for data, _, _ in each]), each[0][1], unset
+
+
+def _fetch(machine: Context, located: Located, size: int) -> tuple[Array, Array | None, Array | None]:
+    mask, within, offsets, bad = _chosen(machine, located, size)
     memory = machine.memory
     machine.ordered(offsets if bad is None else offsets[~bad], size)
     if bad is not None:
@@ -211,8 +236,15 @@ def _store(
     registers = unified(plane, kind.registers)
 
     def run() -> None:
-        mask, within, offsets, bad = _chosen(machine, address, kind.size)
-        data = get(state, plane, kind, mask)
+        pieces = _words(machine, address(), kind.size)
+        stored = [store(part, piece) for part, piece in pieces]
+        offsets, mask = stored[0] if len(pieces) == 1 else (stored[0][0][:0], None)
+        machine.issue_store(offsets, kind.size, mask)
+
+    def store(part: slice, located: Located) -> tuple[Array, Array | None]:
+        """Store these bytes. The offsets, and the lanes, where all of them stored."""
+        mask, within, offsets, bad = _chosen(machine, located, part.stop - part.start)
+        data = np.ascontiguousarray(get(state, plane, kind, mask)[:, part])
         undefined = machine.undefined(registers, mask)
         if within is not None:
             data = data[within]
@@ -220,14 +252,14 @@ def _store(
         if bad is not None:
             offsets, data = offsets[~bad], data[~bad]
             undefined = None if undefined is None else undefined[~bad]
-        if undefined is not None and undefined.any():
+        if undefined is not None and undefined[:, part].any():
             machine.undefined_store(registers)
         if machine.group_races is not None:
             machine.group_races.store(offsets, data)
         scatter(machine.memory.bytes, offsets, data)
         if machine.memory.unset is not None:
             scatter(machine.memory.unset.view(np.uint8), offsets, np.zeros(data.shape, np.uint8))
-        machine.issue_store(offsets, kind.size, mask if within is None else None)
+        return offsets, mask if within is None else None
 
     return Bound(instruction, run, registers, uses=_uses(items))
 
@@ -282,7 +314,7 @@ def _atomic(machine: Context, binder: Binder, space: str, name: str) -> Bound:
     written = unified(result, words) if returns else ()
 
     def run() -> None:
-        mask, within, offsets, bad = _chosen(machine, address, size)
+        mask, within, offsets, bad = _chosen(machine, address(), size)
         word = np.dtype(np.uint32 if size == 4 else np.uint64)
         if bad is not None:
             return

@@ -49,11 +49,12 @@ def text(
 def execute(
     arch: str, body: Sequence[str] | str, vectors: Mapping[int, Any] | None = None,
     scalars: Mapping[int, Any] | None = None, *, waves: int = 1, lds: int = 0, scratch: int = 0,
-    checks: Checks | None = None, exec_mask: int | None = None, memory: Memory | None = None,
+    checks: Checks | None = None, exec_mask: int | None = None, memory: Memory | None = None, lds_image: Any = None,
 ) -> Machine:  # fmt: skip
     """Run instructions with registers set: vectors {index: [lanes] or [waves, lanes] 32-bit values}, scalars {index:
     n}.
 
+    `lds_image`: bytes that LDS holds at the start.
     Indices from 256 on are accumulation registers. Vector registers that are not given hold JUNK, and count as defined.
     """
     program = Program.parse(text(arch, body, waves=waves, scratch=scratch))
@@ -71,6 +72,10 @@ def execute(
         if state.lanes == 64:
             state.S[:, 127] = exec_mask >> 32
         state.exec_changed()
+    if lds_image is not None:
+        machine.lds.bytes[: len(lds_image)] = lds_image
+        if machine.lds.unset is not None:
+            machine.lds.unset[: len(lds_image)] = False
     if machine.defined is not None:
         machine.defined.reset(set(range(126)) | set(range(VECTOR, VECTOR + len(state.V))))
         machine.defined.scc[...] = False

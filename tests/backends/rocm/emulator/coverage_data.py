@@ -25,10 +25,12 @@ from portattn.planning.registry import parse_target
 
 HERE = Path(__file__).parent
 FILE = HERE / "coverage.json"
-# Modules whose expected values come from Python's integers and fractions, numpy's scalars, or AMD's layouts.
+# Modules whose expected values come from Python's integers and fractions, numpy's scalars, AMD's layouts, or AMD's
+# documents (test_isa_…).
 INSTRUCTION_TESTS = (
     "test_scalar.py", "test_vector.py", "test_lanes.py", "test_memory_instructions.py", "test_matrix_instructions.py",
-    "test_used_instructions.py", "test_used_memory.py",
+    "test_used_instructions.py", "test_used_memory.py", "test_isa_vector.py", "test_isa_masks.py",
+    "test_isa_scalar.py", "test_isa_division.py", "test_isa_lanes.py", "test_isa_memory.py",
 )  # fmt: skip
 
 

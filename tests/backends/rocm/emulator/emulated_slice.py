@@ -11,12 +11,20 @@ from portattn import Problem
 from portattn.testing import canary
 
 _COMMON = {"batch": 2, "heads_q": 4, "heads_k": 2, "return_lse": True}
+_GRADIENTS = _COMMON | {"return_lse": False, "head_dim": 64, "dtype": "fp32"}
 _CANARIES = {f"{op} {n}": case for op, cases in canary.CASES.items() for n, case in enumerate(cases)}
 SLICE: dict[str, Problem] = _CANARIES | {
     # Exact fp32 products, and every feature that adds to a score.
     "attention fp32": Problem(
         op="attention", **_COMMON, seq_q=45, seq_k=83, head_dim=64, dtype="fp32", causal="top_left", softcap=True,
         alibi_slopes=True, bias=True,
+    ),
+    "attention_backward fp32": Problem(
+        op="attention_backward", **_GRADIENTS, seq_q=45, seq_k=83, causal="top_left", softcap=True, alibi_slopes=True,
+    ),
+    "varlen_attention_backward fp32": Problem(
+        op="varlen_attention_backward", **_GRADIENTS, seq_q=45, seq_k=83, total_q=80, total_k=150,
+        causal="bottom_right",
     ),
     # Pages larger than a tile of keys: its rows lie in one page.
     "paged_attention page 256": Problem(

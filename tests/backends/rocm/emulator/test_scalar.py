@@ -36,13 +36,13 @@ TWO: dict[str, Callable[[int, int], tuple[int, Any]]] = {
     "s_lshr_b32": lambda a, b: (a >> (b & 31), a >> (b & 31) != 0),
     "s_ashr_i32": lambda a, b: (signed(a) >> (b & 31), signed(a) >> (b & 31) != 0),
     "s_min_i32": lambda a, b: (min(signed(a), signed(b)), signed(a) < signed(b)),
-    "s_max_i32": lambda a, b: (max(signed(a), signed(b)), signed(a) > signed(b)),
-    "s_min_u32": lambda a, b: (min(a, b), a < b), "s_max_u32": lambda a, b: (max(a, b), a > b),
+    "s_max_i32": lambda a, b: (max(signed(a), signed(b)), signed(a) >= signed(b)),
+    "s_min_u32": lambda a, b: (min(a, b), a < b), "s_max_u32": lambda a, b: (max(a, b), a >= b),
     "s_lshl2_add_u32": lambda a, b: ((a << 2) + b, (a << 2) + b > M32),
     "s_pack_ll_b32_b16": lambda a, b: ((a & 0xFFFF) | b << 16, None),
     "s_pack_hh_b32_b16": lambda a, b: (a >> 16 | b >> 16 << 16, None),
     "s_bfm_b32": lambda a, b: (((1 << (a & 31)) - 1) << (b & 31), None),
-    "s_absdiff_i32": lambda a, b: (abs(signed(a) - signed(b)), abs(signed(a) - signed(b)) & M32 != 0),
+    "s_absdiff_i32": lambda a, b: (abs(signed(a - b & M32)), a != b),  # of a difference that wraps
 }  # fmt: skip
 
 

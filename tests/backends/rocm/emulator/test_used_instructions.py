@@ -82,6 +82,7 @@ DEFINED |= {
     "rcp_iflag_f32": DEFINED["rcp_f32"], "maxmin_i32": ("u", "uuu", lambda a, b, c: min(max(signed(a), signed(b)),
     signed(c))),
     "accvgpr_read_b32": ("u", "u", lambda a: a), "accvgpr_write_b32": ("u", "u", lambda a: a),
+    "accvgpr_mov_b32": ("u", "u", lambda a: a),
     "mov_b64": ("U", "U", lambda a: a), "lshlrev_b64": ("U", "uU", lambda a, b: b << (a & 63)),
     "lshl_add_u64": ("U", "UuU", lambda a, b, c: (a << (b & 7)) + c),
     "cvt_f16_f32": ("h", "f", lambda a: HALF(a)), "cvt_f32_f16": ("f", "h", lambda a: np.float32(a)),
@@ -167,13 +168,15 @@ def test_vector_instruction(arch: str, name: str) -> None:
         else:
             modifiers, seen = "", sources
         vectors = {16 + 4 * n + j: column for n, source in enumerate(sources) for j, column in enumerate(source)}
-        words = [name_of(16 + 4 * n, k, "accvgpr_read" in name) for n, k in enumerate(kinds)]
-        if "accvgpr_read" in name:
+        from_accumulators = short in ("accvgpr_read_b32", "accvgpr_mov_b32")
+        to_accumulators = short in ("accvgpr_write_b32", "accvgpr_mov_b32")
+        words = [name_of(16 + 4 * n, k, from_accumulators) for n, k in enumerate(kinds)]
+        if from_accumulators:
             vectors = {256 + n: column for n, column in vectors.items()}
         if constant is not None:
             words[constant] = "0x40490fdb"
             seen[constant] = [np.full(lanes, 0x40490FDB, np.uint32)]
-        target = name_of(0, kind, "accvgpr_write" in name)
+        target = name_of(0, kind, to_accumulators)
         if accumulates:
             target, words = words.pop(), words
         text = f"{name} {target}, {', '.join(words)}{modifiers}"
@@ -182,7 +185,7 @@ def test_vector_instruction(arch: str, name: str) -> None:
         machine = asmkit.execute(arch, [text], vectors)
         with np.errstate(all="ignore"):
             expected = [function(*(value(k, s, i) for k, s in zip(kinds, seen, strict=True))) for i in range(lanes)]
-        plane = 24 if accumulates else 256 if "accvgpr_write" in name else 0
+        plane = 24 if accumulates else 256 if to_accumulators else 0
         compare_with(machine, kind, expected, plane)
         if name.startswith("v_dual"):
             np.testing.assert_array_equal(machine.state.V[9, 0], sources[0][0])

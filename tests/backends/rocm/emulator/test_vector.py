@@ -68,7 +68,7 @@ def perm(a: int, b: int, s: int) -> int:
 
 def bfe(a: int, o: int, w: int, sign: bool) -> int:
     o, w = o & 31, w & 31
-    field = (a >> o) & ((1 << w) - 1)
+    field = (signed(a) if sign else a) >> o & ((1 << w) - 1)
     return signed(field, w) & M32 if sign and w else field
 
 

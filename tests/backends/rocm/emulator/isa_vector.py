@@ -1,0 +1,167 @@
+"""What AMD's ISA documents say that vector instructions compute, lane by lane, on bit patterns.
+
+Written from the pseudocode of the CDNA, RDNA3 and RDNA4 ISA references, and from nothing of the model. Kinds of
+operands: u16, u32, u64 integers (signed ones too: bits are bits); f16, f32 floats; f16x2, bf16x2 two, low first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import isa_extremes
+import isa_numbers as number
+from isa_numbers import BF16, F16, F32, M16, M32, M64, extended, field, signed
+
+# (kind written, kinds read, definition). The definition gives bits, isa_numbers.NAN, or two of them for x2 kinds.
+Entry = tuple[str, str, Callable[..., Any]]
+
+INTEGER: dict[str, Entry] = {
+    "mov_b32": ("u32", "u32", lambda a: a), "mov_b64": ("u64", "u64", lambda a: a),
+    "accvgpr_read_b32": ("u32", "u32", lambda a: a), "accvgpr_write_b32": ("u32", "u32", lambda a: a),
+    "accvgpr_mov_b32": ("u32", "u32", lambda a: a),
+    "not_b32": ("u32", "u32", lambda a: ~a), "bfrev_b32": ("u32", "u32", lambda a: int(f"{a:032b}"[::-1], 2)),
+    "add_u32": ("u32", "u32 u32", lambda a, b: a + b), "sub_u32": ("u32", "u32 u32", lambda a, b: a - b),
+    "subrev_u32": ("u32", "u32 u32", lambda a, b: b - a), "mul_lo_u32": ("u32", "u32 u32", lambda a, b: a * b),
+    "and_b32": ("u32", "u32 u32", lambda a, b: a & b), "or_b32": ("u32", "u32 u32", lambda a, b: a | b),
+    "xor_b32": ("u32", "u32 u32", lambda a, b: a ^ b),
+    "lshlrev_b32": ("u32", "u32 u32", lambda a, b: b << (a & 31)),
+    "lshrrev_b32": ("u32", "u32 u32", lambda a, b: b >> (a & 31)),
+    "ashrrev_i32": ("u32", "u32 u32", lambda a, b: signed(b) >> (a & 31)),
+    "lshlrev_b16": ("u16", "u16 u16", lambda a, b: b << (a & 15)),
+    "lshrrev_b16": ("u16", "u16 u16", lambda a, b: b >> (a & 15)),
+    "lshlrev_b64": ("u64", "u32 u64", lambda a, b: b << (a & 63)),
+    "lshl_add_u64": ("u64", "u64 u32 u64", lambda a, b, c: (a << (b & 7)) + c),
+    "mul_i32_i24": ("u32", "u32 u32", lambda a, b: signed(a, 24) * signed(b, 24)),
+    "mul_u32_u24": ("u32", "u32 u32", lambda a, b: field(a, 0, 24) * field(b, 0, 24)),
+    "mad_i32_i24": ("u32", "u32 u32 u32", lambda a, b, c: signed(a, 24) * signed(b, 24) + signed(c)),
+    "mad_u32_u24": ("u32", "u32 u32 u32", lambda a, b, c: field(a, 0, 24) * field(b, 0, 24) + c),
+    "add3_u32": ("u32", "u32 u32 u32", lambda a, b, c: a + b + c),
+    "add_lshl_u32": ("u32", "u32 u32 u32", lambda a, b, c: field(a + b, 0, 32) << (c & 31)),
+    "lshl_add_u32": ("u32", "u32 u32 u32", lambda a, b, c: (a << (b & 31)) + c),
+    "lshl_or_b32": ("u32", "u32 u32 u32", lambda a, b, c: a << (b & 31) | c),
+    "and_or_b32": ("u32", "u32 u32 u32", lambda a, b, c: a & b | c),
+    "or3_b32": ("u32", "u32 u32 u32", lambda a, b, c: a | b | c),
+    "xor3_b32": ("u32", "u32 u32 u32", lambda a, b, c: a ^ b ^ c),
+    "xad_u32": ("u32", "u32 u32 u32", lambda a, b, c: (a ^ b) + c),
+    "bfi_b32": ("u32", "u32 u32 u32", lambda a, b, c: a & b | ~a & c),
+    "bfe_u32": ("u32", "u32 u32 u32", lambda a, b, c: field(a, b & 31, c & 31)),
+    "bfe_i32": ("u32", "u32 u32 u32", lambda a, b, c: extended(signed(a) >> (b & 31), c & 31)),
+    "alignbit_b32": ("u32", "u32 u32 u32", lambda a, b, c: field(a << 32 | b, c & 31, 32)),
+    "max_u32": ("u32", "u32 u32", max), "max_i32": ("u32", "u32 u32", lambda a, b: max(signed(a), signed(b))),
+    "min_i32": ("u32", "u32 u32", lambda a, b: min(signed(a), signed(b))),
+    "min3_i32": ("u32", "u32 u32 u32", lambda a, b, c: min(signed(a), signed(b), signed(c))),
+    "maxmin_i32": ("u32", "u32 u32 u32", lambda a, b, c: min(max(signed(a), signed(b)), signed(c))),
+    "pack_b32_f16": ("u32", "u16 u16", lambda a, b: a | b << 16),
+}  # fmt: skip
+
+
+def perm_b32(a: int, b: int, selector: int) -> int:
+    """Each byte of the selector names one of {a, b}'s bytes, or a constant."""
+    both, result = a << 32 | b, 0
+    for n in range(4):
+        chosen = field(selector, 8 * n, 8)
+        if chosen <= 7:
+            byte = field(both, 8 * chosen, 8)
+        elif chosen <= 11:  # the signs of bytes 1, 3, 5 and 7
+            byte = 255 * field(both, 16 * (chosen - 8) + 15, 1)
+        else:
+            byte = 0 if chosen == 12 else 255
+        result |= byte << 8 * n
+    return result
+
+
+def dot2_f32_f16(a: int, b: int, c: int) -> int:
+    """Two products of halves: the lower is added to the addend, then the higher; each operation rounds to float32."""
+    total = c
+    for n in (0, 16):
+        x, y = (number.convert(F16, F32, field(s, n, 16)) for s in (a, b))
+        total = number.add(F32, total, number.multiply(F32, x, y))
+    return total
+
+
+def _fract(a: int) -> int:
+    """S0 − floor(S0), and never 1: the greatest number below 1 (the clamp that the instruction's text names)."""
+    if number.is_nan(F32, a) or number.is_infinite(F32, a):
+        return number.NAN
+    value = number.exact(F32, a)
+    whole = value.numerator // value.denominator
+    return min(number.rounded(F32, value - whole), 0x3F7FFFFF)
+
+
+FLOAT: dict[str, Entry] = {
+    "add_f32": ("f32", "f32 f32", lambda a, b: number.add(F32, a, b)),
+    "sub_f32": ("f32", "f32 f32", lambda a, b: number.subtract(F32, a, b)),
+    "subrev_f32": ("f32", "f32 f32", lambda a, b: number.subtract(F32, b, a)),
+    "mul_f32": ("f32", "f32 f32", lambda a, b: number.multiply(F32, a, b)),
+    "fma_f32": ("f32", "f32 f32 f32", lambda a, b, c: number.fma(F32, a, b, c)),
+    "rcp_f32": ("f32", "f32", lambda a: number.divide(F32, 0x3F800000, a)),
+    "rcp_iflag_f32": ("f32", "f32", lambda a: number.divide(F32, 0x3F800000, a)),
+    "exp_f32": ("f32", "f32", lambda a: number.power_of_two(F32, a)),
+    "log_f32": ("f32", "f32", lambda a: number.logarithm(F32, a)),
+    "ldexp_f32": ("f32", "f32 u32", lambda a, b: number.scale(F32, a, signed(b))),
+    "fract_f32": ("f32", "f32", _fract),
+    "cvt_f16_f32": ("f16", "f32", lambda a: number.convert(F32, F16, a)),
+    "cvt_f32_f16": ("f32", "f16", lambda a: number.convert(F16, F32, a)),
+    "cvt_f32_u32": ("f32", "u32", lambda a: number.rounded(F32, number.Fraction(a))),
+    "cvt_f32_i32": ("f32", "u32", lambda a: number.rounded(F32, number.Fraction(signed(a)))),
+    "cvt_u32_f32": ("u32", "f32", lambda a: number.to_integer(F32, a, 0, M32)),
+    "cvt_pk_f16_f32": ("f16x2", "f32 f32", lambda a, b: (number.convert(F32, F16, a), number.convert(F32, F16, b))),
+    "cvt_pk_bf16_f32": ("bf16x2", "f32 f32", lambda a, b: (number.convert(F32, BF16, a), number.convert(F32, BF16, b))),
+    "dot2_f32_f16": ("f32", "u32 u32 f32", dot2_f32_f16),
+}  # fmt: skip
+
+# Instructions whose destination is also their last source.
+ACCUMULATING = {"fmac_f32": "fma_f32", "dot2acc_f32_f16": "dot2_f32_f16"}
+RENAMED = {"add_nc_u32": "add_u32", "sub_nc_u32": "sub_u32", "subrev_nc_u32": "subrev_u32"}
+
+
+def _extremes(family: int, ieee: bool) -> dict[str, Entry]:
+    high, low = (isa_extremes.extreme(F32, family, largest, ieee) for largest in (True, False))
+    tag = "_num" if family == 12 else ""
+    two, three = "f32 f32", "f32 f32 f32"
+    found: dict[str, Entry] = {
+        f"max{tag}_f32": ("f32", two, high), f"min{tag}_f32": ("f32", two, low),
+        f"max3{tag}_f32": ("f32", three, lambda a, b, c: high(high(a, b), c)),
+        f"min3{tag}_f32": ("f32", three, lambda a, b, c: low(low(a, b), c)),
+        f"med3{tag}_f32": ("f32", three, isa_extremes.median(F32, high, low)),
+    }  # fmt: skip
+    if family != 9:
+        found[f"maxmin{tag}_f32"] = ("f32", three, lambda a, b, c: low(high(a, b), c))
+        found[f"minmax{tag}_f32"] = ("f32", three, lambda a, b, c: high(low(a, b), c))
+    if family == 12:
+        found["maximum_f32"] = ("f32", two, isa_extremes.propagating(F32, True))
+        found["minimum_f32"] = ("f32", two, isa_extremes.propagating(F32, False))
+    return found
+
+
+@cache
+def defined(family: int, ieee: bool = True) -> dict[str, Entry]:
+    """name (without "v_" and the encoding) → definition, on chips of a family (9, 11 or 12) in a mode."""
+    found = INTEGER | FLOAT | _extremes(family, ieee) | {"perm_b32": ("u32", "u32 u32 u32", perm_b32)}
+    return found | {new: found[old] for new, old in (RENAMED | ACCUMULATING).items()}
+
+
+def masked(kind: str, value: Any) -> Any:
+    """A definition's result with the kind's width; NAN stays what it is."""
+    if isinstance(value, tuple):
+        return tuple(masked(kind.removesuffix("x2"), part) for part in value)
+    if kind[0] == "u":
+        return value & {"u16": M16, "u32": M32, "u64": M64}[kind]
+    return value
+
+
+FORMATS = {"f16": F16, "bf16": BF16, "f32": F32}
+
+
+def agrees(kind: str, found: int, expected: Any) -> bool:
+    """Are these the bits that a definition asks for, or a quiet NaN where it asks for any?"""
+    if isinstance(expected, tuple):
+        part = kind.removesuffix("x2")
+        width = FORMATS[part].width
+        return all(agrees(part, field(found, width * n, width), value) for n, value in enumerate(expected))
+    if expected == number.NAN and kind in FORMATS:
+        f = FORMATS[kind]
+        return number.is_nan(f, found) and not number.is_signalling(f, found)
+    return bool(found == expected)
