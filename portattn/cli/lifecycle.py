@@ -47,9 +47,11 @@ def add_to(group: click.Group) -> None:
     metavar="NAME==VERSION",
     help="The compiler, where the log does not say.",
 )
+@click.option("--kernel", metavar="NAME", help="Our kernel, as in dense_forward, where the log does not say.")
+@click.option("--failure", "number", type=int, metavar="N", help="Of several failures in a log only the Nth.")
 @click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; quirks/drafts of a checkout.")
-@click.option("--force", is_flag=True, help="Draft although an entry or a draft has this signature.")
+@click.option("--force", is_flag=True, help="Draft although the failure is an entry's, or a draft has it.")
 @click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
 @json_option
 def new(
@@ -58,6 +60,8 @@ def new(
     backend: str | None,
     target: str | None,
     toolchain: str | None,
+    kernel: str | None,
+    number: int | None,
     words: str,
     out: Path | None,
     force: bool,
@@ -66,8 +70,9 @@ def new(
 ) -> None:
     """Draft an entry from a log or an incident: the TOML, a program that fails the same way, and a report.
 
-    What the log does not tell is a line FILL-IN-…, which the loader refuses. Exit status 1: the registry knows this
-    failure, or the folder has a draft of it, and nothing was written (--force drafts all the same).
+    A log may hold several failures: each is reported, and drafted. What the log does not tell is a line FILL-IN-…,
+    which the loader refuses. Exit status 1: a failure is an entry's, or the folder has a draft of it, and nothing was
+    written for it (--force drafts all the same). What only looks like an entry is drafted.
     """
     from portattn.planning.registry import Registry
     from portattn.tools.quirks.lifecycle import facts
@@ -78,27 +83,60 @@ def new(
         raise ArgumentError("quirks new", "--from-log or --from-incident", given, "must be one of the two")
     registry = Registry.load()
     if log is not None:
-        found = facts.from_log(_read(log), log.name, registry, target, toolchain, backend)
+        found = facts.from_log(_read(log), log.name, registry, target, toolchain, backend, kernel)
     else:
-        for option, value in (("--backend", backend), ("--target", target), ("--toolchain", toolchain)):
+        for option, value in (
+            ("--backend", backend), ("--target", target), ("--toolchain", toolchain), ("--kernel", kernel),
+            ("--failure", number),
+        ):  # fmt: skip
             if value is not None:
                 raise ArgumentError("quirks new", option, value, "goes with --from-log: an incident knows where it was")
         incident, others = _incident(incident_id or "")
-        found = facts.from_incident(incident, others, registry)
+        found = [facts.from_incident(incident, others, registry)]
+    if number is not None and not 1 <= number <= len(found):
+        raise ArgumentError("quirks new", "--failure", number, f"must be from 1 to {len(found)}, which the log holds")
+    asked = [number] if number is not None else range(1, len(found) + 1)
     with _status("drafting") as say:
-        made = drafting.make(found, registry, out, words=words, force=force, replay=not no_replay, say=say)
+        made = {
+            n: drafting.make(found[n - 1], registry, out, words=words, force=force, replay=not no_replay, say=say)
+            for n in asked
+        }
     if as_json:
-        emit_json(made)
+        emit_json({"of": len(found), "failures": [{"number": n, **_json_of(draft)} for n, draft in made.items()]})
     else:
-        for entry in made.known:
-            click.secho(str(entry), fg="yellow")
-        click.echo(f"{found.failure.symptom} at stage {found.failure.stage}: {found.failure.cause}")
-        if made.files:
-            _show_draft(made)
-        else:
-            click.echo("nothing was written: --force drafts an entry all the same")
-    if not made.files:
+        for n, draft in made.items():
+            _show_failure(draft, n, len(found))
+        left = len(found) - len(made)
+        if left:
+            click.echo(f"{plural(left, 'other failure')} in the log: leave --failure out to draft each")
+    if any(not draft.files and not draft.failure["not_a_bug"] for draft in made.values()):
         raise click.exceptions.Exit(RED)
+
+
+def _json_of(draft: Any) -> dict[str, Any]:
+    import msgspec
+
+    told: dict[str, Any] = msgspec.to_builtins(draft)
+    return told
+
+
+def _show_failure(made: Any, number: int, of: int) -> None:
+    """One failure: what it is, what it looks like, and its draft."""
+    if of > 1:
+        who = f", of {', '.join(made.streams)}" if made.streams else ""
+        often = f", {made.times} times" if made.times > 1 else ""
+        heading(f"failure {number} of {of}, from line {made.failure['line']} on{who}{often}")
+    for entry in made.known:
+        click.secho(str(entry), fg="yellow")
+    click.echo(f"{made.failure['symptom']} at stage {made.failure['stage']}: {made.failure['cause']}")
+    if made.cut:
+        click.secho("the log ends inside these words: what is missing of them is not in the signature", fg="yellow")
+    if made.files:
+        _show_draft(made)
+    elif made.failure["not_a_bug"]:
+        click.echo(f"no compiler's failure, and not drafted: {made.failure['not_a_bug']}")
+    else:
+        click.echo("nothing was written: --force drafts an entry all the same")
 
 
 def _show_draft(made: Any) -> None:
@@ -193,7 +231,9 @@ def bisect(
 ) -> None:
     """Find the first and the last toolchain of the lab that has the bug, and the range that this means.
 
-    Exit status 1: the range in the entry is another one, or it was seen nowhere.
+    Releases between them that were not tested are named. A failure that the entry's file has recorded stays in the
+    range. Exit status 1: the range in the entry is another one, it was seen nowhere, or what is seen contradicts the
+    file.
     """
     from portattn.planning.registry import Registry
     from portattn.tools import lab
@@ -216,12 +256,17 @@ def bisect(
             return probe.off(entry, toolchain, target, registry=registry)
 
         made = bisecting.bisect(
-            quirk, toolchains, off, every=every, say=lambda one: say(f"{one.toolchain}: {one.seen}")
+            quirk,
+            toolchains,
+            off,
+            every=every,
+            target=probe.place(quirk, None, target, registry).name,
+            say=lambda one: say(f"{one.toolchain}: {one.seen}"),
         )
     now = quirk.when.toolchain.get(compiler, "")
     same = _same_range(made.range, now, toolchains)
     if as_json:
-        emit_json({"bisected": made, "range_now": now, "agrees": same and bool(made.last_bad)})
+        emit_json({"bisected": made, "range_now": now, "agrees": same and bool(made.last_bad) and not made.contradicts})
     else:
         _show_bisected(made.tested)
         if made.says:
@@ -236,7 +281,7 @@ def bisect(
             )
             click.secho(f"when.toolchain: {bounds}", bold=True)
             click.echo("as in the entry" if same else f'the entry has: {{ {compiler} = "{now}" }}')
-    if not made.last_bad or not same:
+    if not made.last_bad or not same or made.contradicts:
         raise click.exceptions.Exit(RED)
 
 
@@ -266,10 +311,13 @@ def _same_range(one: str, two: str, toolchains: list[str]) -> bool:
 @click.option(
     "--replaced-by", default="", type=shell_values.QUIRK, metavar="ID", help="The entry that takes its place."
 )
-@click.option("--force", is_flag=True, help="Also where the newest probe confirms the entry.")
+@click.option("--force", is_flag=True, help="Also where a supported compiler has the bug.")
 @json_option
 def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: bool, as_json: bool) -> None:
-    """Turn an entry into a tombstone: it applies no more, and its id stays taken."""
+    """Turn an entry into a tombstone: it applies no more, and its id stays taken.
+
+    Exit status 2 where a probe has confirmed it on a supported compiler, or a newer one, and nothing else since.
+    """
     from portattn.planning.registry import Registry
     from portattn.tools.quirks.lifecycle.retire import retire as bury
 
@@ -356,13 +404,15 @@ _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}
 
 
 def _read(path: Path) -> str:
+    from portattn.tools.quirks.lifecycle.normalise import decoded
+
     try:
         size = path.stat().st_size
         if size > LARGEST_LOG:
             raise ArgumentError(
                 "quirks new", "--from-log", str(path), f"must be at most {LARGEST_LOG} bytes, and has {size}"
             )
-        return path.read_text(encoding="utf-8", errors="replace")
+        return decoded(path.read_bytes())
     except OSError as error:
         raise ArgumentError("quirks new", "--from-log", str(path), f"cannot be read: {error.strerror}") from None
 

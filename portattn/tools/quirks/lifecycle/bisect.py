@@ -1,7 +1,9 @@
 """`portattn quirks bisect`: the first and the last compiler of the lab that has a bug, and the range that this means.
 
 A bug comes once and goes once, as a rule: then two binary searches round one compiler that has it find both ends. What
-was tested is all that is claimed; where it shows that the rule does not hold, every compiler is tested.
+was tested is all that is claimed; where it shows that the rule does not hold, every compiler is tested. Releases
+between the ends that nobody tested are named. A failure that the entry's file has recorded stays in the range, whatever
+is seen now: two observations that contradict each other are for a person to settle.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from packaging.version import Version
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
-from portattn.schema.toolchain import COMPILERS, parse_range
-from portattn.tools.quirks.probe.results import Arm, saw
+from portattn.schema.toolchain import COMPILERS, RELEASED, parse_range
+from portattn.tools.quirks.probe.results import SIGNATURE, Arm, saw
 
 OP = "quirks bisect"
-Seen = Literal["bad", "good", "other", "skipped"]
+Seen = Literal["bad", "good", "other", "skipped", "recorded"]
 
 
 class Tested(msgspec.Struct, frozen=True, kw_only=True):
-    """One compiler. bad: fails with the signature; good: passes; other: fails otherwise; skipped: cannot run here."""
+    """One compiler. bad: fails with the signature; good: passes; other: fails otherwise; skipped: cannot run here;
+    recorded: not tested with a result now, and a failure with the signature in the entry's file."""
 
     toolchain: str
     seen: Seen
@@ -36,6 +39,8 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
     tested      in order of version; those that were not needed are not in it
     last_good_before, first_bad, last_bad, first_good   ends that were seen; empty where the lab does not reach
     monotone    False where it comes and goes more than once: every compiler was tested then
+    untested    releases between the ends, or between two that have it, on which nothing was seen
+    contradicts those that pass now, and fail by the entry's file: they stay in the range
     range       for when.toolchain, as wide as what was seen; empty where it was seen nowhere
     """
 
@@ -47,6 +52,8 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
     first_bad: str = ""
     last_bad: str = ""
     first_good: str = ""
+    untested: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
     range: str = ""
     says: str = ""
 
@@ -81,6 +88,7 @@ def bisect(
     off: Callable[[Quirk, str], Arm],
     *,
     every: bool = False,
+    target: str = "",
     say: Callable[[Tested], None] = lambda tested: None,
 ) -> Bisected:
     """Find the ends among toolchains of one compiler, in order of version.
@@ -88,6 +96,7 @@ def bisect(
     off    runs the probe without the work-around (portattn.tools.quirks.probe.off). A PortattnError that
            it raises means that it cannot be run there: that compiler is skipped
     every  test each of them, whatever the first ones say
+    target the chip whose recorded failures count; empty for every chip's
     """
     seen: dict[str, Tested] = {}
 
@@ -110,7 +119,21 @@ def bisect(
     if runs > 1:
         for toolchain in toolchains:
             test(toolchain)
-    return _result(quirk, toolchains, seen)
+    return _result(quirk, toolchains, seen, recorded(quirk, target))
+
+
+def recorded(quirk: Quirk, target: str = "") -> dict[str, str]:
+    """Toolchain -> what the entry's file says of a failure there: of probes, and of reports that name a version."""
+    compiler = compiler_of(quirk)
+    found = {
+        block.toolchain: f"failed on {block.date}, by the entry's file"
+        for block in quirk.verified
+        if block.off == SIGNATURE and target in ("", block.target)
+    }
+    for text in quirk.evidence.seen_on:
+        if text.startswith(f"{compiler}=="):
+            found.setdefault(text, "reported, by the entry's file")
+    return {toolchain: text for toolchain, text in found.items() if toolchain.partition("==")[0] == compiler}
 
 
 def _likely(quirk: Quirk, toolchains: Sequence[str]) -> list[str]:
@@ -170,33 +193,65 @@ def _runs(toolchains: Sequence[str], seen: dict[str, Tested]) -> int:
     return sum(word == "bad" and (i == 0 or words[i - 1] == "good") for i, word in enumerate(words))
 
 
-def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested]) -> Bisected:
-    tested = tuple(seen[t] for t in toolchains if t in seen)
-    told = [t for t in tested if t.seen in ("good", "bad")]
-    bad = [t.toolchain for t in told if t.seen == "bad"]
-    monotone = _runs(toolchains, seen) <= 1
-    common = {"id": quirk.id, "compiler": compiler_of(quirk), "tested": tested, "monotone": monotone}
+def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], failures: dict[str, str]) -> Bisected:
+    tested = _with_recorded([seen[t] for t in toolchains if t in seen], failures)
+    contradicts = tuple(t.toolchain for t in tested if t.seen == "good" and t.toolchain in failures)
+    words = {t.toolchain: "bad" if t.seen == "recorded" or t.toolchain in contradicts else t.seen for t in tested}
+    told = [t for t in words if words[t] in ("good", "bad")]
+    bad = [t for t in told if words[t] == "bad"]
+    common = {"id": quirk.id, "compiler": compiler_of(quirk), "tested": tested, "contradicts": contradicts}
     if not bad:
         where = "nowhere" if told else "nowhere: none of them can be run here"
-        return Bisected(**common, says=f"seen {where}")  # type: ignore[arg-type]
+        return Bisected(**common, monotone=True, says=f"seen {where}")  # type: ignore[arg-type]
     first, last = bad[0], bad[-1]
-    before = [t.toolchain for t in told if _version(t.toolchain) < _version(first)]
-    after = [t.toolchain for t in told if _version(t.toolchain) > _version(last)]
-    good_inside = [
-        t.toolchain for t in told if t.seen == "good" and _version(first) < _version(t.toolchain) < _version(last)
-    ]
+    before = [t for t in told if _version(t) < _version(first)]
+    after = [t for t in told if _version(t) > _version(last)]
+    good_inside = [t for t in told if words[t] == "good" and _version(first) < _version(t) < _version(last)]
+    ends = (before[-1] if before else first, after[0] if after else last)
     parts = list(_bounds(first, last, before[-1] if before else "", after[0] if after else ""))
     parts += [f"!={t.partition('==')[2]}" for t in good_inside]
-    says = "" if monotone else f"not monotone: it is gone in {', '.join(good_inside)} and back after"
+    untested = tuple(_between(compiler_of(quirk), toolchains, told, *ends))
+    says = []
+    if good_inside:
+        says.append(f"not monotone: it is gone in {', '.join(good_inside)} and back after")
+    if contradicts:
+        says.append(
+            f"contradicts the entry's file, which has failures on {', '.join(contradicts)}: they stay in the range"
+        )
+    if untested:
+        says.append(f"not tested, and between these: {', '.join(untested)}")
     return Bisected(
         **common,  # type: ignore[arg-type]
+        monotone=not good_inside,
         last_good_before=before[-1] if before else "",
         first_bad=first,
         last_bad=last,
         first_good=after[0] if after else "",
+        untested=untested,
         range=",".join(parts),
-        says=says,
+        says="; ".join(says),
     )
+
+
+def _with_recorded(tested: list[Tested], failures: dict[str, str]) -> tuple[Tested, ...]:
+    """In order of version, with the failures of the entry's file where nothing was learnt now."""
+    learnt = {t.toolchain for t in tested if t.seen in ("good", "bad")}
+    made = [t for t in tested if t.toolchain in learnt or t.toolchain not in failures]
+    made += [
+        Tested(toolchain=toolchain, seen="recorded", detail=detail)
+        for toolchain, detail in failures.items()
+        if toolchain not in learnt
+    ]
+    return tuple(sorted(made, key=lambda one: _version(one.toolchain)))
+
+
+def _between(compiler: str, toolchains: Sequence[str], told: Sequence[str], low: str, high: str) -> Iterator[str]:
+    """Releases from the one end to the other of which nothing is known: of the lab, and published ones."""
+    known = {_version(toolchain) for toolchain in told}
+    releases = {*toolchains, *(f"{compiler}=={version}" for version in RELEASED.get(compiler, ()))}
+    for toolchain in sorted(releases, key=_version):
+        if _version(low) < _version(toolchain) < _version(high) and _version(toolchain) not in known:
+            yield toolchain
 
 
 def _bounds(first: str, last: str, before: str, after: str) -> Iterator[str]:

@@ -10,6 +10,8 @@ import tomlkit
 
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.features import FEATURES
+from portattn.schema.lowering import OF_ROWS, Launch
+from portattn.schema.quirk import STAGES
 from portattn.tools.quirks.lifecycle.facts import Facts
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 
@@ -24,6 +26,7 @@ _WHAT = {
     "resource-limit": "the kernel does not fit",
 }
 _STAGE = {"unknown": "", "load": "", "launch": " at the launch", "parse": " in the front end"}
+LONGEST_QUOTE = 400  # characters of a line of a log
 _COLUMN = 44  # where comments beside values stand
 _FLAGS = ("gqa", "paged", "packed", "window", *FEATURES)
 
@@ -59,13 +62,13 @@ def entry(facts: Facts, quirk_id: str, title: str, probe: str, program: str) -> 
         *_arch(facts),
         *_toolchain(facts),
         *_kernels(facts),
-        *_conditions(facts.specialised),
+        *_conditions(facts),
         "",
         "[effect]",
         *_effect(facts),
         "",
         "[evidence]",
-        *([f"signature = {_text(failure.signature)}"] if failure.signature else []),
+        *(_words_seen(facts) if failure.signature else []),
         f"probe     = {_text(probe)}",
         *([] if program in probe else [f"# {program} fails in the same way, without planning: for the report"]),
     ]
@@ -75,6 +78,22 @@ def entry(facts: Facts, quirk_id: str, title: str, probe: str, program: str) -> 
     if facts.compiler:
         lines.append(f"last_seen = {_text(facts.compiler)}")
     return "\n".join(lines) + "\n"
+
+
+def _words_seen(facts: Facts) -> list[str]:
+    """The signature, the stage that printed it, and the line that it is the signature of."""
+    failure = facts.failure
+    line = (facts.log.splitlines()[facts.at - 1 : facts.at] or [""])[0].strip()
+    quote = line if re.search(failure.signature, line) else failure.cause
+    return [
+        f"signature = {_text(failure.signature)}",
+        *([f"stage     = {_text(failure.stage)}"] if failure.stage in STAGES else []),
+        *(
+            [f"quotes    = [{_text(quote[:LONGEST_QUOTE])}]"]
+            if re.search(failure.signature, quote[:LONGEST_QUOTE])
+            else []
+        ),
+    ]
 
 
 def open_lines(text: str) -> list[tuple[int, str]]:
@@ -127,8 +146,9 @@ def _kernels(facts: Facts) -> list[str]:
     return [f"{MARK}kernels = {_text(f'{which} {known}: which have the bug?')}"]
 
 
-def _conditions(what: Specialised | None) -> list[str]:
+def _conditions(facts: Facts) -> list[str]:
     """What the entry may depend on. Which of it matters is not known before it is reduced."""
+    what = facts.specialised
     hint = "which of these it takes (`portattn quirks reduce` finds out), or nothing: then delete this line"
     if what is None:
         bare = "features, lowering or launch that it takes, or nothing: then delete this line"
@@ -140,18 +160,20 @@ def _conditions(what: Specialised | None) -> list[str]:
     shown += [f"causal_align={p.causal}"] if p.causal != "none" else []
     shown += [name for name in _FLAGS if features[name]]
     lowering = {name: getattr(what.lowering, name) for name in CORES[p.op].choices}
-    launch: dict[str, object] = {
-        "block_m": what.launch.block_m,
-        "block_n": what.launch.block_n,
-        "num_warps": what.launch.num_warps,
-    }
-    launch |= {"num_stages": what.launch.num_stages, **dict(what.launch.options)}
+    failed = _launch(what, facts)
+    launch = {name: failed.get(name) for name in OF_ROWS} | dict(failed.options)
     return [
         f"{MARK}conditions = {_text(hint)}",
         f"# features = {_list(tuple(shown))}",
         *textwrap.wrap(_table(lowering), 110, initial_indent="# lowering = ", subsequent_indent="#   "),
         f"# launch   = {_table(launch)}",
     ]
+
+
+def _launch(what: Specialised, facts: Facts) -> Launch:
+    """The launch of the function that failed: an entry asks about the values of any one of a plan's kernels."""
+    own = CORES[what.problem.op].of_rows
+    return what.launch.of_rows() if own and facts.function == own else what.launch
 
 
 def _table(values: Mapping[str, object]) -> str:
@@ -163,7 +185,7 @@ def _effect(facts: Facts) -> list[str]:
     hint = "the smallest change that helps: exactly one of lowering, launch, env, path and note (docs/quirks.md)"
     lines = [f"{MARK}effect = {_text(hint)}"]
     if facts.specialised is not None:
-        launch = facts.specialised.launch
+        launch = _launch(facts.specialised, facts)
         lines.append(f"# launch = {{ num_stages = {max(launch.num_stages - 1, 1)} }}")
     return [*lines, '# path = "vendor"', '# cost = "…"']
 

@@ -16,9 +16,11 @@ from portattn.schema.outcome import Incident
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.quirks.lifecycle.excerpts import Excerpt, excerpts, request_in
+from portattn.tools.quirks.lifecycle.normalise import Log, normalise
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, recognise, stage_of
 from portattn.tools.quirks.lifecycle.signature import generalise
 from portattn.tools.quirks.lifecycle.specialised import Specialised, of_incident
+from portattn.tools.quirks.lifecycle.split import Found, split
 from portattn.tools.quirks.lifecycle.surroundings import surroundings
 
 OP = "quirks new"
@@ -30,6 +32,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     told       fact -> the words that say so, for the reader of a draft
     compiler   NAME==VERSION; empty where nothing says
     kernels    portattn's core kernels that have `function` for their source
+    at         number of the cause's line in `log`, from 1
+    streams    ranks or processes whose lines of a log tell of it; times: how often it stands there
+    cut        the log ends inside its cause
     signature  what the compiler saw (launch.Signature as plain data); None where it is not known
     alike      other incidents with the same cause, compiler and kernels
     """
@@ -39,6 +44,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     date: datetime.date
     log: str
     backend: str
+    at: int = 1
+    streams: tuple[str, ...] = ()
+    times: int = 1
+    cut: bool = False
     arches: tuple[str, ...] = ()
     chip: str = ""
     compiler: str = ""
@@ -73,51 +82,73 @@ def from_log(
     target: str | None = None,
     toolchain: str | None = None,
     backend: str | None = None,
-) -> Facts:
-    """Read a log. target, toolchain and backend, where given, count instead of what it says.
+    kernel: str | None = None,
+) -> list[Facts]:
+    """Read a log: the facts of every failure in it, in order.
 
-    Raises ArgumentError when no failure is recognised, when it is no compiler's, or when the backend cannot be told.
+    What is named (target, toolchain, backend, kernel) counts instead of what the log says. Raises ArgumentError when no
+    failure is recognised, when none of them is a compiler's, or when the backend of one cannot be told.
     """
-    failure = recognise(text)
-    if failure is None:
+    log = normalise(text)
+    failures = split(log)
+    if not failures:
         limit = "must hold the output of a compiler that failed: nothing in it is recognised (docs/logging-a-bug.md)"
         raise ArgumentError(OP, "--from-log", origin, limit)
-    if failure.not_a_bug:
+    if all(found.failure.not_a_bug for found in failures):
+        failure = failures[0].failure
         raise ArgumentError(
             OP, "--from-log", origin, f"must be a compiler's failure: {failure.cause}; {failure.not_a_bug}"
         )
-    found = surroundings(text, failure.family, registry)
-    named = _named(registry, target, toolchain, backend)
-    chosen = named["backend"] or (found.backend.value if found.backend else "")
-    if not chosen:
-        limit = f"must be given: the log does not say which of {', '.join(registry.backends)} it is about"
-        raise ArgumentError(OP, "--backend", backend, limit)
+    named = _named(registry, target, toolchain, backend, kernel)
+    alone = len(failures) == 1
+    return [_of_failure(found, log, alone, origin, registry, named) for found in failures]
+
+
+def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Registry, named: dict[str, Any]) -> Facts:
+    """The facts of one failure of a log. What its own lines do not say of chip and compiler, the whole log does."""
+    failure = found.failure
+    around = surroundings(log.text if alone else found.text, failure.family, registry)
+    if not alone:
+        around = around.completed(surroundings(log.text, failure.family, registry))
+    chosen = named["backend"] or (around.backend.value if around.backend else "")
+    if not chosen and not failure.not_a_bug:
+        which = f"the log does not say which of {', '.join(registry.backends)} it is about"
+        where = "" if alone else f" (line {failure.line}: {failure.cause[:80]})"
+        raise ArgumentError(OP, "--backend", named["backend"], f"must be given: {which}{where}")
     # What the log says of another backend than the one that was named says nothing about this one.
-    same = found.backend is not None and found.backend.value == chosen
-    arch = named["arch"] or (found.arch.value if found.arch and same else "")
-    told = {"backend": found.backend, "arch": found.arch, "function": found.function, **found.versions}
-    request = request_in(text)
-    components = {n: t.value for n, t in found.versions.items() if n not in ("triton", "triton-ascend")}
+    same = around.backend is not None and around.backend.value == chosen
+    arch = named["arch"] or (around.arch.value if around.arch and same else "")
+    told = {"backend": around.backend, "arch": around.arch, **around.versions}
+    told["function"] = None if named["function"] else around.function
+    request = request_in(found.text)
+    components = {n: t.value for n, t in around.versions.items() if n not in ("triton", "triton-ascend")}
+    function = around.function.value if around.function else ""
     return Facts(
         failure=failure,
         origin=origin,
         date=datetime.date.today(),
-        log=text,
+        log=found.text,
         backend=chosen,
+        at=found.at,
+        streams=found.streams,
+        times=found.times,
+        cut=found.cut,
         arches=(arch,) if arch else (),
-        chip=found.chip if same else "",
-        compiler=named["toolchain"] or found.compiler,
+        chip=around.chip if same else "",
+        compiler=named["toolchain"] or around.compiler,
         components=components | named["components"],
-        function=found.function.value if found.function else "",
-        kernels=found.kernels,
+        function=named["function"] or function,
+        kernels=named["kernels"] or around.kernels,
         told={name: value.words for name, value in told.items() if value is not None},
-        texts=tuple(_distinct(excerpts(text))),
+        texts=tuple(_distinct(excerpts(found.text))),
         signature=request["signature"] if request else None,
         env=request.get("env", {}) if request else {},
     )
 
 
-def _named(registry: Registry, target: str | None, toolchain: str | None, backend: str | None) -> dict[str, Any]:
+def _named(
+    registry: Registry, target: str | None, toolchain: str | None, backend: str | None, kernel: str | None
+) -> dict[str, Any]:
     """What the options name. Raises ArgumentError on names that the registry does not know."""
     if backend is not None and backend not in registry.backends:
         raise ArgumentError(OP, "--backend", backend, f"must be one of {', '.join(registry.backends)}")
@@ -133,7 +164,17 @@ def _named(registry: Registry, target: str | None, toolchain: str | None, backen
         except ValueError as error:
             raise ArgumentError(OP, "--toolchain", toolchain, str(error).partition(": ")[2]) from None
         compiler, components = str(parsed), dict(parsed.components)
-    return {"backend": backend or "", "arch": arch, "toolchain": compiler, "components": components}
+    function = ""
+    kernels: tuple[str, ...] = ()
+    if kernel is not None:
+        known = {core.name: core.function for core in CORES.values()}
+        if kernel not in known:
+            raise ArgumentError(OP, "--kernel", kernel, f"must be one of {', '.join(known)}")
+        function, kernels = known[kernel], (kernel,)
+    return {
+        "backend": backend or "", "arch": arch, "toolchain": compiler, "components": components, "function": function,
+        "kernels": kernels,
+    }  # fmt: skip
 
 
 def _distinct(found: Iterable[Excerpt]) -> list[Excerpt]:
@@ -161,7 +202,7 @@ def from_incident(incident: Incident, others: Iterable[Incident], registry: Regi
     ]
     kernels = [of.kernel if (of := of_incident(i)) else "" for i in (incident, *alike)]
     if not any(kernels):
-        kernels = [kernel.name for kernel in CORES.values() if kernel.function == incident.kernel]
+        kernels = [kernel.name for kernel in CORES.values() if incident.kernel in kernel.functions]
     arches = dict.fromkeys([arch, *(other.target.partition(":")[2] for other in alike)])
     return Facts(
         failure=failure,
@@ -169,6 +210,7 @@ def from_incident(incident: Incident, others: Iterable[Incident], registry: Regi
         date=incident.date.date(),
         log=incident.log,
         backend=backend,
+        at=failure.line,
         arches=tuple(arches),
         compiler=incident.toolchain if incident.toolchain != "none" else "",
         components=_components(incident),

@@ -8,13 +8,9 @@ from pathlib import Path
 from portattn.planning.registry import Registry
 from portattn.tools.quirks.lifecycle.facts import Facts
 from portattn.tools.quirks.lifecycle.programs import form_of
+from portattn.tools.quirks.trackers import TRACKERS
 
 BEFORE, AFTER = 12, 28  # lines of the log round the cause
-_TRACKERS = {
-    "triton": "https://github.com/triton-lang/triton/issues",
-    "triton-ascend": "https://gitcode.com/Ascend/triton-ascend/issues",
-    "flagtree": "https://github.com/flagos-ai/flagtree/issues",
-}
 _EXPECTED = {
     "compile-error": "The kernel compiles.",
     "compiler-crash": "The kernel compiles; if it cannot, the compiler raises an error and the process lives on.",
@@ -39,7 +35,7 @@ def issue(facts: Facts, title: str, program: str, saved: str, reproduced: str) -
     files = [f"`{name}`" for name in (program, saved) if name]
     parts = [
         f"# {title}",
-        f"Tracker: {_TRACKERS[compiler]}" if compiler in _TRACKERS else "Tracker: FILL IN",
+        f"Tracker: {TRACKERS[compiler]}" if compiler in TRACKERS else "Tracker: FILL IN",
         "## Environment",
         "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]),
         "## What happens",
@@ -53,7 +49,7 @@ def issue(facts: Facts, title: str, program: str, saved: str, reproduced: str) -
         "## Expected",
         _EXPECTED[failure.symptom],
         "## Log",
-        _fenced(excerpt(facts.log, failure.line)),
+        _fenced(excerpt(facts.log, facts.at)),
     ]
     if facts.command:
         parts += ["## The request as it was sent to the compiler's process", _fenced(facts.command)]

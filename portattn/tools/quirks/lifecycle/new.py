@@ -44,14 +44,19 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
     """What `quirks new` made.
 
-    files  paths that were written, the entry last; empty where a known quirk made a draft unnecessary
+    streams, times  whose lines of the log tell of it, and how often; cut: the log ends inside its cause
+    known  entries that it is, or looks like
+    files  paths that were written, the entry last; empty where the failure is known, or is no compiler's
     open   (line of the entry, text) of what is to be filled in
     """
 
     id: str
     title: str
     failure: dict[str, Any]
-    known: tuple[Known, ...]
+    known: tuple[Known, ...] = ()
+    streams: tuple[str, ...] = ()
+    times: int = 1
+    cut: bool = False
     files: tuple[str, ...] = ()
     open: tuple[tuple[int, str], ...] = ()
     reproduced: bool | None = None
@@ -69,7 +74,8 @@ def make(
     worker: Worker | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Draft:
-    """Draft an entry from facts and write its files, all or none. Nothing is written for a failure that is known.
+    """Draft an entry from facts and write its files, all or none. Nothing is written for a failure that is an entry's,
+    and for one that is no compiler's (its facts say what to do).
 
     out     folder of the draft: <backend>/<id>.toml, probes/<id>.py and issues/<id>.md go under it
     force   draft although the registry has an entry with this signature, or the folder a draft
@@ -79,16 +85,21 @@ def make(
     """
     if words and not _WORDS.match(words):
         raise ArgumentError(OP, "--words", words, "must be lower-case words with dashes, as in four-stages")
-    title = entry.title_of(facts)
-    failure = msgspec.to_builtins(facts.failure)
+    told = {
+        "title": entry.title_of(facts), "failure": msgspec.to_builtins(facts.failure), "streams": facts.streams,
+        "times": facts.times, "cut": facts.cut,
+    }  # fmt: skip
+    if facts.failure.not_a_bug:
+        return Draft(id="", **told)
+    title = told["title"]
     out = (out or writing.drafts_folder()).resolve()
     target = facts.target(registry)
     with writing.numbering(out):
         entries = known(facts, registry)
         ids = {entry.id for entry in entries}
         seen = (*entries, *(draft for draft in drafted(facts, out) if draft.id not in ids))
-        if any(entry.exact for entry in seen) and not force:
-            return Draft(id="", title=title, failure=failure, known=seen)
+        if any(entry.is_it for entry in seen) and not force:
+            return Draft(id="", known=seen, **told)
         number = writing.next_number(facts.backend, out, registry)
         quirk_id = f"{facts.backend}-{number:04d}-{words or entry.words_of(facts)}"
         name = quirk_id.replace("-", "_")
@@ -110,8 +121,7 @@ def make(
         writing.write_new(files)
     return Draft(
         id=quirk_id,
-        title=title,
-        failure=failure,
+        **told,
         known=seen,
         files=tuple(str(path) for path in files),
         open=tuple(entry.open_lines(written)),

@@ -6,8 +6,6 @@ of.
 
 from __future__ import annotations
 
-import msgspec
-
 from portattn.config import Settings
 from portattn.errors import PortattnError
 from portattn.planning.kernel_specs import CORES
@@ -62,7 +60,8 @@ def plan_line(what: Specialised, target: Target, registry: Registry, also: tuple
     """A "plan:" probe that states this specialisation; empty where none does.
 
     `--start` names what a plan would not choose by itself. `also` are quirks that are off, the probe's own among them.
-    No line can say what has no option: gradients, tensors over 2 GiB, a negative scale, a compile environment.
+    No line can say what has no option: that gradients will be asked for, gradients of a bias, slopes or LSE, dropout,
+    tensors over 2 GiB, a negative scale, a compile environment.
     """
     first, *rest = problem_options(what.problem)
     bare = " ".join([plans.PREFIX, first, "--target", target.name, *rest])
@@ -83,10 +82,9 @@ def plan_line(what: Specialised, target: Target, registry: Registry, also: tuple
 def _starts(what: Specialised, made: Plan) -> list[list[str]]:
     """What to start from: nothing, what the plan does otherwise, everything."""
     choices = {name: getattr(what.lowering, name) for name in CORES[what.problem.op].choices}
-    launch = msgspec.structs.asdict(what.launch)
-    options = dict(launch.pop("options"))
+    launch = what.launch.values()
     launch.pop("splits")  # follows from the problem, or is its num_splits
-    wanted = {**launch, **options, **choices}
+    wanted = {**launch, **choices}
     every = [_written(name, value) for name, value in wanted.items()]
     if made.lowering is None or made.launch is None:
         return [every]

@@ -15,6 +15,7 @@ from portattn.schema.quirk import Quirk, Verified
 from portattn.schema.toolchain import COMPILERS, COMPONENTS, TRIED, parse_range
 from portattn.tools.quirks.examples import RELEASES
 from portattn.tools.quirks.lifecycle.editing import edit
+from portattn.tools.quirks.probe.results import probe_outcome
 
 OP = "quirks retire"
 
@@ -34,12 +35,25 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     still_in_range: tuple[str, ...]
 
 
-def newest(verified: tuple[Verified, ...]) -> tuple[Verified, ...]:
-    """The blocks of the newest probe: of the last day, those of the newest compiler."""
-    last = max((block.date for block in verified), default=None)
-    of_day = [block for block in verified if block.date == last]
-    version = max((_version(block.toolchain) for block in of_day), default=None)
-    return tuple(block for block in of_day if _version(block.toolchain) == version)
+def confirming(quirk: Quirk) -> tuple[Verified, ...]:
+    """Probes by which the bug is alive on a compiler that is supported, or newer: without the work-around it failed.
+
+    A file has one result for each compiler and chip, the latest.
+    """
+    return tuple(
+        block
+        for block in quirk.verified
+        if probe_outcome(True, "pass", block.off, block.on) == "confirmed" and not _before_supported(block.toolchain)
+    )
+
+
+def _before_supported(toolchain: str) -> bool:
+    """Whether a compiler is older than every one that is supported."""
+    name, _, version = toolchain.partition("==")
+    if name not in TRIED:
+        return False
+    supported = [Version(known) for known in RELEASES.get(name, ()) if parse_range(TRIED[name]).contains(known)]
+    return bool(supported) and Version(version) < min(supported)
 
 
 def retire(
@@ -55,8 +69,8 @@ def retire(
     """Write the tombstone into the entry's file, which keeps its comments; whole or not at all.
 
     Raises ArgumentError on an unknown or retired id, an empty reason, a malformed `fixed_in`, a successor that does
-    not exist, and, without `force`, on an entry that its newest probe confirms. DataError where the file would no
-    longer load, OSError where it cannot be written.
+    not exist, and, without `force`, on an entry that a probe confirms on a supported compiler. DataError where the file
+    would no longer load, OSError where it cannot be written.
     """
     quirk = _living(quirk_id, registry)
     if not reason.strip():
@@ -64,12 +78,14 @@ def retire(
     _check_fixed_in(fixed_in)
     if replaced_by and (replaced_by == quirk_id or replaced_by not in registry.quirks):
         raise ArgumentError(OP, "--replaced-by", replaced_by, "must be the id of another entry that lives")
-    confirmed = [block for block in newest(quirk.verified) if (block.off, block.on) == ("fail:signature", "pass")]
+    confirmed = confirming(quirk)
     if confirmed and not force:
-        block = confirmed[0]
+        block = max(confirmed, key=lambda one: Version(one.toolchain.partition("==")[2]))
+        others = sorted({one.toolchain for one in confirmed if one.toolchain != block.toolchain})
+        also = f"; and with {', '.join(others)}" if others else ""
         limit = (
-            f"must be confirmed no more: its probe of {block.date} failed without the work-around and passed with it "
-            f"on {block.target} with {block.toolchain}. Probe it again, or give --force"
+            f"must be confirmed no more on a supported compiler: its probe of {block.date} failed without the "
+            f"work-around on {block.target} with {block.toolchain}{also}. Probe it again, or give --force"
         )
         raise ArgumentError(OP, "ID", quirk_id, limit)
     date = today or datetime.date.today()
@@ -129,10 +145,3 @@ def _bury(path: Path, quirk_id: str, values: dict[str, str | datetime.date]) -> 
         document["retired"] = table
 
     edit(path, quirk_id, add)
-
-
-def _version(toolchain: str) -> Version:
-    try:
-        return Version(toolchain.partition("==")[2])
-    except InvalidVersion:
-        return Version("0")

@@ -15,7 +15,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.features import of_kinds
-from portattn.schema.lowering import Lowering
+from portattn.schema.lowering import OF_ROWS, Lowering
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED
 from portattn.tools.quirks.lifecycle.specialised import Specialised
@@ -105,7 +105,7 @@ def _fewer_heads(what: Specialised) -> Iterator[Step]:
 
 def _smaller(what: Specialised) -> Iterator[Step]:
     """Sizes that the machine code does not depend on: small ones make the reproducer readable."""
-    p, tile = what.problem, max(what.launch.block_m, what.launch.block_n, 16)
+    p, tile = what.problem, max(16, *(max(one.block_m, one.block_n) for one in what.launch.kernels()))
     sizes: dict[str, Any] = {"batch": 1}
     if p.seq_q > tile:
         sizes["seq_q"] = tile
@@ -128,6 +128,13 @@ def _width(what: Specialised) -> Iterator[Step]:
     for width in (w for w in _WIDTHS if w < max(p.head_dim, p.head_dim_v)):
         yield from _problem(what, f"head_dim {width}", head_dim=width, head_dim_v=width)
     yield from _problem(what, f"head_dim_v {p.head_dim}", head_dim_v=p.head_dim)
+
+
+def _one_tile(what: Specialised) -> Iterator[Step]:
+    """Of gradients: both kernels as the one of keys, or as the one of rows."""
+    of_rows = what.launch.of_rows()
+    yield from _launch(what, "rows as keys", **{name: what.launch.get(name) for name in OF_ROWS})
+    yield from _launch(what, "keys as rows", **{name: of_rows.get(name) for name in OF_ROWS})
 
 
 def _tile(field: str) -> Callable[[Specialised], Iterator[Step]]:
@@ -181,6 +188,7 @@ OFFERS: tuple[Offer, ...] = (
     _smaller,
     _dtype,
     _width,
+    _one_tile,
     _tile("block_m"),
     _tile("block_n"),
     _fewer("num_warps"),

@@ -106,6 +106,4 @@ def is_it(outcome: Outcome, symptom: str, signature: str) -> bool:
 
 def values_of(what: Specialised) -> dict[str, Any]:
     """Launch values and the choices that the kernel reads, by name: for reports."""
-    launch = msgspec.structs.asdict(what.launch)
-    options = dict(launch.pop("options"))
-    return {**launch, **options, **{name: getattr(what.lowering, name) for name in CORES[what.problem.op].choices}}
+    return {**what.launch.values(), **{name: getattr(what.lowering, name) for name in CORES[what.problem.op].choices}}

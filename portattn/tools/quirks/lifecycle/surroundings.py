@@ -21,6 +21,8 @@ _CHIPS: tuple[str, ...] = (
     r"^\.target (?P<chip>\w+)",
     r"arch-generation-name=(?P<chip>\w+)",
     r"amdgcn-amd-amdhsa-*(?P<chip>\w+)",
+    r"Value '(?P<chip>sm_\w+)' is not defined for option 'gpu-name'",
+    r"unsupported target: '(?P<chip>\w+)'",
     r"-mcpu=(?P<chip>\w+)",
 )
 
@@ -30,7 +32,7 @@ _VERSIONS: Mapping[str, tuple[str, ...]] = {
     "triton-ascend": (rf"triton[-_]ascend(?:==|[-: ]+v?){_NUMBER}",),
     "triton": (
         rf"\b(?:pytorch-)?triton(?:-rocm)?==\s*{_NUMBER}",
-        rf"\b[Tt]riton(?: version)?(?:: *| ){_NUMBER}",
+        rf"\b[Tt]riton`?(?: version)?(?:: *| +){_NUMBER}",
         rf"\btriton-{_NUMBER}\.dist-info",
     ),
     "ptxas": (rf"release \d+\.\d+, V{_NUMBER}", rf"\bptxas(?: version)?[ :]+{_NUMBER}"),
@@ -51,8 +53,13 @@ _FUNCTIONS: tuple[str, ...] = (
     r"\"function\": \"(?P<name>\w+)\"",
     r"tt\.func public @(?P<name>\w+)",
     r"^\.visible \.entry (?P<name>\w+)",
-    r"in function '?(?P<name>\w+)'?",
-    r"CompilationError: at \d+:\d+:\n(?:@[^\n]*\n)*def (?P<name>\w+)\(",
+    r"Triton compilation failed: (?P<name>\w+)",
+    r"in function '?@?(?P<name>\w+)'?",
+    r"on function '@(?P<name>\w+)'",
+    r"for kernel (?P<name>\w+): \d",
+    r"(?:CompilationError(?:\(['\"]|: )|error ')at \d+:\d+:\n(?:@[^\n]*\n)*def (?P<name>\w+)\(",
+    # A launch, as a traceback shows it.
+    r"^    (?:return )?(?:\w+\.)*(?P<name>\w+)\[(?:\(|grid\b|lambda )",
 )
 
 
@@ -78,6 +85,18 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     function: Told | None = None
     kernels: tuple[str, ...] = ()
 
+    def completed(self, other: Surroundings) -> Surroundings:
+        """With what another text says: of the chip where this one names none of another backend, of all versions."""
+        same = self.backend is None or (other.backend is not None and other.backend.value == self.backend.value)
+        chip = self if self.arch or self.chip or not same else other
+        return msgspec.structs.replace(
+            self,
+            backend=self.backend or other.backend,
+            arch=chip.arch,
+            chip=chip.chip,
+            versions=other.versions | self.versions,
+        )
+
     @property
     def compiler(self) -> str:
         """NAME==VERSION of the compiler; empty where the log does not say.
@@ -90,7 +109,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def surroundings(text: str, family: str, registry: Registry) -> Surroundings:
-    """Read a log. `family` is the failure's (patterns.Recogniser), `registry` the chips that portattn knows."""
+    """Read a log. `family` is the failure's (formats/row.py), `registry` the chips that portattn knows."""
     backend, arch, chip = _chip(text, registry.arches)
     if backend is None:
         backend = _backend(text, family, registry)
@@ -102,7 +121,7 @@ def surroundings(text: str, family: str, registry: Registry) -> Surroundings:
         chip=chip,
         versions={name: told for name in _VERSIONS if (told := _version(text, name)) is not None},
         function=function,
-        kernels=tuple(kernel.name for kernel in CORES.values() if kernel.function == name),
+        kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions),
     )
 
 
@@ -187,11 +206,11 @@ def _spelled(kind: str, chip: str, arches: _Arches) -> str:
 
 
 def _backend(text: str, family: str, registry: Registry) -> Told | None:
-    """The backend by the folder of its compiler, or by whose wording the failure has."""
+    """The backend by the folder of its compiler, by words of it alone, or by whose wording the failure has."""
     for name, backend in registry.backends.items():
-        for folder in backend.compiler_folders:
-            if folder in text:
-                return Told(name, folder)
+        for words in (*backend.compiler_folders, *backend.compiler_says):
+            if words in text:
+                return Told(name, words)
     owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
     return Told(owners[0], family) if owners else None
 

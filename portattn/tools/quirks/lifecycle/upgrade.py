@@ -203,8 +203,7 @@ def _told(made: Plan | PortattnError) -> dict[str, Any]:
         return {"path": NO_PLAN, "why": str(made)}
     told: dict[str, Any] = {"path": made.path, "kernel": made.kernel or "none"}
     if made.lowering is not None and made.launch is not None:
-        launch = msgspec.structs.asdict(made.launch)
-        told |= msgspec.structs.asdict(made.lowering) | dict(launch.pop("options")) | launch
+        told |= msgspec.structs.asdict(made.lowering) | made.launch.values()
     elif made.rejected:
         told["why"] = made.rejected[0].reason
     return told | made.env

@@ -1,24 +1,37 @@
-"""The logs of this folder. Each begins with lines of `# ` that say how it was made; a compiler never printed those."""
+"""The logs of this folder: NAME.log as it was written, and NAME.toml, which says where it is from and what it tells.
+
+source   the thread it was seen in, as owner/repository#number; `Real:` of one that was made here; `made after …` where
+         no real text was found, or the lines round it are not real
+named    options of `quirks new`, for what the log does not say
+refused  the option that `quirks new` asks for without them; then only what is recognised is told
+failure  each failure, as far as it is told: what must be recognised, and the entries that it `is` or `looks like`
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from portattn.planning.registry import Registry
+from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks.lifecycle import facts
 from portattn.tools.quirks.lifecycle.facts import Facts
+from portattn.tools.quirks.lifecycle.normalise import decoded
 
 FOLDER = Path(__file__).parent / "logs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.log"))
 
 
 def read(name: str) -> str:
-    """A log as the compiler wrote it."""
-    lines = (FOLDER / f"{name}.log").read_text(encoding="utf-8").splitlines(keepends=True)
-    made = next(i for i, line in enumerate(lines) if not line.startswith("# "))
-    assert made, f"{name} does not say how it was made"
-    return "".join(lines[made:])
+    return decoded((FOLDER / f"{name}.log").read_bytes())
+
+
+def told(name: str) -> dict[str, Any]:
+    """What NAME.toml says."""
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def facts_of(name: str, registry: Registry, **named: str) -> Facts:
-    return facts.from_log(read(name), f"{name}.log", registry, **named)
+    """Of a log with one failure. What is not named here counts as the log's own."""
+    [found] = facts.from_log(read(name), f"{name}.log", registry, **named)
+    return found

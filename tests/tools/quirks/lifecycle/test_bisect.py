@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+
+import msgspec
 import pytest
 import quirk_files
 
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry, find_backends
+from portattn.schema.quirk import Verified
 from portattn.schema.toolchain import parse_range
 from portattn.tools import lab
 from portattn.tools.quirks import probe as probing
@@ -123,6 +127,63 @@ def test_seen_nowhere(tmp_path) -> None:
     assert (made.says, made.range, made.last_bad) == ("seen nowhere", "", "")
     none = bisect.bisect(planted(tmp_path), RELEASES, Probe(missing=ALL))
     assert none.says == "seen nowhere: none of them can be run here"
+
+
+def recorded(tmp_path, range_: str, failures: str, target: str = "rocm:gfx942"):
+    """An entry with the results of earlier probes."""
+    quirk = planted(tmp_path, range_)
+    blocks = [
+        Verified(
+            toolchain=f"triton=={v}", target=target, level="compiles", off="fail:signature", on="pass",
+            date=datetime.date(2026, 11, 20),
+        )
+        for v in failures.split()
+    ]  # fmt: skip
+    return msgspec.structs.replace(quirk, verified=tuple(blocks))
+
+
+def test_releases_that_nobody_tested_are_named(tmp_path) -> None:
+    made = bisect.bisect(planted(tmp_path, ">=3.5,<3.7"), RELEASES, Probe("3.5.1 3.6.0"))
+    assert made.untested == ("triton==3.5.0", "triton==3.7.0")
+    assert "not tested, and between these: triton==3.5.0, triton==3.7.0" in made.says
+    alone = bisect.bisect(planted(tmp_path, "==3.8.0"), ("triton==3.7.1", "triton==3.8.0"), Probe("3.8.0"))
+    assert alone.untested == ()
+    assert alone.says == ""
+    missing = bisect.bisect(planted(tmp_path, "==3.6.0"), RELEASES, Probe("3.4.0 3.6.0", missing="3.5.1"), every=True)
+    assert "triton==3.5.1" in missing.untested
+
+
+@pytest.mark.parametrize("missing", ["3.5.1 3.6.0", "3.5.1", ""])
+def test_a_recorded_failure_stays_in_the_range(tmp_path, missing: str) -> None:
+    """Where it cannot be run now, or passes now."""
+    quirk = recorded(tmp_path, ">=3.5,<3.7", "3.5.1 3.6.0")
+    probe = Probe("" if missing else "3.5.1", missing=missing)
+    made = bisect.bisect(quirk, RELEASES, probe, every=True)
+    assert made.range == ">=3.5.1,<3.7"
+    assert parse_range(made.range).contains("3.6.0")
+    seen = {one.toolchain: one for one in made.tested}
+    for version in missing.split():
+        assert seen[f"triton=={version}"].seen == "recorded"
+        assert seen[f"triton=={version}"].detail == "failed on 2026-11-20, by the entry's file"
+    gone = {"3.5.1 3.6.0": (), "3.5.1": ("triton==3.6.0",), "": ("triton==3.6.0",)}[missing]
+    assert made.contradicts == gone
+    assert ("contradicts the entry's file" in made.says) is bool(gone)
+
+
+def test_a_recorded_failure_of_another_chip_is_another_matter(tmp_path) -> None:
+    quirk = recorded(tmp_path, ">=3.5,<3.7", "3.6.0", target="rocm:gfx950")
+    made = bisect.bisect(quirk, RELEASES, Probe("3.5.1"), every=True, target="rocm:gfx942")
+    assert (made.range, made.contradicts) == (">=3.5.1,<3.6", ())
+    made = bisect.bisect(quirk, RELEASES, Probe("3.5.1"), every=True, target="rocm:gfx950")
+    assert (made.range, made.contradicts) == (">=3.5.1,<3.7", ("triton==3.6.0",))
+
+
+def test_a_release_that_a_report_names_counts(tmp_path) -> None:
+    """The lab has no 3.5.0."""
+    quirk = planted(tmp_path, "==3.5.0")
+    quirk = msgspec.structs.replace(quirk, evidence=msgspec.structs.replace(quirk.evidence, seen_on=("triton==3.5.0",)))
+    made = bisect.bisect(quirk, RELEASES, Probe())
+    assert (made.first_bad, made.last_bad, made.range) == ("triton==3.5.0", "triton==3.5.0", ">=3.5.0,<3.5.1")
 
 
 def test_candidates() -> None:

@@ -143,9 +143,10 @@ def test_the_command_line_goes_the_same_way(portattn, buggy, registry, monkeypat
     incident = fail("sm_86", registry, buggy, monkeypatch)
     called = portattn("quirks", "new", "--from-incident", incident.id, "--out", tmp_path / "d", "--no-replay", "--json")
     assert called.status == 0, called.err
-    assert called.json["failure"]["stage"] == "ttgir"
-    assert all(Path(file).is_file() for file in called.json["files"])
-    assert called.json["id"].startswith("cuda-")
+    [made] = called.json["failures"]
+    assert made["failure"]["stage"] == "ttgir"
+    assert all(Path(file).is_file() for file in made["files"])
+    assert made["id"].startswith("cuda-")
     text = json.dumps(called.json)
     assert "FILL-IN-effect" in text
     unknown = portattn("quirks", "new", "--from-incident", "nobody", "--json")

@@ -22,8 +22,14 @@ def specialised(problem, registry: Registry, **launch) -> Specialised:
     return Specialised(problem=problem, lowering=lowering, launch=chosen.changed(launch))
 
 
+# What no option says: which gradients are asked for beside those of q, k and v, and dropout.
+UNSAID = ("grad_lse", "grad_bias", "grad_slopes", "dropout")
+
+
 def test_every_problem_of_the_matrix_has_options() -> None:
     for named in full():
+        if any(getattr(named.problem, name) for name in UNSAID):
+            continue
         op, *rest = problem_options(named.problem)
         line = " ".join(["plan:", op, "--target", TARGET, *rest])
         assert plans.parse(line).problem == named.problem, named.name
@@ -55,6 +61,16 @@ def test_what_no_option_says_has_no_line(field: str, registry) -> None:
     assert plan_line(with_env, target, registry) == ""
 
 
+@pytest.mark.parametrize("field", UNSAID)
+def test_gradients_that_no_option_asks_for_have_no_line(field: str, registry) -> None:
+    target = registry.target(TARGET, "triton==3.6.0")
+    found = next(n.problem for n in full() if n.problem.op == "attention_backward" and getattr(n.problem, field))
+    what = specialised(found, registry)
+    assert plan_line(what, target, registry) == ""
+    plain = msgspec.structs.replace(found, **{field: False})
+    assert plan_line(specialised(plain, registry), target, registry)
+
+
 def test_a_line_that_a_quirk_would_change_needs_it_off(registry) -> None:
     """gfx950 on 3.6.0 takes three stages at most: four are planned only without the entry that says so."""
     target = registry.target("rocm:gfx950", "triton==3.6.0")
@@ -62,3 +78,16 @@ def test_a_line_that_a_quirk_would_change_needs_it_off(registry) -> None:
     what = msgspec.structs.replace(what, launch=what.launch.changed({"block_m": 64, "block_n": 32}))
     assert plan_line(what, target, registry) == ""
     assert "num_stages=4" in plan_line(what, target, registry, ("rocm-0001-four-stages",))
+
+
+def test_a_line_states_the_values_of_both_kernels_of_gradients(registry) -> None:
+    target = registry.target(TARGET, "triton==3.6.0")
+    problem = next(n.problem for n in full() if n.problem.op == "attention_backward" and n.problem.head_dim == 64)
+    problem = msgspec.structs.replace(problem, **dict.fromkeys(UNSAID, False))
+    what = specialised(problem, registry, block_m=32, block_n=64, rows_m=64, rows_stages=2)
+    line = plan_line(what, target, registry)
+    assert "rows_m=64" in line
+    assert "rows_n" not in line
+    stated = plans.parse(line)
+    made = plan(stated.problem, target, plans.started(registry, stated, target), settings=Settings(backend="triton"))
+    assert made.launch == what.launch

@@ -91,6 +91,19 @@ def made_target(registry: Registry):
     return registry.target("cuda:sm_90", "triton==3.6.0")
 
 
+@pytest.mark.parametrize("tiles", [{"block_m": 16, "rows_m": 128}, {"block_m": 128, "rows_m": 16}], ids=str)
+def test_of_two_tiles_the_one_that_fails_is_left(registry, tiles) -> None:
+    gradients = Problem(op="attention_backward", batch=1, heads_q=8, heads_k=8, seq_q=512, seq_k=512, head_dim=64)
+
+    def fails(constants, options):
+        return SAME if constants["BLOCK_M"] >= 64 and options["num_stages"] >= 2 else ""
+
+    before = subject(registry, gradients, block_n=32, rows_n=16, num_stages=3, rows_stages=2, **tiles)
+    launch = reduce.reduce(before, registry, Compiler(fails)).after.launch
+    assert launch.kernels() == (launch,)
+    assert (launch.block_m, launch.block_n, launch.num_warps, launch.num_stages) == (64, 16, 1, 2)
+
+
 def test_another_failure_is_not_the_same(registry) -> None:
     """Without bias it fails with other words: bias stays."""
 

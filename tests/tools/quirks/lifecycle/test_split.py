@@ -1,0 +1,161 @@
+"""Several failures of one log: each once, in order, with the lines that tell of it and whose they are."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from lifecycle_logs import FOLDER, read
+
+from portattn.tools.quirks.lifecycle.normalise import normalise
+from portattn.tools.quirks.lifecycle.split import Found, split
+
+PTXAS = "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"
+KPACK = "AssertionError: gfx950 only accepts kpack == 1"
+KPACK_TRACE = f"""\
+Traceback (most recent call last):
+  File "/opt/triton/backends/amd/compiler.py", line 71, in parse_options
+    return HIPOptions(**args)
+{KPACK}
+"""
+
+
+def found(text: str) -> list[Found]:
+    return split(normalise(text))
+
+
+def kinds(text: str) -> list[str]:
+    return [one.failure.kind for one in found(text)]
+
+
+def test_one_after_the_other() -> None:
+    text = f"RuntimeError: Internal Triton PTX codegen error\n{PTXAS}\nexit status 1\n{KPACK_TRACE}"
+    first, second = found(text)
+    assert (first.failure.kind, second.failure.kind) == ("ptxas-fatal", "exception")
+    assert (first.failure.line, second.failure.line) == (2, 7)
+    assert PTXAS in first.text
+    assert KPACK not in first.text
+    assert KPACK in second.text
+    assert PTXAS not in second.text
+    assert second.text.splitlines()[second.at - 1] == KPACK
+    assert first.failure.also == ()
+
+
+def test_what_wraps_a_failure_is_not_another_one() -> None:
+    error = "k.py:1:1: error: 'tt.load' op operation destroyed but still has uses\nLLVM ERROR: operation destroyed\n"
+    wrapped = f"{error}RuntimeError: PassManager::run failed\n\nThe above exception was the direct cause\nAborted\n"
+    [one] = found(wrapped)
+    assert one.failure.kind == "mlir-op"
+    assert set(one.failure.also) >= {"llvm-error", "pass-manager"}
+
+
+def test_the_same_again_is_counted() -> None:
+    [one] = found(KPACK_TRACE * 3)
+    assert (one.times, one.failure.line) == (3, 4)
+    ranks = "".join(f"[rank{rank}]: {line}\n" for line in KPACK_TRACE.splitlines() for rank in (1, 0))
+    [one] = found(ranks)
+    assert (one.times, one.streams) == (2, ("1", "0"))
+
+
+def test_ranks_with_failures_of_their_own() -> None:
+    ranks = [KPACK_TRACE.splitlines(), ["RuntimeError: x", f"  {PTXAS}", "a", "b"]]
+    text = "".join(f"[rank{r}]: {lines[n]}\n" for n in range(4) for r, lines in enumerate(ranks))
+    assert {(one.failure.kind, one.streams) for one in found(text)} == {
+        ("exception", ("0",)),
+        ("ptxas-fatal", ("1",)),
+    }
+
+
+def test_mlirs_own_lines_have_no_rank() -> None:
+    """It writes to the terminal itself: the rank's exception only passes it on."""
+    [one] = found("k.py:1:1: error: 'tt.load' op is bad\n[rank0]: RuntimeError: PassManager::run failed\n")
+    assert (one.failure.kind, one.streams) == ("mlir-op", ())
+
+
+def test_without_words_of_its_own_what_passes_it_on_is_all() -> None:
+    [one] = found("[rank0]: RuntimeError: PassManager::run failed\n[rank1]: RuntimeError: PassManager::run failed\n")
+    assert one.failure.kind == "pass-manager"
+
+
+def test_something_that_is_not_installed_beside_a_failure() -> None:
+    text = f"{KPACK_TRACE}RuntimeError: ASCEND_HOME_PATH is not set, source set_env.sh\n"
+    assert [bool(one.failure.not_a_bug) for one in found(text)] == [False, True]
+
+
+@pytest.mark.parametrize("end", range(1, 8))
+def test_a_log_that_ends_anywhere(end: int) -> None:
+    whole = read("triton-8488")
+    at = whole.index("Compile the program") - 5 * end
+    [one] = found(whole[:at])
+    assert one.cut
+    assert one.failure.kind == "ptxas-code"
+    import re
+
+    assert re.search(one.failure.signature, whole), "what is left of it finds the whole one"
+
+
+def test_a_whole_log_is_not_cut() -> None:
+    assert not any(one.cut for one in found(read("triton-8488")))
+    assert not any(one.cut for one in found(read("triton-8488").rstrip("\n")))
+
+
+def test_many_failures_take_no_time() -> None:
+    text = (KPACK_TRACE + f"{PTXAS}\nexit status 1\n") * 2_000
+    begun = time.monotonic()
+    assert [one.times for one in found(text)] == [2_000, 2_000]
+    assert time.monotonic() - begun < 20
+
+
+# ---- the command line
+
+
+def test_each_failure_is_drafted(portattn, tmp_path) -> None:
+    log = FOLDER / "three-failures.log"
+    called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--no-replay", "--json")
+    assert called.status == 0, called.err
+    assert called.json["of"] == 3
+    assert [one["number"] for one in called.json["failures"]] == [1, 2, 3]
+    assert [one["failure"]["kind"] for one in called.json["failures"]] == [
+        "ptxas-fatal", "exception", "out-of-resources",
+    ]  # fmt: skip
+    ids = [one["id"] for one in called.json["failures"]]
+    assert [name.partition("-")[0] for name in ids] == ["cuda", "rocm", "cuda"]
+    assert len(set(ids)) == 3
+    assert all(one["files"] for one in called.json["failures"])
+
+
+def test_one_of_several_is_chosen(portattn, tmp_path) -> None:
+    log = FOLDER / "three-failures.log"
+    called = portattn("quirks", "new", "--from-log", log, "--failure", "2", "--out", tmp_path, "--no-replay")
+    assert called.status == 0, called.err
+    assert "failure 2 of 3, from line 11 on" in called.out
+    assert "2 other failures in the log" in called.out
+    assert len(list(tmp_path.glob("*/*.toml"))) == 1
+    for number in ("0", "4"):
+        wrong = portattn("quirks", "new", "--from-log", log, "--failure", number, "--out", tmp_path, "--json")
+        assert (wrong.status, wrong.json["error"]["argument"]) == (2, "--failure")
+
+
+def test_a_known_one_among_several_is_status_1(portattn, tmp_path) -> None:
+    log = tmp_path / "build.log"
+    log.write_text(f"{PTXAS}\nexit status 1\n{KPACK_TRACE}triton==3.4.0 for gfx950\n")
+    where = ("--target", "rocm:gfx950", "--toolchain", "triton==3.4.0", "--kernel", "decode_split")
+    called = portattn("quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay", "--json")
+    assert called.status == 1
+    drafted, known = called.json["failures"]
+    assert drafted["files"]
+    assert (known["files"], known["known"][0]["id"], known["known"][0]["is_it"]) == ([], "rocm-0015-kpack", True)
+    again = portattn(
+        "quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay", "--failure", "2"
+    )
+    assert again.status == 1
+    assert "this is rocm-0015-kpack" in again.out
+
+
+def test_what_is_not_installed_is_reported_and_not_drafted(portattn, tmp_path) -> None:
+    log = tmp_path / "build.log"
+    log.write_text(f"{KPACK_TRACE}RuntimeError: ROCm linker /opt/rocm/ld.lld not found\n")
+    called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path / "out", "--no-replay")
+    assert called.status == 0, called.err
+    assert "no compiler's failure, and not drafted: install ROCm's LLVM" in called.out
+    assert len(list((tmp_path / "out").glob("*/*.toml"))) == 1
