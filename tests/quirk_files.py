@@ -31,6 +31,7 @@ kind    = "{kind}"
 
 [evidence]
 signature = "boom"
+quotes    = ["boom"]
 probe     = "none: planted by a test"
 upstream  = "unreported"
 source    = "planted by a test"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from portattn.planning.compiler_options import check_launch_values, check_option, options
 from portattn.schema import conditions
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS
-from portattn.schema.quirk import EFFECTS, NUMBER, Effect, Quirk, When
+from portattn.schema.lowering import CHOICES, EVERY_KERNELS, check_rows_value
+from portattn.schema.quirk import EFFECTS, NUMBER, STAGES, Effect, Quirk, When
 from portattn.schema.toolchain import COMPILERS, COMPONENTS, has_upper_bound, parse_range
 
 # Environment variables that Triton's compilers read at compile time and that a quirk may set.
@@ -76,9 +76,14 @@ def _when_problems(when: When) -> _Problems:
             found.append((("when", "features"), str(error)))
     found += _choice_problems("when", when.lowering)
     for name, wanted in when.launch.items():
-        known = int if name in LAUNCH_FIELDS else options().get(name)
+        try:
+            check_rows_value(name)
+        except ValueError as error:
+            found.append((("when", "launch", name), str(error)))
+            continue
+        known = int if name in EVERY_KERNELS else options().get(name)
         if known is None:
-            found.append((("when", "launch", name), f"unknown; known: {', '.join([*LAUNCH_FIELDS, *options()])}"))
+            found.append((("when", "launch", name), f"unknown; known: {', '.join([*EVERY_KERNELS, *options()])}"))
         elif type(wanted) is not known and not (known is int and isinstance(wanted, str) and NUMBER.match(wanted)):
             compared = ', or a comparison such as ">=4"' if known is int else ""
             found.append((("when", "launch", name), f"{wanted!r} is not of type {known.__name__}{compared}"))
@@ -123,8 +128,19 @@ def _evidence_problems(quirk: Quirk) -> _Problems:
         re.compile(evidence.signature)
     except re.error as error:
         found.append((("evidence", "signature"), f"not a regular expression: {error}"))
-    if not evidence.signature and quirk.symptom not in ("wrong-result", "slow", "hang"):
+    silent = quirk.symptom in ("wrong-result", "slow", "hang") or evidence.probe.startswith("none:")
+    if not evidence.signature and not silent:
         found.append((("evidence", "signature"), f"is needed: a {quirk.symptom} has a text to match"))
+    if evidence.stage and evidence.stage not in STAGES:
+        found.append((("evidence", "stage"), f"{evidence.stage!r} is not one of {', '.join(STAGES)}"))
+    for name in ("stage", "quotes"):
+        if getattr(evidence, name) and not evidence.signature:
+            found.append((("evidence", name), "goes with a signature, and there is none"))
+    for text in evidence.seen_on:
+        try:
+            seen_range(text)
+        except ValueError as error:
+            found.append((("evidence", "seen_on"), str(error)))
     for name in ("probe", "upstream", "source"):
         if not getattr(evidence, name).strip():
             found.append((("evidence", name), "is empty"))
@@ -132,6 +148,18 @@ def _evidence_problems(quirk: Quirk) -> _Problems:
         if getattr(evidence, name):
             found += _version_problems(("evidence", name), getattr(evidence, name))
     return found
+
+
+_SEEN_ON = re.compile(r"^([a-z-]+?)\s*((?:[<>=!~]=?|==)\s*\d.*)$")
+
+
+def seen_range(text: str) -> tuple[str, str]:
+    """(name, range) of an item of `seen_on`. Raises ValueError on one that is no name with a range."""
+    match = _SEEN_ON.match(text.strip())
+    if match is None or match[1] not in COMPILERS + COMPONENTS:
+        raise ValueError(f"{text!r} is not NAME==VERSION, or NAME and a range, with a known name")
+    parse_range(match[2])
+    return match[1], match[2]
 
 
 def _version_problems(keys: tuple[str, ...], text: str) -> _Problems:

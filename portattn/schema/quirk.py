@@ -23,6 +23,7 @@ __all__ = [
     "LEVELS",
     "NUMBER",
     "PATH_EFFECTS",
+    "STAGES",
     "Effect",
     "Evidence",
     "Level",
@@ -41,6 +42,10 @@ PATH_EFFECTS = ("core", "vendor", "reference")
 
 # The kinds of effect; every quirk has exactly one.
 EFFECTS = ("lowering", "launch", "env", "path", "note")
+# Stages of the compilers, as incidents name them; `load` and `launch` come after them.
+STAGES = (
+    "parse", "ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco", "ttadapter", "npubin", "load", "launch",
+)  # fmt: skip
 NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")  # a launch value that is compared: ">=4"
 
 Symptom = Literal["compile-error", "compiler-crash", "hang", "wrong-result", "slow", "resource-limit"]
@@ -57,7 +62,8 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kernels    glob patterns on the kernel name
     features   conditions on the problem (portattn.schema.conditions)
     lowering   choice -> value that the plan would otherwise take
-    launch     launch value that the plan would otherwise take: a value, or a comparison such as ">=4"
+    launch     launch value that the plan would otherwise take: a value, or a comparison such as ">=4"; where gradients'
+               kernels have different ones, those of either
     """
 
     backend: str | None = None
@@ -100,7 +106,12 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why we believe it.
 
-    signature   regex that the failure's text must match; empty only for `wrong-result`, `slow` and `hang`
+    signature   regex that the failure's text must match; empty only for `wrong-result`, `slow` and `hang`, and where
+                neither a probe nor a publication has the text
+    stage       stage of the compiler in which that text is printed (STAGES); empty where it is not known
+    quotes      texts that the signature must match, as they were printed, where no [[verified]] table has them
+    seen_on     where it was observed, beside [[verified]] and last_seen: NAME==VERSION, or a range such as
+                "triton-ascend<3.2.0" for one version of it that is not stated
     probe       "probes/<name>.py", a program under quirks/; "plan: <op> --target …", a problem whose plan is compiled
                 with the quirk switched off and on; or "none: <reason>"
     needs       device that the probe must run on, BACKEND:ARCH with a glob; empty for one that only compiles
@@ -112,6 +123,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     signature: str = ""
+    stage: str = ""
+    quotes: tuple[str, ...] = ()
+    seen_on: tuple[str, ...] = ()
     probe: str
     needs: str = ""
     stand_in: str = ""
@@ -183,7 +197,10 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and self.in_range(target.toolchain)
             and conditions.texts_hold(when.features, problem.features() | {"programs": programs})
             and all(getattr(lowering, name) == value for name, value in when.lowering.items())
-            and all(launch_holds(launch.get(name), wanted) for name, wanted in when.launch.items())
+            and any(
+                all(launch_holds(one.get(name), wanted) for name, wanted in when.launch.items())
+                for one in launch.kernels()
+            )
         )
 
     def concerns(self, kernel: str, target: Target) -> bool:

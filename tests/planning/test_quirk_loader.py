@@ -116,6 +116,10 @@ BROKEN = {
                               "effect.lowering.loads", "unknown choice"),
     "unknown effect launch": ("launch = { num_stages = 2 }", "launch = { warps = 2 }", "warps", "effect.launch",
                               "unknown launch value 'warps'"),
+    "condition on rows alone": ('num_stages = ">=3"', 'rows_stages = ">=3"', "rows_stages", "when.launch.rows_stages",
+                                "elsewhere num_stages is set"),
+    "effect on rows alone": ("launch = { num_stages = 2 }", "launch = { rows_m = 64 }", "rows_m", "effect.launch",
+                             "elsewhere block_m is set"),
     "launch out of range": ("launch = { num_stages = 2 }", "launch = { num_warps = 3 }", "num_warps = 3",
                             "effect.launch", "power of two"),
     "option of another backend": ("launch = { num_stages = 2 }", "launch = { maxnreg = 250 }", "launch = { maxnreg",
@@ -126,7 +130,19 @@ BROKEN = {
     "unknown variable": ("launch = { num_stages = 2 }", 'env = { HOME = "/" }', "HOME", "effect.env.HOME", "unknown"),
     "unknown path": ("launch = { num_stages = 2 }", 'path = "triton"', "path = ", "effect.path", "triton"),
     "bad expression": ('"boom"', '"boom("', "boom(", "evidence.signature", "not a regular expression"),
-    "no signature": ('signature = "boom"\n', "", "[evidence]", "evidence.signature", "is needed"),
+    "no signature": ('signature = "boom"\nprobe     = "none: planted by a test"\n',
+                     'probe     = "plan: attention --target rocm:gfx942"\n', "[evidence]", "evidence.signature",
+                     "is needed"),
+    "unknown stage": ('signature = "boom"\n', 'signature = "boom"\nstage = "linking"\n', "linking", "evidence.stage",
+                      "'linking' is not one of parse, ttir"),
+    "stage without a signature": ('signature = "boom"\n', 'stage = "parse"\n', "stage = ", "evidence.stage",
+                                  "goes with a signature, and there is none"),
+    "quotes without a signature": ('signature = "boom"\n', 'quotes = ["x"]\n', "quotes", "evidence.quotes",
+                                   "goes with a signature, and there is none"),
+    "seen on what": ('signature = "boom"\n', 'signature = "boom"\nseen_on = ["gcc==14"]\n', "seen_on",
+                     "evidence.seen_on", "with a known name"),
+    "seen on a bad range": ('signature = "boom"\n', 'signature = "boom"\nseen_on = ["triton=>3"]\n', "seen_on",
+                            "evidence.seen_on", "'triton=>3'"),
     "probe without reason": ('"none: planted by a test"', '"none:"', "probe", "evidence.probe", "needs its reason"),
     "probe of no form": ('"none: planted by a test"', '"a script of mine"', "probe", "evidence.probe",
                          '"probes/<name>.py"'),
@@ -194,6 +210,22 @@ def test_a_probe_of_no_known_form(tmp_path: Path, probe: str) -> None:
 def test_what_shows_no_text_needs_no_signature(tmp_path: Path, symptom: str) -> None:
     text = GOOD.replace('signature = "boom"\n', "").replace('"compile-error"', f'"{symptom}"')
     assert load_quirk(write(tmp_path, text), BACKENDS).evidence.signature == ""
+
+
+def test_words_that_nobody_published_need_no_signature(tmp_path: Path) -> None:
+    """A compile error that was reported without its text, and that no probe shows."""
+    text = GOOD.replace('signature = "boom"\n', "")
+    assert load_quirk(write(tmp_path, text), BACKENDS).evidence.signature == ""
+
+
+def test_where_it_was_seen(tmp_path: Path) -> None:
+    more = 'signature = "boom"\nstage = "ttgir"\nquotes = ["a boom"]\nseen_on = ["triton==3.4.0", "ptxas <13.3"]\n'
+    evidence = load_quirk(write(tmp_path, GOOD.replace('signature = "boom"\n', more)), BACKENDS).evidence
+    assert (evidence.stage, evidence.quotes, evidence.seen_on) == (
+        "ttgir",
+        ("a boom",),
+        ("triton==3.4.0", "ptxas <13.3"),
+    )
 
 
 def test_unknown_backend(tmp_path: Path) -> None:

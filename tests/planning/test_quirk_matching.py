@@ -329,6 +329,18 @@ def test_a_tile_that_was_never_timed_is_said_to_be_whose(tmp_path: Path) -> None
         assert told in plan(PROBLEM, target, known).notes
 
 
+def test_a_tile_that_was_timed_with_another_release_is_said_to_be() -> None:
+    known = Registry.load()
+    told = "timed with triton==3.6.0, not with triton==3.8.0: this concerns speed alone; `portattn tune` compares"
+    problem = msgspec.structs.replace(PROBLEM, op="decode_attention", seq_q=1, dtype="bf16")
+    notes = {
+        version: plan(problem, known.target("cuda:sm_90", f"triton=={version}"), known).notes
+        for version in ("3.6.0", "3.8.0")
+    }
+    assert told in notes["3.8.0"]
+    assert not [note for note in notes["3.6.0"] if "timed" in note]
+
+
 def test_fp32_products_are_of_a_precision_that_the_chip_has(tmp_path: Path) -> None:
     """A tuning entry's precision stays where the chip has it; otherwise the chip's first is taken, for fp32 only."""
     known = starting_from(registry(tmp_path), dot_precision="tf32")

@@ -1,8 +1,10 @@
 """The audit of the quirk registry, behind `portattn quirks audit`: every entry readable, fresh, of use, and at peace.
 
 Red on: a file outside the schema, an id or number used twice, a review date that is past, an entry that can never
-apply, two entries that can both be active and set one choice differently, and an entry whose probe has seen otherwise
-than it says ([[verified]]): stale, changed, ineffective, or too narrow.
+apply, two entries that can both be active and set one choice differently, an entry whose probe has seen otherwise
+than it says ([[verified]]): stale, changed, ineffective, or too narrow, and one that says more than anybody has seen: a
+signature or a range without evidence (evidence.py). Warns of an entry that takes the core from a whole backend without
+an end.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from portattn.errors import DataError, PortattnError, QuirkConflict
+from portattn.errors import DataError, PathUnavailable, PortattnError, QuirkConflict
 from portattn.planning.backend import Backend
 from portattn.planning.data_files import load_arches, load_tunings
 from portattn.planning.kernel_specs import KERNEL_NAMES
@@ -28,11 +30,12 @@ from portattn.planning.registry import Registry, look_around, shipped_quirks
 from portattn.schema import toml_reader
 from portattn.schema.conditions import parse
 from portattn.schema.lowering import CHOICES
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import Dtype, Problem
 from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import COMPILERS, parse_range
-from portattn.tools.quirks import examples
+from portattn.tools.quirks import breadth, evidence, examples
 
 REVIEW_SOON = datetime.timedelta(days=30)
 
@@ -109,6 +112,8 @@ def audit(registry: Registry, today: datetime.date) -> list[Finding]:
     quirks = list(registry.quirks.values())
     findings = [finding for quirk in quirks for finding in _stale(quirk, today)]
     findings += [finding for quirk in quirks for finding in _probed(quirk, registry)]
+    findings += [finding for quirk in quirks for finding in _broad(quirk, registry)]
+    findings += [_at(quirk, keys, text) for quirk in quirks for keys, text in evidence.lacks(quirk)]
     findings += [finding for quirk in registry.retired.values() for finding in _replaced(quirk, registry)]
     useless = {quirk.id: list(_never_applies(quirk, registry)) for quirk in quirks}
     findings += itertools.chain.from_iterable(useless.values())
@@ -183,6 +188,18 @@ def _probed(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
             saw = f": {seen.saw}" if seen.saw else ""
             message = f"{quirk.id} is {verdict} on {seen.toolchain} ({seen.target}, {seen.date}){saw}"
             yield _at(quirk, key, f"{message}\n{diff}" if diff else message)
+
+
+def _broad(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
+    """An entry that takes the core kernels from a whole backend, also with its newest compiler."""
+    if quirk.effect.path not in breadth.TAKES:
+        return
+    for backend, newest in breadth.takes_whole(quirk, registry, _problems()):
+        message = (
+            f"{quirk.id} takes the core kernels from all of {backend}, also with {newest}, the newest release that is "
+            "known: narrow [when] to what was observed"
+        )
+        yield _at(quirk, ("effect", "path"), message, "warning")
 
 
 def _replaced(quirk: Quirk, registry: Registry) -> Iterator[Finding]:
@@ -287,6 +304,9 @@ def _conflicts_by_planning(registry: Registry) -> _Pairs:
         for problem in _problems():
             try:
                 plan(problem, target, registry)
+            except PathUnavailable:
+                if not ROWS[problem.op].gradient_of:  # where no kernel computes gradients torch does, and plans nothing
+                    raise
             except QuirkConflict as conflict:
                 one = registry.quirks[conflict.quirks[0]]
                 message = f"{problem} on {target}: {conflict}"
@@ -317,6 +337,12 @@ def _problems() -> list[Problem]:
         ({"op": "attention", **rows}, [{}, lengths], (16, 40, 64, 128, 256)),
         ({"op": "decode_attention", "seq_q": 1}, [{}, lengths], (16, 40, 64, 128, 256)),
         ({"op": "varlen_attention", **rows, "total_q": 8192, "total_k": 8192}, [{"causal": "bottom_right"}], (64, 128)),
+        ({"op": "attention_backward", **rows}, [{}, lengths], (64, 128)),
+        (
+            {"op": "varlen_attention_backward", **rows, "total_q": 8192, "total_k": 8192},
+            [{"causal": "bottom_right"}],
+            (64,),
+        ),
         ({"op": "paged_attention", **paged}, [{}], (64, 128)),
         ({"op": "sparse_attention", "seq_q": 1, "tokens": 256}, [{}, {"page_size": 64}], (64, 128)),
         ({"op": "mla_attention", **paged, "heads_k": 1, "head_dim_v": 512}, [{}], (576,)),

@@ -21,7 +21,7 @@ from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
 from portattn.schema.features import EVERY_SCORE
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, Launch
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
@@ -36,12 +36,16 @@ RELEASES: Mapping[str, tuple[str, ...]] = {
 }
 COMMON_TOOLCHAIN = "triton==3.6.0"  # tried when an entry names no compiler, and its backend has no default of its own
 _EXTREME_VERSIONS = ("9999", "0.0.1")  # above and below whatever a range names
-_POWERS_OF_TWO = ("block_m", "block_n", "num_warps")
 
 # Sizes that fill every tile a launch can ask for, so that no tile is cut down to the problem.
 _PROBLEM: Mapping[str, Mapping[str, Any]] = {
     "attention": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128},
     "varlen_attention": {
+        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128, "packed": True,
+        "total_k": 2048,
+    },
+    "attention_backward": {"batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128},
+    "varlen_attention_backward": {
         "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 1024, "head_dim": 128, "packed": True,
         "total_k": 2048,
     },
@@ -258,7 +262,7 @@ def launch_values(name: str, wanted: Iterable[bool | int | str]) -> list[Any]:
         return [*sorted(map(str, numbers)), None]
     given = sorted(int(n) for n in numbers)
     steps = [n * 2 for n in given] + [n // 2 for n in given]
-    if name not in _POWERS_OF_TWO:
+    if name not in POWERS_OF_TWO:
         steps += [n + 1 for n in given] + [n - 1 for n in given]
     usual = getattr(Launch(), name) if name in LAUNCH_FIELDS else None
     return list(dict.fromkeys([*given, *(s for s in steps if s > 0), usual]))

@@ -45,6 +45,34 @@ def test_review_date(tmp_path: Path, due: str, severity: str) -> None:
         assert "review_by" in path.read_text().splitlines()[finding.line - 1]
 
 
+@pytest.mark.parametrize(
+    ("quirk_id", "effect", "when", "whole"),
+    [
+        ("rocm-0901-x", 'path = "reference"', 'toolchain = { triton = "<4" }', "rocm, also with triton==3.9.0"),
+        ("rocm-0901-x", 'path = "vendor"', "", "rocm, also with triton==3.9.0"),
+        ("cuda-0901-x", 'path = "vendor"', 'features = ["head_dim>=1"]', "cuda, also with triton==3.9.0"),
+        ("ascend-0901-x", 'path = "reference"', "", "ascend, also with triton-ascend==3.2.0"),
+        ("rocm-0901-x", 'path = "reference"', 'toolchain = { triton = "<3.9" }', ""),
+        ("rocm-0901-x", 'path = "reference"', 'arch = ["gfx942"]', ""),
+        ("rocm-0901-x", 'path = "reference"', 'kernels = ["dense_forward"]', ""),
+        ("rocm-0901-x", 'path = "reference"', 'features = ["head_dim>64"]', ""),
+        ("rocm-0901-x", 'path = "core"', "", ""),
+        ("rocm-0901-x", 'note = "x"', "", ""),
+    ],
+)
+def test_an_entry_that_takes_a_whole_backends_core_is_warned_of(
+    tmp_path: Path, quirk_id: str, effect: str, when: str, whole: str
+) -> None:
+    seen = 'last_seen = "triton==3.6.0"\nseen_on = ["triton<4"]\nreview_by = 2027-06-01'  # as far as the ranges go
+    path = plant(tmp_path, quirk_id, effect, when, evidence=seen)
+    found = audited(tmp_path)
+    assert [f.severity for f in found] == (["warning"] if whole else [])
+    for finding in found:
+        assert f"takes the core kernels from all of {whole}" in finding.message
+        assert finding.line is not None
+        assert path.read_text().splitlines()[finding.line - 1].startswith("path")
+
+
 def test_goes_on_after_a_broken_file(tmp_path: Path) -> None:
     plant(tmp_path, "cuda-0901-one", 'note = "x"\nprice = "high"')
     plant(tmp_path, "cuda-0902-two", 'note = "x"', 'toolchain = { trition = "<3" }')
@@ -110,8 +138,8 @@ def test_number_of_a_shipped_entry_is_used_once() -> None:
         (
             "cuda-0901-x",
             'note = "x"',
-            'kernels = ["dense_backward"]',
-            "'dense_backward' matches nothing; did you mean dense_forward",
+            'kernels = ["dense_forwards"]',
+            "'dense_forwards' matches nothing; did you mean dense_forward",
         ),
         ("xpu-0901-x", 'note = "x"', "", "unknown backend 'xpu'; known: cuda"),
         ("cuda-0901-x", 'note = "x"', 'features = ["head_dim>64", "head_dim<32"]', "can never apply"),

@@ -10,6 +10,6 @@ record.py    [[verified]] tables written into the quirk's file
 """
 
 from portattn.tools.quirks.probe.results import RED, Arm, ProbeOutcome, Result, probe_outcome
-from portattn.tools.quirks.probe.running import ProbeError, off, run
+from portattn.tools.quirks.probe.running import ProbeError, off, place, run
 
-__all__ = ["RED", "Arm", "ProbeError", "ProbeOutcome", "Result", "off", "probe_outcome", "run"]
+__all__ = ["RED", "Arm", "ProbeError", "ProbeOutcome", "Result", "off", "place", "probe_outcome", "run"]

@@ -75,7 +75,8 @@ def parse(text: str) -> Planned:
         raise ArgumentError("probe", "OP", op, f"must be one of {', '.join(OPS)}")
     values = dict(_start(part.strip()) for text in start for part in text.split(","))
     try:
-        check_launch_values({k: v for k, v in values.items() if k not in CHOICES}, target.partition(":")[0])
+        launch = {name: value for name, value in values.items() if name not in CHOICES}
+        check_launch_values(launch, target.partition(":")[0], rows=bool(CORES[op].of_rows))
     except ValueError as error:
         raise ArgumentError("probe", "--start", ", ".join(start), str(error)) from None
     return Planned(problem=problem_from(op, **given), target=target, start=values)
@@ -176,7 +177,7 @@ def _of_variant(
         return Arm(outcome="fail", kind=MISSING, stage="plan", text=f"{MISSING}: {error}")
     if failed is not None:
         return ended(failed, quirk)
-    broken = [str(gate) for gate in variants.check(variant, stated.problem, target, kernels) if not gate.passed]
+    broken = variants.broken(variants.check(variant, stated.problem, target, kernels))
     text = "\n".join(broken)
     if not broken:
         return PASSED

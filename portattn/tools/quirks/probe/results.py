@@ -118,12 +118,15 @@ def matches(quirk: Quirk, outcome: Outcome, kind: str, text: str) -> bool:
 
 
 def saw(quirk: Quirk, arm: Arm) -> str:
-    """The line of a failure that says most: the one with the signature, or else the first that is no mere place."""
+    """What of a failure says most: the line with the signature, or the words of one that runs over several, or else the
+    first line that is no mere place."""
     # A path says where this machine keeps a file, and nothing about the compiler.
     text = re.sub(r"(?:/[\w.+-]+)+/(?=[\w.-]+)", "", arm.text)
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     signature = quirk.evidence.signature
     found = [line for line in lines if signature and re.search(signature, line)]
+    if signature and not found and (match := re.search(signature, text)):
+        found = [" ".join(match.group().split())]
     telling = [line for line in lines if not re.fullmatch(r"(\w+: )?at \d+:\d+:", line)]
     return (found or telling or lines or [""])[0][:SAW]
 

@@ -31,6 +31,8 @@ probe     = "probes/planted.py"
 upstream  = "unreported"
 source    = "planted by a test"
 last_seen = "triton==3.9.0"
+seen_on   = ["triton<4"]
+quotes    = {quotes}
 review_by = 2099-06-01
 """
 # What a child does on each arm: it answers, dies, or is silent. The text `boom` is the planted signature.
@@ -74,7 +76,8 @@ def plant(
     (folder / "probes" / "planted.py").write_text(program)
     path = folder / "rocm" / f"{ID}.toml"
     path.parent.mkdir(exist_ok=True)
-    text = QUIRK.format(id=ID, symptom=symptom, range=range_, effect=effect, signature=signature)
+    quotes = '["boom went the pass"]' if signature else "[]"
+    text = QUIRK.format(id=ID, symptom=symptom, range=range_, effect=effect, signature=signature, quotes=quotes)
     path.write_text(text + more, encoding="utf-8")
     return load_quirk(path)
 

@@ -31,6 +31,8 @@ def test_parse() -> None:
     assert (stated.target, stated.problem.op, stated.problem.head_dim) == ("rocm:gfx950", "attention", 128)
     assert stated.start == {"num_stages": 4, "k_tile": "row"}
     assert plans.parse(PROBE + " --causal").problem.causal == "bottom_right"
+    gradients = PROBE.replace("attention", "attention_backward").replace("k_tile=row", "rows_stages=2")
+    assert plans.parse(gradients).start == {"num_stages": 4, "rows_stages": 2}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,9 @@ def test_parse() -> None:
         (f"plan: attention --target rocm:gfx950 {SIZES} --start block_m=48", "power of two"),
         (f"plan: attention --target rocm:gfx950 {SIZES} --start load=tma", "must be one of pointer"),
         (f"plan: attention --target rocm:gfx950 {SIZES} --start maxnreg=64", "an option of cuda, and not of rocm"),
+        (f"plan: attention --target rocm:gfx950 {SIZES} --start rows_m=64", "elsewhere block_m is set"),
+        (f"plan: attention_backward --target rocm:gfx950 {SIZES} --start rows_m=48", "power of two"),
+        (f"plan: attention_backward --target rocm:gfx950 {SIZES} --start rows_n=0", "must be an integer ≥ 1"),
         ("plan: attention --target rocm:gfx950 --q 2,8 --kv 2,8 --dtype bf16", "must be four whole numbers"),
     ],
 )

@@ -124,3 +124,16 @@ def test_paths_of_this_machine_are_left_out(tmp_path: Path) -> None:
     quirk = plant(tmp_path)
     arm = probe.Arm(outcome="fail", text="at 3:4:\n/home/me/env/triton/x.py:3:4: error: boom in it\nmore")
     assert saw(quirk, arm) == "x.py:3:4: error: boom in it"
+
+
+def test_words_that_run_over_lines_are_what_was_seen(tmp_path: Path) -> None:
+    import msgspec
+
+    quirk = plant(tmp_path)
+    quirk = msgspec.structs.replace(
+        quirk, evidence=msgspec.structs.replace(quirk.evidence, signature=r"at tt\.reshape[^\n]*\nand boom")
+    )
+    arm = probe.Arm(
+        outcome="fail", kind="RuntimeError", text="RuntimeError: it died\nat tt.reshape of %1\nand boom\nmore"
+    )
+    assert saw(quirk, arm) == "at tt.reshape of %1 and boom"
