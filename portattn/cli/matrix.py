@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import msgspec
 
-from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli import matrix_compare, matrix_verdict
+from portattn.cli.errors import INTERRUPTED
+from portattn.cli.matrix_page import PAGE, counts, write_page
 from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.tools import shell_values
@@ -19,9 +23,10 @@ from portattn.tools import shell_values
 if TYPE_CHECKING:
     from portattn.schema.target import Target
     from portattn.tools.matrix.cells import Cell, Run
+    from portattn.tools.matrix.diff import Diff
     from portattn.tools.matrix.problems import SetName
-
-PAGE = "index.html"
+    from portattn.tools.matrix.snapshot import Entry, Snapshot
+    from portattn.tools.matrix.verdict import Verdict
 
 
 @click.group()
@@ -73,6 +78,14 @@ def matrix() -> None:
     help="Run the code of older NVIDIA GPUs on a newer one that is here; the default where there is one.",
 )
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run: what it finished is kept.")
+@click.option(
+    "--baseline",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A baseline, or an earlier run: what is lost since then is red.",
+)
+@matrix_verdict.verdict_options
+@click.option("--host", metavar="NAME", help="What this machine is called in the record and in merged runs.")
 @json_option
 def run(
     out: Path,
@@ -89,6 +102,11 @@ def run(
     resume: bool,
     emulate: bool,
     run_ptx_compat: bool | None,
+    host: str | None,
+    baseline: Path | None,
+    fail_on: tuple[str, ...],
+    expected: Path | None,
+    junit: Path | None,
     as_json: bool,
 ) -> None:
     """Make every cell, and write results.jsonl and index.html into --out.
@@ -99,17 +117,28 @@ def run(
     natively where its target is here, or as an older chip's code on a newer NVIDIA GPU. An earlier results.jsonl is
     kept under its date. Ctrl-C keeps what is finished; --resume goes on.
 
-    Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT).
+    Exit status 1: a cell is red (FAIL, ERROR, CRASH or TIMEOUT) and --expected does not say so, an expected failure did
+    not come as expected, --baseline has what was lost, or what --fail-on names is there.
     """
     from portattn.cli.progress import CellProgress
     from portattn.errors import ArgumentError
+    from portattn.files import takes_no_files
     from portattn.planning.detect import devices
     from portattn.tools.matrix import provenance, results, select
     from portattn.tools.matrix.run import Options, execute
+    from portattn.tools.matrix.verdict import of_run
 
     if quick and full:
         raise ArgumentError("matrix run", "--full", "on", "goes without --quick")
     which: SetName = "full" if full else "quick"
+    # Whatever is wrong with these is said before a run of hours.
+    red, listed = (
+        matrix_verdict.fail_on(fail_on, "matrix run", baseline is not None),
+        matrix_verdict.expected_of(expected),
+    )
+    before = _baseline(baseline, which)
+    if junit and (why := takes_no_files(junit.parent)):
+        raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     tell_unknown(select.toolchains(toolchain))
     where = select.targets(_targets(targets), select.toolchains(toolchain, all_toolchains), ascend, which)
@@ -122,22 +151,30 @@ def run(
         _older(where, here)
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")
     command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn matrix run"
-    made = provenance.this_run(specs, which, command, here, tuple(pythons))
     left_out = tuple(name for name, off in {"emulated": not emulate, "older": run_ptx_compat is False}.items() if off)
+    made = provenance.this_run(
+        specs, which, command, here, pythons, seconds=seconds, left_out=left_out, host=host or ""
+    )  # fmt: skip
+    keys, origin = provenance.keys(specs, made.identity), made.identity.id
     options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here, left_out=left_out)
     with results.Results(out) as file:
-        cells = file.resume(made) if resume else []
-        kept = None if resume else file.start(made)
+        cells: list[Cell] = []
+        if resume:
+            resumed = file.resume(made, keys)
+            made, cells, kept = resumed.run, resumed.cells, resumed.copy
+            if resumed.stale:
+                click.echo(f"{plural(len(resumed.stale), 'cell')} made under other conditions: made again", err=True)
+        else:
+            kept = file.start(made)
         if kept:
             click.echo(f"the results that were there are now {kept}", err=True)
-        if resume:
-            made = results.read(file.path)[0]
         finished = {cell.id for cell in cells}
         left = [spec for spec in specs if spec.id not in finished]
 
         with CellProgress(len(specs), len(cells)) as progress:
 
             def done(cell: Cell) -> None:
+                cell = msgspec.structs.replace(cell, key=keys[cell.id], origin=origin)
                 file.append(cell)
                 cells.append(cell)
                 progress.cell(cell)
@@ -148,8 +185,15 @@ def run(
             except KeyboardInterrupt:
                 interrupted = True
         file.finish(made, cells)
-        _page(made, cells, out / PAGE)
-    _tell(made, sorted(cells, key=lambda c: c.index), out, as_json, interrupted)
+        write_page(made, cells, out / PAGE)
+    cells.sort(key=lambda cell: cell.index)
+    changes = None
+    if before is not None and not interrupted:
+        narrowed = Narrowed(where, _targets(targets), _commas(ops), all_toolchains)
+        changes = _compared(before, made, cells, out, narrowed)
+    verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
+    matrix_verdict.write_junit(junit, made, cells, verdict)
+    _tell(made, cells, verdict, out, as_json, interrupted)
 
 
 @matrix.command()
@@ -157,22 +201,83 @@ def run(
 @click.option(
     "--html", type=click.Path(path_type=Path, dir_okay=False), help="The page to write; DIR/index.html by default."
 )
+@matrix_verdict.fail_on_option("red, note, not_run")
 @json_option
-def report(folder: Path, html: Path | None, as_json: bool) -> None:
+def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: bool) -> None:
     """Write the page for the results in DIR, those of an interrupted run too.
 
-    Exit status 0 whatever the cells say; 2 when the results cannot be read or are of another schema version.
+    Exit status 0 whatever the cells say, unless --fail-on names what is red: `red`, `note`, `not_run`. 2 when the
+    results cannot be read or are of another schema version.
     """
     from portattn.tools.matrix import results
+    from portattn.tools.matrix.verdict import STATUSES, of_run, words
 
+    red = words(fail_on, "matrix report", STATUSES)
     made, cells = results.read(folder / results.NAME)
     page = html or folder / PAGE
-    _page(made, cells, page)
+    write_page(made, cells, page)
     if as_json:
         emit_json(_summary(made, cells) | {"page": str(page)})
     else:
-        click.echo(f"{plural(len(cells), 'cell')}: {_counts(cells)}")
+        click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}")
         click.echo(f"page: {page}")
+    if red:
+        verdict = of_run(made, cells, fail_on=red, whole=False)
+        if not as_json:
+            matrix_verdict.show(verdict)
+        matrix_verdict.leave(verdict)
+
+
+matrix_compare.add_to(matrix)
+
+
+class Narrowed(NamedTuple):
+    """What a run was asked for. globs and ops are empty where that is everything.
+
+    where       its targets
+    every_toolchain  whether it was asked for all of the lab's: without, those that are installed or named are meant
+    """
+
+    where: Sequence[Target]
+    globs: Sequence[str]
+    ops: Sequence[str]
+    every_toolchain: bool
+
+
+def _baseline(path: Path | None, which: str) -> Snapshot | None:
+    """The run to compare with. Raises ArgumentError where it is of another set of problems."""
+    from portattn.errors import ArgumentError
+    from portattn.tools.matrix import reading
+
+    if path is None:
+        return None
+    before = reading.read(path)
+    if which not in before.set.split(", "):
+        limit = f"is of the {before.set} set, and this run of the {which} one"
+        raise ArgumentError("matrix run", "--baseline", str(path), limit)
+    return before
+
+
+def _compared(before: Snapshot, made: Run, cells: list[Cell], out: Path, narrowed: Narrowed) -> Diff:
+    """A run compared with its baseline: with what it was asked for of it, also where that is no target any more."""
+    from portattn.tools.matrix.diff import compare, part_of
+    from portattn.tools.matrix.select import wanted_name
+    from portattn.tools.matrix.snapshot import snapshot
+
+    after = snapshot(made, cells, str(out))
+    names = {target.name for target in narrowed.where}
+
+    def place(target: str) -> bool:
+        parts = (target, *target.split(":"))
+        globs = narrowed.globs
+        return not globs or target in names or any(fnmatch.fnmatchcase(part, glob) for part in parts for glob in globs)
+
+    def problem(entry: Entry) -> bool:
+        return not narrowed.ops or any(wanted_name(entry.op, entry.name, glob) for glob in narrowed.ops)
+
+    if narrowed.every_toolchain:
+        return compare(before, after, lambda entry: place(entry.target) and problem(entry))
+    return compare(before, after, part_of(before, after, place, problem))
 
 
 def _create(toolchains: list[str]) -> None:
@@ -195,27 +300,14 @@ def _older(where: Sequence[Target], here: Sequence[Target]) -> None:
         raise ArgumentError("matrix run", "--run-older", "on", missing[0])
 
 
-def _page(made: Run, cells: list[Cell], path: Path) -> None:
-    from portattn.errors import ArgumentError
-    from portattn.files import write_whole
-    from portattn.tools.matrix.report import render
-
-    try:
-        write_whole(path, render(made, cells).encode())
-    except OSError as error:
-        raise ArgumentError("matrix", "page", str(path), f"cannot be written: {error.strerror}") from None
-
-
-def _tell(made: Run, cells: list[Cell], out: Path, as_json: bool, interrupted: bool) -> None:
+def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bool, interrupted: bool) -> None:
     """Print what came of the run, and exit with what it means."""
-    red = [cell for cell in cells if cell.red]
     if as_json:
-        emit_json(_summary(made, cells) | {"out": str(out), "page": str(out / PAGE), "interrupted": interrupted})
+        summary = _summary(made, cells) | {"out": str(out), "page": str(out / PAGE), "interrupted": interrupted}
+        emit_json(summary | matrix_verdict.document(verdict))
     else:
-        for cell in red:
-            click.secho(f"{cell.status:<8}", fg="red", nl=False)
-            click.echo(f"{cell.target}  {cell.toolchain}  {cell.name}: {cell.reason}")
-        click.echo(f"{plural(len(cells), 'cell')}: {_counts(cells)}")
+        matrix_verdict.show(verdict)
+        click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}")
         click.echo(f"page: {out / PAGE}")
     if interrupted:
         click.echo(
@@ -223,8 +315,7 @@ def _tell(made: Run, cells: list[Cell], out: Path, as_json: bool, interrupted: b
             err=True,
         )
         raise click.exceptions.Exit(INTERRUPTED)
-    if red:
-        raise click.exceptions.Exit(RED)
+    matrix_verdict.leave(verdict)
 
 
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
@@ -241,18 +332,6 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
             if c.red
         ],
     }
-
-
-def _counts(cells: list[Cell]) -> str:
-    """`12 runs, 3 runs (sm_80 code on sm_90), 5 NOTE`: passing cells by level, the others by status."""
-    counts = Counter(_counted(cell) for cell in cells)
-    return ", ".join(f"{number} {word}" for word, number in counts.most_common()) or "none"
-
-
-def _counted(cell: Cell) -> str:
-    if cell.status != "PASS":
-        return cell.status
-    return f"{cell.level} ({cell.label})" if cell.label else cell.level
 
 
 def _targets(texts: tuple[str, ...]) -> list[str]:

@@ -57,25 +57,32 @@ class RunLog:
         """Give the file that is there a name with its date. Returns where it went, if there was one."""
         if not self.path.exists():
             return None
+        kept = self.dated()
+        self.path.rename(kept)
+        return kept
+
+    def dated(self) -> Path:
+        """A name with its date for the file that is there, which no other file has."""
         changed = datetime.datetime.fromtimestamp(self.path.stat().st_mtime, datetime.timezone.utc)
         stem = f"{self.path.stem}-{changed:%Y%m%d-%H%M%S}"
         names = (f"{stem}{'' if n == 1 else f'-{n}'}{self.path.suffix}" for n in range(1, 10_000))
-        kept = next(path for name in names if not (path := self.path.with_name(name)).exists())
-        self.path.rename(kept)
-        return kept
+        return next(path for name in names if not (path := self.path.with_name(name)).exists())
 
     def append(self, record: msgspec.Struct) -> None:
         """Add one record, by one write of one whole line, and have it on the disk.
 
-        Raises DataError when the disk takes only part of it.
+        Raises DataError when the disk takes nothing or only part of it.
         """
         line = encoded(record)
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
-            written = os.write(handle, line)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            try:
+                written = os.write(handle, line)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise DataError(self.path, None, f"cannot be written: {error.strerror}; what is in it stays") from None
         if written != len(line):
             raise DataError(self.path, None, "the disk took only part of a line; free space and --resume")
 

@@ -1,10 +1,20 @@
 """The matrix: ops × targets, each cell with what was seen of it. Planned, compiled in child processes, and reported.
 
-problems.py   the named sets of problems
-cells.py      what one cell holds; the schema of results.jsonl
-results.py    reading and writing results.jsonl, whole lines only
-gates.py      compiled code against the arch: registers, spills, local memory, matrix instructions
-numerics.py   running a plan's kernels on a small problem in a child, under the interpreter or on this machine's device
-run.py        making the cells
-report.py     the static page
+Making cells:
+problems.py     the named sets of problems
+select.py       which cells a run has
+cells.py        what one cell holds; the schema of results.jsonl
+results.py      reading and writing results.jsonl, whole lines only; what of it is stale
+run.py          making the cells; planned.py, variants.py: what they keep of plans and variants
+identity.py     what cells depend on; digests.py, provenance.py: what that is here and now
+report.py       the static page
+
+Runs over time:
+snapshot.py     what of a run is compared; reading.py: read from a folder, a file or a baseline
+diff.py         what was lost and won between two runs; causes.py: why
+baseline.py     a run as text to keep
+merge.py        runs of several machines made one
+expected.py     which cells fail, for which reason, until when
+verdict.py      whether a run is all right; junit.py: the same as XML
+history.py      one cell over several runs
 """

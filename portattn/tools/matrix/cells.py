@@ -13,8 +13,9 @@ from portattn.schema.plan import Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level, describe_effect
 from portattn.testing.findings import Gate, KernelFacts, Lint, Numerics
+from portattn.tools.matrix.identity import Identity
 
-SCHEMA = 1  # of results.jsonl; raised when a reader of the version before would misread it
+SCHEMA = 2  # of results.jsonl; raised when a reader of the version before would misread it
 
 # PASS     everything that was looked at is as it should be (how far that goes is the level's business)
 # NOTE     looked at, nothing wrong, and yet no evidence for a level: the reason says what was seen
@@ -70,6 +71,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     older     numerics of the code of an older chip, run on a newer one that is here
     label     what a level of `runs` rests on where that is not the chip itself: "sm_80 code on sm_90"
     stage, log  of a failed compile: where it was, and the end of what it printed
+    key       digest of all that the result depends on; another key is another result, though the id is the same
+    origin    id of the identity that it was made under
+    others    what other runs made of it, where runs were merged
+    conflict  which of them differs though its key does not
     """
 
     schema: int = SCHEMA
@@ -96,6 +101,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stage: str = ""
     log: str = ""
     seconds: float = 0.0
+    key: str = ""
+    origin: str = ""
+    others: tuple[Cell, ...] = ()
+    conflict: str = ""
     date: datetime.datetime
 
     @property
@@ -110,6 +119,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     compiler      the toolchain of the Python that made the run
     environments  the lab environments that compile for it: toolchain -> its Python and when it was made
     cells         ids of all cells of the run, in order
+    identities    what its cells depend on; several where it was resumed under other conditions, or merged
     """
 
     schema: int = SCHEMA
@@ -125,7 +135,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     targets: tuple[str, ...]
     cells: tuple[str, ...]
     environments: dict[str, str] = {}
+    identities: tuple[Identity, ...] = ()
     date: datetime.datetime
+
+    @property
+    def identity(self) -> Identity:
+        """What the cells are made under that are made now."""
+        return self.identities[0]
 
 
 def cell_id(problem: Problem, target: str, toolchain: str) -> str:

@@ -18,6 +18,8 @@ PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # those of serving engines, and one that
 # Sizes that fill a large chip. What is compiled depends on them through strides and the split over keys only.
 DENSE: dict[str, Any] = {"op": "attention", "batch": 4, "heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
 VARLEN: dict[str, Any] = DENSE | {"op": "varlen_attention", "batch": 8, "total_q": 8192, "total_k": 8192}
+GRADIENTS: dict[str, Any] = DENSE | {"op": "attention_backward", "heads_q": 8, "heads_k": 8}
+PACKED_GRADIENTS: dict[str, Any] = VARLEN | {"op": "varlen_attention_backward", "heads_q": 8, "heads_k": 8}
 DECODE: dict[str, Any] = {
     "op": "decode_attention", "batch": 16, "heads_q": 32, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True,
 }  # fmt: skip
@@ -59,6 +61,16 @@ def varlen(words: str = "", **changes: Any) -> Named:
     return _named(problem, "varlen", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
 
 
+def gradients(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(GRADIENTS | changes))
+    return _named(problem, "gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
+
+
+def packed_gradients(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(PACKED_GRADIENTS | changes))
+    return _named(problem, "packed gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
+
+
 def decode(words: str = "", **changes: Any) -> Named:
     problem = Problem(**(DECODE | changes))
     return _named(problem, "decode", problem.dtype, _width(problem), words)
@@ -98,6 +110,8 @@ def quick() -> list[Named]:
         dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED),
         dense(dtype="fp32", head_dim=64),
         varlen("window, softcap", dtype="bf16", head_dim=128, causal="bottom_right", softcap=True, **WINDOW),
+        gradients("GQA", dtype="bf16", head_dim=128, causal="bottom_right", heads_k=2),
+        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"),
         decode("GQA", dtype="bf16", head_dim=128),
         paged("GQA", dtype="bf16", head_dim=128, page_size=16),
         sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
@@ -107,7 +121,7 @@ def quick() -> list[Named]:
 
 def full() -> list[Named]:
     """For each op every dtype × head_dim × mask or page size that it has kernels for, and each feature once or more."""
-    return [*_dense(), *_varlen(), *_decode(), *_paged(), *_sparse(), *_mla()]
+    return [*_dense(), *_varlen(), *_gradients(), *_decode(), *_paged(), *_sparse(), *_mla()]
 
 
 def _dense() -> list[Named]:
@@ -159,6 +173,34 @@ def _varlen() -> list[Named]:
         # 256 sequences of 32 rows on average: tiles are short.
         varlen("short sequences", **causal, batch=256, seq_q=128, seq_k=128),
     ]  # fmt: skip
+    return found
+
+
+def _gradients() -> list[Named]:
+    found = [
+        gradients(dtype=dtype, head_dim=dim, causal=causal)
+        for dtype in DTYPES
+        for causal in ("none", "bottom_right")
+        for dim in COMMON_DIMS
+    ]
+    causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
+    of = {"bias": {"grad_bias": True}, "ALiBi": {"grad_slopes": True}}
+    found += [
+        gradients(word, **causal, **fields, **of.get(word, {})) for word, fields in each_feature("attention_backward")
+    ]
+    found += [
+        gradients("GQA", **causal, heads_k=2),
+        gradients("padded, LSE's gradient", **causal, **PADDED, grad_lse=True),
+        gradients("left-padded", **causal, **PADDED, leftpad_q=True, leftpad_k=True),
+        gradients("unaligned", **causal, aligned=False),
+        gradients("dropout", **causal, dropout=True),
+        gradients("", **causal | {"head_dim": 192}, head_dim_v=128),
+        dense("dropout", dtype="bf16", head_dim=128, causal="bottom_right", dropout=True),
+        *(packed_gradients(dtype=dtype, head_dim=128, causal="bottom_right") for dtype in DTYPES),
+        packed_gradients("GQA, window, softcap", **causal, heads_k=2, softcap=True, **WINDOW),
+        packed_gradients("ALiBi", **causal, alibi_slopes=True, grad_slopes=True),
+        packed_gradients("sinks", **causal, sinks=True),
+    ]
     return found
 
 

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata as metadata
+import os
 import platform
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from portattn.planning.core_path import kernel_source_digest
+import torch
+
+import portattn
+from portattn.compile.failures import COMPILER_VARIABLES
+from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed
+from portattn.source_tree import is_tree
+from portattn.testing.executor import executors
+from portattn.testing.numerics import interpreter_missing
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Run
+from portattn.tools.matrix.digests import digests
+from portattn.tools.matrix.identity import Device, Host, Identity, cell_key, identified
 from portattn.tools.matrix.select import Spec
 from portattn.version import __version__
 
+GIT_SECONDS = 20.0
+LEFT_OUT = "left out"  # of an executor that was not asked
+# Where compilers keep and look for files: what they make does not depend on it.
+PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
+
 
 def this_run(
-    specs: Sequence[Spec], problems: str, command: str, here: Sequence[Target], elsewhere: Sequence[str] = ()
+    specs: Sequence[Spec],
+    problems: str,
+    command: str,
+    here: Sequence[Target],
+    elsewhere: Mapping[str, str] | None = None,
+    *,
+    seconds: float = 0.0,
+    left_out: Sequence[str] = (),
+    host: str = "",
 ) -> Run:
-    """The Run that these cells would make here and now; `elsewhere` are toolchains not compiled in the lab."""
+    """The Run that these cells would make here and now.
+
+    elsewhere  toolchains not compiled in the lab, and the Python of each
+    seconds    the time limit of each compile and each check of numbers
+    left_out   names of executors that are not asked
+    host       what the machine is called
+    """
+    elsewhere = elsewhere or {}
     versions = {"python": platform.python_version()}
     for name in ("torch", "numpy"):
         try:
@@ -30,18 +64,121 @@ def this_run(
     made = [
         e for e in lab.environments() if e.toolchain in toolchains and e.toolchain not in (str(installed()), *elsewhere)
     ]
+    environments = {e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made}
+    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    commit, dirty = git_commit(Path(portattn.__file__).parent)
+    registry = Registry.load()
+    identity = Identity(
+        portattn=__version__,
+        commit=commit,
+        dirty=dirty,
+        digests=digests(registry),
+        compiler=str(installed()),
+        toolchains={name: _compiles(name, elsewhere, made) for name in toolchains},
+        host=Host(
+            system=f"{platform.system()} {platform.machine()}",
+            name=host,
+            devices=tuple(_device(target, registry) for target in here if target.backend != "cpu"),
+        ),
+        versions=versions,
+        variables=_variables(os.environ),
+        executors=_executors(specs, here, left_out),
+        seconds=seconds,
+        command=command,
+        date=now,
+    )
+    identity = identified(identity)
     return Run(
         portattn=__version__,
-        kernels=kernel_source_digest(),
+        kernels=identity.digests["kernels"],
         toolchains=toolchains,
         compiler=str(installed()),
-        machine=f"{platform.system()} {platform.machine()}",
+        machine=identity.host.system,
         devices=tuple(str(t) for t in here),
         versions=versions,
         command=command,
         problems=problems,
         targets=tuple(dict.fromkeys(s.target.name for s in specs)),
         cells=tuple(s.id for s in specs),
-        environments={e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made},
-        date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+        environments=environments,
+        identities=(identity,),
+        date=now,
     )
+
+
+def keys(specs: Iterable[Spec], identity: Identity) -> dict[str, str]:
+    """The key of each cell as it would be made under an identity, by the cell's id."""
+    return {
+        spec.id: cell_key(
+            identity, spec.id, spec.target.name, str(spec.target.toolchain), dict(spec.target.toolchain.components)
+        )
+        for spec in specs
+    }
+
+
+def git_commit(folder: Path) -> tuple[str, bool]:
+    """The commit of the source tree that a package's folder lies in, and whether the tree has changes that are not in
+    it: new files count, as a new quirk is one. ("", False) for an installed portattn, and where git cannot tell."""
+    if not is_tree(str(folder)):
+        return "", False
+    parts = [name for name in ("portattn", "backends", "quirks") if (folder.parent / name).exists()]
+    try:
+        commit = _git(folder.parent, "rev-parse", "HEAD")
+        return commit, bool(_git(folder.parent, "status", "--porcelain", "--", *parts))
+    except (OSError, subprocess.SubprocessError):
+        return "", False
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def _compiles(toolchain: str, elsewhere: Mapping[str, str], made: Sequence[lab.Environment]) -> str:
+    """What compiles with a toolchain here: this Python, another, or an environment of the lab. Empty: nothing."""
+    if toolchain in elsewhere:
+        return "another Python"
+    if toolchain == str(installed()):
+        return _listed("installed", dict(installed().components))
+    found = next((e for e in made if e.toolchain == toolchain), None)
+    return _listed(f"lab, Python {found.python_version}", found.versions) if found else ""
+
+
+def _listed(what: str, versions: Mapping[str, str]) -> str:
+    return ", ".join([what, *(f"{name} {version}" for name, version in sorted(versions.items()))])
+
+
+def _device(target: Target, registry: Registry) -> Device:
+    """A device of this machine, as its driver calls it."""
+    backend = registry.backends[target.backend]
+    module: Any = getattr(torch, backend.device_type, None)
+    chip = target.arch.title
+    if hasattr(module, "get_device_name"):
+        # What torch raises for a device that it cannot ask: the title remains.
+        with contextlib.suppress(RuntimeError, AssertionError):
+            chip = str(module.get_device_name())
+    own = installed().components
+    versions = {name: version for name, version in target.toolchain.components if (name, version) not in own}
+    return Device(target=target.name, chip=chip, versions=versions)
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What compilers read of the environment, but for places of files."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(COMPILER_VARIABLES) and name not in PLACES
+    }
+
+
+def _executors(specs: Sequence[Spec], here: Sequence[Target], left_out: Sequence[str]) -> dict[str, str]:
+    """What runs code where its chip is not, by "target executor" -> why it does not run; empty where it does."""
+    found = {"any interpreter": interpreter_missing()}
+    targets = {spec.target.name: spec.target for spec in specs}
+    own = {backend: executors(backend, here=here) for backend in dict.fromkeys(t.backend for t in targets.values())}
+    for target in targets.values():
+        for name, executor in own[target.backend].items():
+            found[f"{target.name} {name}"] = LEFT_OUT if name in left_out else executor.lacks(target)
+    return found

@@ -84,6 +84,7 @@ def render(run: Run, cells: list[Cell]) -> str:
         legend=[(name, LEVEL_MEANS.get(name) or STATUS_MEANS[name], counts[name]) for name in order],
         levels=LEVELS,
         words=STATUS_WORDS,
+        hosts={identity.id: f"{identity.host}, {identity.code()}" for identity in run.identities},
         total=len(cells),
         red=[cell for cell in cells if cell.red],
         targets=len({column.target for column in columns}),

@@ -5,17 +5,29 @@ Cells are appended as they are finished; a run that ends puts them in the order 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run
+from portattn.tools.matrix.identity import Identity
 from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 
 NAME = "results.jsonl"
 _decoder = msgspec.json.Decoder(Run | Cell)
+
+
+class Resumed(NamedTuple):
+    """A run that goes on. copy: where the file went as it was, where cells of it are stale."""
+
+    run: Run
+    cells: list[Cell]
+    stale: list[Cell]
+    copy: Path | None
 
 
 class _Versioned(msgspec.Struct):
@@ -28,18 +40,29 @@ class Results(RunLog):
     Raises ArgumentError when the folder cannot be written, or another run writes there at this moment.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / NAME, folder / ".lock", op="matrix run", option="--out", shown=folder)
+    def __init__(self, folder: Path, op: str = "matrix run") -> None:
+        super().__init__(folder / NAME, folder / ".lock", op=op, option="--out", shown=folder)
         self.folder = folder
 
     def start(self, run: Run) -> Path | None:
         """Begin a new file; an earlier one is kept under its date. Returns where it went, if there was one."""
         kept = self.rotate()
-        write_whole(self.path, encoded(run))
+        write_data(self.path, encoded(run))
         return kept
 
-    def resume(self, run: Run) -> list[Cell]:
-        """Go on with the file's run: its cells so far. A line that was cut off is dropped.
+    def replace(self, run: Run, cells: list[Cell]) -> Path | None:
+        """Write a whole run; an earlier one is kept under its date. Returns where it is, if there was one."""
+        kept = self.dated() if self.path.exists() else None
+        if kept:
+            write_data(kept, self.path.read_bytes())
+        self.finish(run, cells)
+        return kept
+
+    def resume(self, run: Run, keys: Mapping[str, str] | None = None) -> Resumed:
+        """Go on with the file's run: what of its cells is kept, and what is made again. A cut-off line is dropped.
+
+        keys  the key of each cell as it would be made now: a cell of another key is stale, and so is one that ran into
+              another time limit. Where there are stale ones, the file as it was is kept under its date
 
         Raises ArgumentError when there is nothing to go on with, or it is another run's: other cells, other kernels,
         another portattn or compiler.
@@ -52,13 +75,28 @@ class Results(RunLog):
                 raise ArgumentError(
                     "matrix run", "--resume", str(self.path), f"it was begun with other {name}; run without --resume"
                 )
-        self.finish(begun, cells)
-        return cells
+        known = {identity.id: identity for identity in begun.identities}
+        now = run.identity
+        stale = [cell for cell in cells if keys is not None and _stale(cell, keys, known, now)]
+        left_out = {cell.id for cell in stale}
+        kept = [cell for cell in cells if cell.id not in left_out]
+        copy = None
+        if stale:
+            copy = self.dated()
+            write_data(copy, self.path.read_bytes())
+        used = {cell.origin for cell in kept} - {now.id}
+        identities = (known.get(now.id, now), *(known[name] for name in known if name in used))
+        if keys is not None and identities != begun.identities:
+            begun = msgspec.structs.replace(
+                begun, identities=identities, devices=run.devices, environments=run.environments, versions=run.versions
+            )
+        self.finish(begun, kept)
+        return Resumed(run=begun, cells=kept, stale=stale, copy=copy)
 
     def finish(self, run: Run, cells: list[Cell]) -> None:
         """Write run and cells anew, in order, as a whole file."""
         records = [run, *sorted(cells, key=lambda c: c.index)]
-        write_whole(self.path, b"".join(map(encoded, records)))
+        write_data(self.path, b"".join(map(encoded, records)))
 
 
 def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
@@ -90,3 +128,19 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
     if run is None:
         raise DataError(path, 1, "the first line, which says where the cells come from, is missing")
     return run, sorted(cells.values(), key=lambda c: c.index)
+
+
+def write_data(path: Path, data: bytes) -> None:
+    """Write a whole file, or leave the one that is there. Raises DataError."""
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise DataError(path, None, f"cannot be written: {error.strerror or error}") from None
+
+
+def _stale(cell: Cell, keys: Mapping[str, str], known: Mapping[str, Identity], now: Identity) -> bool:
+    """Whether a cell would be made otherwise now."""
+    if cell.key != keys.get(cell.id):
+        return True
+    made = known.get(cell.origin)
+    return cell.status == "TIMEOUT" and made is not None and made.seconds != now.seconds

@@ -43,7 +43,12 @@ def problems(which: SetName, ops: Sequence[str]) -> list[Named]:
 
 
 def _wanted(named: Named, glob: str) -> bool:
-    return fnmatch.fnmatchcase(named.problem.op, glob) or fnmatch.fnmatchcase(named.name, glob)
+    return wanted_name(named.problem.op, named.name, glob)
+
+
+def wanted_name(op: str, name: str, glob: str) -> bool:
+    """Whether a glob means a problem, by its op or its name."""
+    return fnmatch.fnmatchcase(op, glob) or fnmatch.fnmatchcase(name, glob)
 
 
 def targets(

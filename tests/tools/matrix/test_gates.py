@@ -129,3 +129,17 @@ def test_spills_of_a_tile_that_was_chosen_with_another_compiler_are_noted() -> N
         assert by_name["bytes spilled"].noted is noted
         assert ("chosen with triton==3.6.0" in str(by_name["bytes spilled"])) is noted
         assert not by_name["bytes of shared memory"].noted
+
+
+def test_both_kernels_of_gradients_have_matrix_instructions():
+    sm_90, core, registry = parse_target("cuda:sm_90", "triton==3.6.0"), Settings(backend="triton"), Registry.load()
+    problem = next(named.problem for named in quick() if named.problem.op == "attention_backward")
+    made = plan(problem, sm_90, registry, settings=core)
+    for without in ("backward_keys", "backward_rows"):
+        none = FITS | {"mma": 0, "wgmma": 0}
+        kernels = tuple(
+            KernelFacts(function=name, facts=none if name in (without, "backward_delta") else FITS)
+            for name in ("backward_delta", "backward_keys", "backward_rows")
+        )
+        red = [(gate.name, gate.function) for gate in gates.check(made, sm_90, kernels, registry) if not gate.passed]
+        assert red == [("matrix instructions", without)]

@@ -9,10 +9,13 @@ import pytest
 import support
 import torch
 
+from portattn.config import Settings
 from portattn.launch import run_core
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
+from portattn.schema.lowering import Launch
+from portattn.schema.problem import Problem
 from portattn.testing import numerics, run_plan, tolerance
 from portattn.testing.numerics import Interpreter, on_device, request_of, scaled
 from portattn.tools.matrix.problems import PADDED, dense, full
@@ -72,6 +75,28 @@ def test_a_run_that_does_not_end_well_is_kept_as_such(outcome):
     assert seen.outcome == outcome
     assert numerics.figure(seen) == f"FAIL: {seen.reason}"
     assert seen.reason == f"{outcome}: NotImplementedError: no such thing"
+
+
+def test_both_tiles_of_gradients_are_filled():
+    made = plan(
+        Problem(op="attention_backward", batch=4, heads_q=8, heads_k=8, seq_q=4096, seq_k=4096, head_dim=64),
+        parse_target(SM_90, "triton==3.6.0"),
+        settings=Settings(backend="triton"),
+    )
+    for tiles in ({"block_m": 64, "block_n": 16, "rows_m": 128, "rows_n": 32}, {"block_m": 128, "rows_m": 16}):
+        launch = Launch().changed(tiles)
+        small = scaled(made.problem, launch)
+        assert small.seq_q > max(one.block_m for one in launch.kernels())
+        assert small.seq_k > 2 * max(one.block_n for one in launch.kernels())
+        # What only a compiler reads does not tell one specialisation from another.
+        interpreter, worker = Interpreter(1.0), CountingWorker()
+        interpreter.missing = ""
+        worker.go.set()
+        for compiled in ({}, {"num_warps": 8}, {"rows_warps": 8, "rows_stages": 3}):
+            interpreter.check(msgspec.structs.replace(made, launch=launch.changed(compiled)), worker)
+        assert len(worker.requests) == 1
+        (asked,) = worker.requests
+        assert run_plan.plan_of(asked, parse_target("cpu:generic", "none")).launch.of_rows().block_m == tiles["rows_m"]
 
 
 class CountingWorker:

@@ -11,6 +11,7 @@ import pytest
 from portattn.schema.problem import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
 from portattn.tools.matrix.cells import Footnote
+from portattn.tools.matrix.merge import merge
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
 from portattn.tools.matrix.report import brief, link, render, sizes
 
@@ -100,6 +101,17 @@ def test_an_interrupted_run_says_so(cells, run):
     assert "interrupted" not in render(run(cells), cells)
 
 
+def test_a_merged_run_says_which_machine_a_cell_is_from(run_of, cell):
+    one = run_of([cell(key="a", level="runs")], host="chip")
+    two = run_of([cell(key="a")], host="laptop")
+    made = merge([one, two], ["one", "two"], "portattn matrix merge")
+    page = render(made.run, made.cells)
+    assert "<dt>made on</dt><dd>chip (Linux x86_64), 1111111111</dd>" in page
+    assert "<dt>beside it</dt><dd>compiles on laptop (Linux x86_64), 1111111111</dd>" in page
+    assert "<dt>conflict</dt><dd>runs, path triton on chip (Linux x86_64), but compiles" in page
+    assert "made on" not in render(*one)
+
+
 def test_a_run_without_cells_has_a_page(run):
     assert "0 problems × 0 targets" in render(run([]), [])
 
@@ -139,7 +151,7 @@ def test_rows_are_grouped_by_op(cell, run):
     assert page.count('<th scope="row">') == len(named)
     body = page[page.index("<tbody") :]
     assert body.index("dense full bf16 D=64<") < body.index("varlen_attention")
-    assert "10 problems × 1 target," in page
+    assert "12 problems × 1 target," in page
 
 
 @pytest.mark.parametrize(

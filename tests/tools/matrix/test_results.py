@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
-from portattn.tools.matrix.cells import SCHEMA, Cell
+from portattn.tools.matrix.cells import SCHEMA, Cell, Run
 from portattn.tools.matrix.results import NAME, Results, read
 
 TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
@@ -42,7 +43,7 @@ def test_a_cut_off_last_line_is_left_out_and_resuming_drops_it(tmp_path, cells, 
         whole = file.path.read_bytes()
         file.path.write_bytes(whole + msgspec.json.encode(cells[2])[:-40])
         assert read(file.path)[1] == cells[:2]
-        assert file.resume(run(cells)) == cells[:2]
+        assert file.resume(run(cells)).cells == cells[:2]
         assert file.path.read_bytes() == whole
         file.append(cells[2])
         assert read(file.path)[1] == cells
@@ -115,6 +116,74 @@ def test_resuming_needs_the_same_run(tmp_path, cells, run):
             file.resume(run(cells[:2]))
         with pytest.raises(ArgumentError, match="other kernels"):
             file.resume(msgspec.structs.replace(run(cells), kernels="another digest"))
+
+
+def keyed(cells: list[Cell], made: Run) -> list[Cell]:
+    return [msgspec.structs.replace(cell, key=f"key of {cell.id}", origin=made.identity.id) for cell in cells]
+
+
+def test_a_stale_cell_is_made_again_and_the_file_as_it_was_is_kept(tmp_path, cells, run):
+    """A quirk of rocm changed between: its cell is stale, whatever level it had, and the others are kept."""
+    made = run(cells)
+    cells = keyed(cells, made)
+    keys = {cell.id: cell.key for cell in cells}
+    with Results(tmp_path) as file:
+        file.start(made)
+        for cell in cells:
+            file.append(cell)
+        before = file.path.read_bytes()
+        same = file.resume(made, keys)
+        assert (same.cells, same.stale, same.copy) == (cells, [], None)
+        assert file.path.read_bytes() == before
+        other = msgspec.structs.replace(made.identity, id="another", digests={"quirks/rocm": "another"})
+        now = msgspec.structs.replace(made, identities=(other,))
+        resumed = file.resume(now, keys | {cells[2].id: "another key"})
+        assert resumed.cells == cells[:2]
+        assert resumed.stale == cells[2:]
+        assert resumed.copy.read_bytes() == before
+        assert [one.id for one in resumed.run.identities] == ["another", made.identity.id], "whose cells are kept, too"
+        assert read(file.path) == (resumed.run, cells[:2])
+
+
+def test_a_cell_that_ran_out_of_time_is_made_again_with_another_limit(tmp_path, cells, run):
+    made = run(cells)
+    cells = keyed(cells, made)
+    cells[1] = msgspec.structs.replace(cells[1], status="TIMEOUT", level="declared")
+    keys = {cell.id: cell.key for cell in cells}
+    longer = msgspec.structs.replace(made.identity, id="longer", seconds=600.0)
+    with Results(tmp_path) as file:
+        file.start(made)
+        for cell in cells:
+            file.append(cell)
+        assert file.resume(made, keys).stale == []
+        assert file.resume(msgspec.structs.replace(made, identities=(longer,)), keys).stale == [cells[1]]
+
+
+@pytest.mark.parametrize("name", ["start", "append", "finish", "resume"])
+def test_a_disk_that_takes_nothing_is_one_error_that_names_the_file(tmp_path, cells, run, monkeypatch, name):
+    made = run(cells)
+    cells = keyed(cells, made)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Results(tmp_path) as file:
+        file.start(made)
+        file.append(cells[0])
+        before = file.path.read_bytes()
+        monkeypatch.setattr(os, "write" if name == "append" else "fsync", full)
+        act = {
+            "start": lambda: file.start(made),
+            "append": lambda: file.append(cells[1]),
+            "finish": lambda: file.finish(made, cells),
+            "resume": lambda: file.resume(made, {}),
+        }
+        with pytest.raises(DataError, match="No space left on device"):
+            act[name]()
+        monkeypatch.undo()
+    kept = [path for path in tmp_path.glob("results*.jsonl") if path.read_bytes() == before]
+    assert kept, "what was there is still there"
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

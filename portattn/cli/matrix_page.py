@@ -1,0 +1,38 @@
+"""The page of a run of the matrix, and its counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portattn.errors import ArgumentError
+from portattn.files import write_whole
+
+if TYPE_CHECKING:
+    from portattn.tools.matrix.cells import Cell, Run
+
+PAGE = "index.html"
+
+
+def write_page(made: Run, cells: list[Cell], path: Path) -> None:
+    """Write the page. Raises ArgumentError where it cannot be written."""
+    from portattn.tools.matrix.report import render
+
+    try:
+        write_whole(path, render(made, cells).encode())
+    except OSError as error:
+        raise ArgumentError("matrix", "page", str(path), f"cannot be written: {error.strerror}") from None
+
+
+def counts(cells: Sequence[Cell]) -> str:
+    """`12 runs, 3 runs (sm_80 code on sm_90), 5 NOTE`: passing cells by level, the others by status."""
+    found = Counter(_counted(cell) for cell in cells)
+    return ", ".join(f"{number} {word}" for word, number in found.most_common()) or "none"
+
+
+def _counted(cell: Cell) -> str:
+    if cell.status != "PASS":
+        return cell.status
+    return f"{cell.level} ({cell.label})" if cell.label else cell.level

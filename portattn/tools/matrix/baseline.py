@@ -1,0 +1,184 @@
+"""A baseline: what a run must not lose, as a text file to be reviewed and kept with the code.
+
+TOML, a line a cell, under a table for each target and toolchain, all sorted: a change of one cell is a change of one
+line, and a new compiler one of its table's name.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from portattn.errors import DataError
+from portattn.schema import toml_reader
+from portattn.schema.ops import ROWS
+from portattn.schema.quirk import Level
+from portattn.tools.matrix.cells import Status
+from portattn.tools.matrix.identity import Identity, digests_of
+from portattn.tools.matrix.snapshot import Entry, Snapshot, Tier, columns
+
+SCHEMA = 1  # raised when a reader of the version before would misread it
+SUFFIX = ".toml"
+HEAD = """\
+# A baseline of `portattn matrix`: what a run must not lose. Written by `portattn matrix baseline`; review its changes.
+"""
+APART = " with "  # between target and toolchain in a table's name
+_BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML takes without quotes
+_CELL = ("op", "status", "level", "label", "tier", "path", "quirks", "rejected", "worse", "looked", "numbers", "origin")
+
+
+class _Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A cell's line: an Entry without what its table and its key say, and without what is long."""
+
+    op: str
+    status: Status = "PASS"
+    level: Level
+    label: str = ""
+    tier: Tier = "core"
+    path: str
+    quirks: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    worse: dict[str, int] = {}
+    looked: bool = True
+    numbers: str = "pass"
+    origin: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    schema: int
+    set: str
+    date: datetime.datetime
+    cells: int
+    identities: dict[str, Identity] = {}
+    problems: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    columns: dict[str, dict[str, dict[str, Any]]] = {}
+
+
+def write(made: Snapshot) -> str:
+    """The text of a run's baseline."""
+    lines = [HEAD, f"schema = {SCHEMA}", f"set = {_text(made.set)}", f"date = {_value(made.date)}"]
+    lines.append(f"cells = {len(made.entries)}")
+    for identity in _identities(made):
+        said = {name: value for name, value in msgspec.to_builtins(identity).items() if value not in ("", {}, 0.0)}
+        table = f"identities.{_text(identity.id)}"
+        lines += ["", f"[{table}]", *_pairs({k: v for k, v in said.items() if not isinstance(v, dict)})]
+        for name, value in said.items():
+            if isinstance(value, dict):
+                lines += ["", f"[{table}.{name}]", *_pairs(value)]
+    lines += ["", "[problems]", *_pairs(dict(sorted(made.problems.items())))]
+    named = {f"{target}{APART}{toolchain}": entries for (target, toolchain), entries in columns(made.entries).items()}
+    origins = {name: Counter(entry.origin for entry in entries).most_common(1)[0][0] for name, entries in named.items()}
+    lines += ["", "[origins]", *_pairs(dict(sorted(origins.items())))]
+    for name, entries in sorted(named.items()):
+        lines += ["", f"[columns.{_text(name)}]"]
+        lines += _pairs({entry.name: _cell(entry, origins[name]) for entry in sorted(entries, key=lambda e: e.name)})
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path) -> Snapshot:
+    """Read a baseline. Raises DataError (file, line) on whatever departs from its schema, as a merge conflict does."""
+    try:
+        data, text = toml_reader.read(path)
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    version = data.get("schema")
+    if version != SCHEMA:
+        found = f"schema version {version}" if isinstance(version, int) else "no baseline: it has no `schema`"
+        raise DataError(path, toml_reader.line_of(text, "schema"), f"{found}; this portattn reads version {SCHEMA}")
+    file = toml_reader.convert(data, _File, path, text)
+    entries = [
+        entry
+        for name, cells in file.columns.items()
+        for entry in _entries(path, text, name, cells, file.origins.get(name, ""))
+    ]
+    if len(entries) != file.cells:
+        where = toml_reader.line_of(text, "cells")
+        raise DataError(path, where, f"has {len(entries)} cells, and says {file.cells}: write it anew, or count again")
+    return Snapshot(
+        shown=str(path),
+        set=file.set,
+        date=file.date,
+        problems=file.problems,
+        identities=file.identities,
+        entries=tuple(entries),
+    )
+
+
+def _identities(made: Snapshot) -> Iterable[Identity]:
+    """The identities that cells were made under, each with the digests that these cells depend on."""
+    used: dict[str, set[str]] = {}
+    for entry in made.entries:
+        used.setdefault(entry.origin, set()).add(entry.target.partition(":")[0])
+    for name in sorted(used.keys() & made.identities.keys()):
+        identity = made.identities[name]
+        needed = {key for backend in used[name] for key in digests_of(identity, backend)}
+        kept = {key: value for key, value in identity.digests.items() if key in needed}
+        yield msgspec.structs.replace(identity, digests=kept)
+
+
+def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origin: str) -> Iterable[Entry]:
+    target, apart, toolchain = column.partition(APART)
+    if not apart:
+        raise DataError(path, _line(text, column), f"key {column!r}: is not `target{APART}toolchain`")
+    for name, fields in cells.items():
+        try:
+            cell = toml_reader.convert(fields, _Cell, path, text, name)
+        except DataError as error:
+            raise DataError(path, _line(text, column, name), error.problem) from None
+        if cell.op not in ROWS:
+            raise DataError(path, _line(text, column, name), f"key {name!r}: no operation is called {cell.op!r}")
+        values = {field: getattr(cell, field) for field in _CELL} | {"origin": cell.origin or origin}
+        yield Entry(name=name, target=target, toolchain=toolchain, **values)
+
+
+def _line(text: str, column: str, name: str = "") -> int | None:
+    """The line of a column's table, or of a cell in it, as `write` writes them; None where it was rewritten."""
+    lines = text.splitlines()
+    table = f"[columns.{_text(column)}]"
+    if table not in lines:
+        return None
+    begin = lines.index(table)
+    cells = (number for number in range(begin, len(lines)) if lines[number].startswith(f"{_text(name)} ="))
+    return 1 + (next(cells, begin) if name else begin)
+
+
+def _cell(entry: Entry, origin: str) -> dict[str, Any]:
+    """A cell's line; origin: its column's, which is not repeated."""
+    cell = _Cell(**{name: getattr(entry, name) for name in _CELL})
+    if entry.origin == origin:
+        cell = msgspec.structs.replace(cell, origin="")
+    found: dict[str, Any] = msgspec.to_builtins(cell)
+    return found
+
+
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name if _BARE.fullmatch(name) else _text(name)} = {_value(value)}" for name, value in values.items()]
+
+
+def _value(value: Any) -> str:
+    """A value as TOML writes it, on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (datetime.date, datetime.datetime)):
+        return value.isoformat()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        inside = ", ".join(_pairs(value))
+        return f"{{ {inside} }}" if inside else "{}"
+    return _text(str(value))
+
+
+def _text(value: str) -> str:
+    """A basic string: JSON's escapes are TOML's, but for the solidus, which json does not escape, and DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,113 @@
+"""Identity: what a run's cells depend on, as data. A change of a cell is traced to what of it differs."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An accelerator of the host: its target, what its driver calls it, and versions of driver and run-time library."""
+
+    target: str
+    chip: str = ""
+    versions: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.chip or self.target} ({versions})" if versions else self.chip or self.target
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machine. name: what its owner calls it (`matrix run --host`); empty where nobody said."""
+
+    system: str
+    name: str = ""
+    devices: tuple[Device, ...] = ()
+
+    def __str__(self) -> str:
+        chips = ", ".join(map(str, self.devices)) or self.system
+        return f"{self.name} ({chips})" if self.name else chips
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where cells come from, and all that they depend on beside their problem and target.
+
+    id          digest of what follows, but date and command: a cell's `origin`
+    commit      of the source tree; empty where portattn is installed, or where there is no git
+    dirty       whether the tree has changes that the commit lacks, new files among them
+    digests     kernels; code (what plans, compiles and judges); and for each backend `quirks/…`, `arches/…`, `tuning/…`
+                and `backends/…`. `quirks/any` are those of every backend
+    compiler    the toolchain of the Python that made the run
+    toolchains  toolchain -> what compiles with it; empty where nothing does
+    versions    of this Python and its packages
+    variables   those of the environment that compilers read
+    executors   what runs code where its chip is not, by target and name -> empty, or why it does not run
+    seconds     the time limit of a compile, and of a check of numbers
+    """
+
+    id: str = ""
+    portattn: str
+    commit: str = ""
+    dirty: bool = False
+    digests: dict[str, str] = {}
+    compiler: str = ""
+    toolchains: dict[str, str] = {}
+    host: Host
+    versions: dict[str, str] = {}
+    variables: dict[str, str] = {}
+    executors: dict[str, str] = {}
+    seconds: float = 0.0
+    command: str = ""
+    date: datetime.datetime
+
+    def code(self) -> str:
+        """The commit in short, as people say it: `1a2b3c4d5e`, with `+changes` where the tree had some."""
+        return f"{self.commit[:10] or 'no commit'}{'+changes' if self.dirty else ''}"
+
+
+def identified(identity: Identity) -> Identity:
+    """The identity with its id."""
+    parts = msgspec.structs.asdict(identity)
+    for name in ("id", "command", "date"):
+        del parts[name]
+    return msgspec.structs.replace(identity, id=digest(parts))
+
+
+def digests_of(identity: Identity, backend: str) -> dict[str, str]:
+    """The digests that a backend's cells depend on."""
+    names = ("kernels", "code", *(f"{part}/{backend}" for part in ("quirks", "arches", "tuning", "backends")))
+    return {name: identity.digests[name] for name in (*names, "quirks/any") if name in identity.digests}
+
+
+def cell_key(identity: Identity, cell: str, target: str, toolchain: str, components: Mapping[str, str]) -> str:
+    """Digest of all that a cell's result depends on: results of one key were made under the same conditions.
+
+    cell        its id
+    components  versions of what else compiles for it (ptxas, …)
+
+    The time limit is no part of it: it matters for cells that ran into it alone (`results.Results.resume`).
+    """
+    backend = target.partition(":")[0]
+    parts = {
+        "cell": cell,
+        "portattn": identity.portattn,
+        "digests": digests_of(identity, backend),
+        "toolchain": [toolchain, identity.toolchains.get(toolchain, ""), dict(components)],
+        "compiler": identity.compiler,
+        "versions": identity.versions,
+        "variables": identity.variables,
+        "executors": {name: lacks for name, lacks in identity.executors.items() if name.split()[0] in (target, "any")},
+        # What runs on a device depends on it; all else is the same wherever it is made.
+        "devices": [device for device in identity.host.devices if device.target.partition(":")[0] == backend],
+    }
+    return digest(parts)
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits for anything that JSON can say; the order of a mapping does not matter."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]

@@ -1,0 +1,114 @@
+"""A baseline is small, sorted text: it comes back as it was, one cell is one line, and damage is named."""
+
+from __future__ import annotations
+
+import difflib
+
+import msgspec
+import pytest
+
+from portattn.errors import DataError
+from portattn.testing.findings import KernelFacts, Numerics
+from portattn.tools.matrix import baseline
+from portattn.tools.matrix.cells import Footnote, PlanSummary
+from portattn.tools.matrix.diff import compare
+from portattn.tools.matrix.problems import Named, decode, dense
+from portattn.tools.matrix.results import write_data
+
+NOTE = Footnote(id="cuda-0901-one", role="applied", sentence="x", upstream="none")
+
+
+@pytest.fixture
+def cells(cell):
+    second = decode("GQA", dtype="bf16", head_dim=128)
+    spilled = (KernelFacts(function="dense_forward", facts={"spills": 96, "registers": 255}),)
+    return [
+        cell(footnotes=(NOTE,), kernels=spilled, interpreter=Numerics(outcome="pass", where="i")),
+        cell(named=second, target="rocm:gfx942", status="FAIL", level="declared", reason="wrong"),
+        cell(named=second, status="NOT_RUN", level="declared", plan=None),
+        cell(target="ascend:ascend910b2", toolchain="triton-ascend==3.2.0", level="lowering-checked"),
+        cell(level="runs", label="sm_80 code on sm_90", target="cuda:sm_80"),
+        cell(target="cpu:generic", level="declared", plan=PlanSummary(path="sdpa", core_taken=False)),
+    ]
+
+
+def kept(tmp_path, made):
+    path = tmp_path / "baseline.toml"
+    write_data(path, baseline.write(made).encode())
+    return path
+
+
+def test_it_comes_back_as_it_was(tmp_path, cells, seen):
+    made = seen(cells, variables={"TRITON_X": 'a "quoted"\\ value\x7f\n'})
+    back = baseline.read(kept(tmp_path, made))
+    assert (back.set, back.problems, back.date) == (made.set, made.problems, made.date)
+    (was,), (now,) = made.identities.values(), back.identities.values()
+    assert now.variables == was.variables
+    assert (now.id, now.commit, now.host) == (was.id, was.commit, was.host)
+    strip = {"reason": "", "why_not": {}}
+    assert {e.place: e for e in back.entries} == {
+        e.place: msgspec.structs.replace(e, **strip) for e in made.entries
+    }  # fmt: skip
+    diff = compare(back, made)
+    assert (diff.compared, diff.changes) == (len(cells), ())
+    assert compare(made, back).changes == ()
+
+
+def test_the_order_of_cells_does_not_matter(cells, seen):
+    assert baseline.write(seen(cells)) == baseline.write(seen(cells[::-1]))
+
+
+def test_a_change_of_a_cell_is_a_change_of_its_line(cells, seen):
+    before = baseline.write(seen(cells)).splitlines()
+    better = [msgspec.structs.replace(cells[1], status="PASS", level="emulated"), *cells[:1], *cells[2:]]
+    lines = list(difflib.unified_diff(before, baseline.write(seen(better)).splitlines(), n=0, lineterm=""))
+    assert [line[0] for line in lines[3:]] == ["-", "+"]
+    assert cells[1].name in lines[3]
+
+
+def test_cells_of_several_origins_keep_them(tmp_path, cells, seen):
+    made = seen([*cells[:2], msgspec.structs.replace(cells[2], origin="another")])
+    back = baseline.read(kept(tmp_path, made))
+    assert {e.place: e.origin for e in back.entries} == {e.place: e.origin for e in made.entries}
+
+
+def test_names_may_hold_anything(tmp_path, cell, seen):
+    named = Named(name='a "b" \\ [c] = #d, é', problem=dense(dtype="fp16", head_dim=64).problem)
+    made = seen([cell(named=named)])
+    assert [e.name for e in baseline.read(kept(tmp_path, made)).entries] == [named.name]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("schema = 1", "schema = 9", r"baseline.toml:3: schema version 9; this portattn reads version 1"),
+        ("schema = 1", "", "no baseline"),
+        ("cells = 6", "cells = 7", r"baseline.toml:\d+: has 6 cells, and says 7"),
+        ('set = "quick"', 'set = "quick"\n<<<<<<< HEAD', r"baseline.toml:5: not TOML"),
+        ('level = "runs"', 'level = "ran"', r"baseline.toml:\d+: .*ran"),
+        ('level = "runs"', 'level = "runs", colour = "x"', r"unknown key `colour`"),
+        ('op = "attention"', 'op = "attending"', "no operation is called 'attending'"),
+        ('[columns."ascend:ascend910b2 with', '[columns."ascend:ascend910b2 and', r":\d+: .*is not `target with"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_with_its_line(tmp_path, cells, seen, old, new, complaint):
+    path = kept(tmp_path, seen(cells))
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(DataError, match=complaint):
+        baseline.read(path)
+
+
+def test_a_file_that_was_cut_off_anywhere_is_never_read_as_whole(tmp_path, cells, seen):
+    path = kept(tmp_path, seen(cells))
+    data = path.read_bytes()
+    for end in range(0, len(data) - 2, 7):
+        path.write_bytes(data[:end])
+        with pytest.raises(DataError):
+            baseline.read(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        baseline.read(tmp_path / "no.toml")

@@ -1,0 +1,101 @@
+"""Runs of several machines made one: nothing is lost, nothing counts twice, and what contradicts is said."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from portattn.errors import ArgumentError
+from portattn.tools.matrix.merge import merge
+from portattn.tools.matrix.problems import decode
+
+COMMAND = "portattn matrix merge"
+
+
+def merged(*runs):
+    return merge(runs, [f"run {n}" for n, _ in enumerate(runs)], COMMAND)
+
+
+@pytest.fixture
+def other():
+    return decode("GQA", dtype="bf16", head_dim=128)
+
+
+def test_three_machines_make_one_run(run_of, cell, other):
+    runs = [
+        run_of([cell(), cell(named=other)], host="nvidia"),
+        run_of([cell(target="rocm:gfx942"), cell(target="rocm:gfx942", named=other)], host="amd"),
+        run_of([cell(target="cuda:sm_80")], host="old"),
+    ]
+    made = merged(*runs)
+    assert made.conflicts == ()
+    assert [(c.target, c.name) for c in made.cells] == [
+        ("cuda:sm_90", cell().name), ("cuda:sm_90", other.name), ("cuda:sm_80", cell().name),
+        ("rocm:gfx942", cell().name), ("rocm:gfx942", other.name),
+    ]  # fmt: skip
+    assert [c.index for c in made.cells] == [0, 1, 2, 3, 4]
+    assert made.run.cells == tuple(c.id for c in made.cells)
+    hosts = {identity.id: identity.host.name for identity in made.run.identities}
+    assert [hosts[c.origin] for c in made.cells] == ["nvidia", "nvidia", "old", "amd", "amd"]
+    assert not any(c.others for c in made.cells)
+
+
+def test_the_higher_evidence_stands_and_the_other_is_kept(run_of, cell):
+    low, high = run_of([cell(key="a")], host="laptop"), run_of([cell(level="runs", key="b")], host="chip")
+    for pair in ((low, high), (high, low)):
+        made = merged(*pair)
+        (one,) = made.cells
+        assert (one.level, [o.level for o in one.others]) == ("runs", ["compiles"])
+        assert {i.id for i in made.run.identities} == {one.origin, one.others[0].origin}
+        assert made.conflicts == ()
+
+
+def test_a_red_cell_is_not_taken_back_by_another_machine(run_of, cell):
+    red = run_of([cell(status="FAIL", level="declared", reason="wrong", key="a")], host="chip")
+    made = merged(run_of([cell(level="emulated", key="b")], host="laptop"), red)
+    assert made.cells[0].status == "FAIL"
+    assert made.cells[0].others[0].level == "emulated"
+
+
+def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell):
+    one = run_of([cell(key="same", level="emulated")], host="a")
+    two = run_of([cell(key="same", status="NOTE", level="declared", reason="spills")], host="b")
+    made = merged(one, two)
+    (conflict,) = made.conflicts
+    expected = "emulated, path triton on a (Linux x86_64), but NOTE, path triton on b (Linux x86_64)"
+    assert conflict.text == f"{expected}, under the same conditions"
+    assert made.cells[0].conflict == conflict.text
+    assert merged(one, run_of([cell(key="other", status="NOTE", level="declared")], host="b")).conflicts == ()
+    assert merged(one, run_of([cell(key="same", level="emulated", seconds=9.0)], host="b")).conflicts == ()
+
+
+def test_merging_again_changes_nothing_and_counts_nothing_twice(run_of, cell):
+    one, two = run_of([cell(key="a")], host="a"), run_of([cell(key="b", level="runs")], host="b")
+    once = merged(one, two)
+    twice = merged((once.run, once.cells), one, two)
+    assert twice.cells == once.cells
+    assert [i.id for i in twice.run.identities] == [i.id for i in once.run.identities]
+
+
+def test_a_cell_that_nobody_finished_is_missing_in_the_merged_run(run_of, cell, other):
+    made, cells = run_of([cell(), cell(named=other)])
+    done = merged((made, cells[:1]), run_of([cell(target="rocm:gfx942")], host="amd"))
+    assert len(done.run.cells) == 3
+    assert [c.target for c in done.cells] == ["cuda:sm_90", "rocm:gfx942"]
+    assert done.run.cells[-1] == cells[1].id
+
+
+def test_runs_of_other_code_are_refused_where_both_depend_on_it(run_of, cell):
+    one = run_of([cell()])
+    for part in ("kernels", "code", "quirks/any", "quirks/cuda"):
+        with pytest.raises(ArgumentError, match=rf"run 1.*its {part} \(new\) are not those of run 0"):
+            merged(one, run_of([cell(level="runs")], digests={part: "new"}))
+    assert merged(one, run_of([cell()], digests={"quirks/rocm": "new"})).cells, "no cell of either depends on it"
+    rocm = run_of([cell(target="rocm:gfx942")], digests={"quirks/rocm": "new"})
+    assert len(merged(one, rocm).cells) == 2
+
+
+def test_a_run_that_does_not_say_where_it_comes_from_is_refused(run_of, cell):
+    made, cells = run_of([cell()])
+    with pytest.raises(ArgumentError, match="does not say what its cells depend on"):
+        merged((msgspec.structs.replace(made, identities=()), cells))

@@ -1,0 +1,146 @@
+"""Whether a run is all right: what is red by itself, what --fail-on adds, and what is excused."""
+
+from __future__ import annotations
+
+import datetime
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from portattn.errors import ArgumentError
+from portattn.testing.findings import Numerics
+from portattn.tools.matrix import junit
+from portattn.tools.matrix.diff import compare
+from portattn.tools.matrix.expected import Expected
+from portattn.tools.matrix.history import history
+from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, of_run, words
+
+TODAY = datetime.date(2026, 11, 23)
+EXPECTED = Expected(
+    target="cuda:sm_80", problem="*", signature="refused", reason="known", owner="kernels", line=1,
+    expires=datetime.date(2026, 11, 30),
+)  # fmt: skip
+
+
+@pytest.fixture
+def cells(cell):
+    refused = cell(target="cuda:sm_80", status="ERROR", level="declared", reason="refused", log="\x1b[31mred\x00</a>")
+    spilled = cell(target="cuda:sm_89", status="NOTE", level="declared", reason="96 bytes spilled")
+    absent = cell(target="cuda:sm_100", status="NOT_RUN", level="declared", reason="not compiled here")
+    return [msgspec.structs.replace(c, index=i) for i, c in enumerate([cell(), refused, spilled, absent])]
+
+
+def kinds(verdict):
+    return sorted(finding.kind for finding in verdict.findings)
+
+
+def test_red_cells_are_red_and_the_rest_where_it_is_asked_for(run_of, cells):
+    made, cells = run_of(cells)
+    assert kinds(of_run(made, cells)) == ["red"]
+    assert kinds(of_run(made, cells, fail_on={"note"})) == ["note", "red"]
+    assert kinds(of_run(made, cells, fail_on={"not_run"})) == ["not_run", "red"]
+    assert str(of_run(made, cells).findings[0]).endswith("ERROR: refused")
+    assert of_run(made, cells, fail_on={"note"}).findings[0].text == "96 bytes spilled"
+
+
+def test_expected_failures_excuse_their_cells_and_their_lost_level(run_of, cells, seen, cell):
+    made, cells = run_of(cells)
+    passed = Numerics(outcome="pass", where="interpreter")
+    changes = compare(seen([cell(target="cuda:sm_80", interpreter=passed)]), seen(cells))
+    assert kinds(of_run(made, cells, changes=changes, today=TODAY)) == ["interpreter", "level", "red"]
+    verdict = of_run(made, cells, expected=[EXPECTED], changes=changes, today=TODAY)
+    assert kinds(verdict) == []
+    assert list(verdict.expected) == [cells[1].id]
+    late = of_run(made, cells, expected=[EXPECTED], changes=changes, today=datetime.date(2026, 12, 1))
+    assert kinds(late) == ["expired", "interpreter", "level"]
+    # Without a day it is today's: the entry's day is over long before this test is read, or the clock is wrong.
+    old = msgspec.structs.replace(EXPECTED, expires=datetime.date(2026, 1, 1))
+    assert kinds(of_run(made, cells, expected=[old])) == ["expired"]
+
+
+def test_an_entry_that_is_idle_is_a_note(run_of, cells):
+    made, cells = run_of(cells)
+    verdict = of_run(made, cells[:1], expected=[EXPECTED], today=TODAY, whole=False)
+    assert verdict.findings == ()
+    assert verdict.notes == ("the expected failure at line 1 is about no cell of this run",)
+
+
+def test_losses_are_red_and_other_changes_where_it_is_asked_for(run_of, cell, seen):
+    made, cells = run_of([cell(), cell(target="rocm:gfx942")])
+    old = seen([cell(level="runs"), cell(target="cuda:sm_80")])
+    changes = compare(old, seen(cells))
+    assert kinds(of_run(made, cells, changes=changes)) == ["gone", "level"]
+    assert kinds(of_run(made, cells, changes=changes, fail_on={"new"})) == ["gone", "level", "new"]
+    level = next(f for f in of_run(made, cells, changes=changes).findings if f.kind == "level")
+    assert level.text == "runs → compiles"
+    spilled = [msgspec.structs.replace(cells[0], status="NOTE", level="declared", reason="96 bytes spilled"), cells[1]]
+    (lost,) = (f for f in of_run(made, spilled, changes=compare(seen(cells), seen(spilled))).findings)
+    assert lost.text == "compiles → NOTE: 96 bytes spilled"
+    assert level.causes == ("nothing that is recorded differs: the same code, data and compilers gave another result",)
+
+
+def test_cells_that_are_missing_are_red_in_a_finished_run(run_of, cell):
+    made, cells = run_of([cell(), cell(target="rocm:gfx942")])
+    assert kinds(of_run(made, cells[:1])) == ["interrupted"]
+    assert kinds(of_run(made, cells[:1], whole=False)) == []
+
+
+def test_words_of_fail_on():
+    assert words(["note,NOT-RUN", " red "], "matrix run", FAIL_ON) == {"note", "not_run", "red"}
+    with pytest.raises(ArgumentError, match=r"--fail-on is 'nott', but must be one of note, not_run, red"):
+        words(["nott"], "matrix report", STATUSES)
+
+
+def test_junit_is_xml_whatever_a_compiler_printed(run_of, cells, seen, cell):
+    made, cells = run_of(cells)
+    changes = compare(seen([cell(level="runs"), cell(target="rocm:gfx942")]), seen(cells))
+    verdict = of_run(made, cells, changes=changes, fail_on={"note"})
+    root = ElementTree.fromstring(junit.render(made, cells, verdict))
+    cases = {case.get("classname"): case for case in root.iter("testcase")}
+    assert {name: [child.tag for child in case if child.tag != "system-out"] for name, case in cases.items()} == {
+        "cuda:sm_90 triton==3.6.0": ["failure"],
+        "cuda:sm_80 triton==3.6.0": ["error"],
+        "cuda:sm_89 triton==3.6.0": ["failure"],
+        "cuda:sm_100 triton==3.6.0": ["skipped"],
+        "rocm:gfx942 triton==3.6.0": ["failure"],
+    }
+    assert {name: root.get(name) for name in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "5", "failures": "3", "errors": "1", "skipped": "1",
+    }  # fmt: skip
+    text = cases["cuda:sm_80 triton==3.6.0"].find("error").text
+    assert "\N{REPLACEMENT CHARACTER}[31mred" in text
+    assert "</a>" in text
+    assert "cause: " in cases["cuda:sm_90 triton==3.6.0"].find("failure").text
+    properties = {p.get("name"): p.get("value") for p in root.iter("property")}
+    assert properties["commit.0"] == "1111111111"
+    expected = of_run(made, cells, expected=[EXPECTED], today=TODAY)
+    root = ElementTree.fromstring(junit.render(made, cells, expected))
+    assert "expected to fail until 2026-11-30" in next(root.iter("skipped")).get("message")
+
+
+def test_junit_of_a_run_that_is_not_whole(run_of, cell):
+    made, cells = run_of([cell(), cell(target="rocm:gfx942")])
+    root = ElementTree.fromstring(junit.render(made, cells[:1], of_run(made, cells[:1])))
+    (case,) = (case for case in root.iter("testcase") if case.get("classname") == junit.WHOLE)
+    assert "interrupted" in case.find("failure").get("message")
+
+
+def test_a_history_is_in_the_order_of_dates_and_names_what_changed(cell, seen):
+    was = seen([cell(), cell(target="rocm:gfx942")], shown="monday", day=1, host="a")
+    bump = seen([cell(toolchain="triton==3.9.0", status="NOTE", level="declared")], shown="tuesday", day=2, host="b")
+    back = seen([cell(toolchain="triton==3.9.0")], shown="friday", day=5, commit="2" * 40)
+    lines = history([back, was, bump], "cuda:sm_90 dense*")
+    assert [(one.run, one.word) for one in lines] == [
+        ("monday", "compiles"),
+        ("tuesday", "NOTE"),
+        ("friday", "compiles"),
+    ]
+    assert [one.changed for one in lines] == [{}, {"level": "compiles → NOTE"}, {"won": "NOTE → compiles"}]
+    assert [one.lost for one in lines] == [False, True, False]
+    assert lines[1].causes[0] == "toolchain triton==3.6.0 → triton==3.9.0"
+    assert [one.host for one in lines] == ["a (Linux x86_64)", "b (Linux x86_64)", "Linux x86_64"]
+    assert lines[2].commit == "2" * 10
+    assert {one.target for one in history([was], "dense*")} == {"cuda:sm_90", "rocm:gfx942"}
+    assert [one.target for one in history([was], "* triton==3.6.0 *")] == ["cuda:sm_90", "rocm:gfx942"]
+    assert history([was], "decode*") == []
