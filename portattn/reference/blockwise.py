@@ -1,7 +1,7 @@
 """The reference path: attention in plain torch, key block by key block, so that memory grows with S and not S².
 
 Runs every op and feature on every device torch runs on, never waits for an accelerator to read a length back, and is
-differentiable by autograd. Independent of the kernels.
+differentiable by autograd, twice and more often too. Independent of the kernels.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import math
 
 import torch
 
-from portattn.reference.extents import Extent, Reach, key_extent, query_extent, reach
-from portattn.reference.keyblocks import KeyBlock, block_size, key_blocks, key_heads, key_places
-from portattn.reference.rowblocks import Results, RowBlock, load_rows
+from portattn.reference import recomputed
+from portattn.reference.extents import Reach
+from portattn.reference.keyblocks import key_heads
+from portattn.reference.rowblocks import Results, RowBlock, Statistics
 from portattn.reference.scoreterms import has_terms, with_terms
+from portattn.reference.tiles import Tiling, kept
 from portattn.schema.call import TENSORS, Call
 
 # Scores held at a time: rows × keys × heads × batch elements of float32. 2**24 of them are 64 MiB; on a CPU fewer are
@@ -21,7 +23,6 @@ from portattn.schema.call import TENSORS, Call
 SCORE_ELEMENTS = 2**24
 CPU_SCORE_ELEMENTS = 2**21
 KEY_BLOCK = 512
-LOWEST = torch.finfo(torch.float32).min
 
 
 def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -29,49 +30,62 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
     Products run in float32 (on a CPU, where half-precision products are slow and less exact, and elsewhere too). Key
     blocks that no row of a row block can see, by causal mask, window and lengths, are not visited; of lengths on an
-    accelerator that is not known. With gradients, autograd keeps every block's probabilities: memory then grows with
-    S².
+    accelerator that is not known. A call in float64, which only a Call made by hand can be, is computed in float64.
+
+    Gradients are computed block by block too, from each row's largest score and sum (recomputed.py), so memory grows
+    with S in training as well. Autograd records every step instead, and keeps every block's probabilities, where more
+    than that is wanted of it: second derivatives, transforms of torch.func, and dropout without a seed.
     """
-    p = call.problem
+    if not call.problem.needs_grad:
+        out, lse = _forward(call)
+    elif recomputed.is_possible(call):
+        out, lse = recomputed.run(call, recomputed.Steps(tiling_of, _forward, _recorded))
+    else:
+        out, lse = _recorded(call)
+    return out, lse if call.problem.return_lse else None
+
+
+def tiling_of(call: Call) -> Tiling:
     elements = SCORE_ELEMENTS if call.q.device.type != "cpu" else min(SCORE_ELEMENTS, CPU_SCORE_ELEMENTS)
-    q_extent, k_extent = query_extent(call), key_extent(call)
-    places = key_places(call, k_extent)
-    size = block_size(call, KEY_BLOCK, elements)
-    # Padded rows are results as well; of packed sequences only those that exist are.
-    longest = q_extent.longest(p.seq_q) if p.packed else p.seq_q
-    if p.batch == 0 or call.q.shape[2] == 0:
-        longest = 0
-    count = max(elements // max(p.batch * p.heads_q * min(size, places or 1), 1), 1)
-    if p.causal != "none" or p.window:
-        count = min(count, KEY_BLOCK)  # the more rows, the more keys that only some of them see
-    results, visited = Results(call), False
-    for start in range(0, longest, count):
-        rows = load_rows(call, q_extent, start, min(start + count, longest))
-        seen = reach(call, q_extent, k_extent, rows.start, rows.stop, places)
-        visited = visited or seen.begin < seen.end
-        results.add(rows, *_attend(call, rows, q_extent, k_extent, seen, size))
-    out, lse = results.finish()
-    if p.needs_grad and not visited:
+    return Tiling(call, KEY_BLOCK, elements, rows=KEY_BLOCK)
+
+
+def _recorded(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE of steps that autograd follows."""
+    out, lse = _forward(call)
+    if not any(seen.begin < seen.end for _, seen in tiling_of(call).row_blocks()):
         # No product has seen the inputs: sums over nothing make the zeros part of the graph, as SDPA's are.
         for tensor in (getattr(call, name) for name in TENSORS):
             if tensor is not None and tensor.is_floating_point():
                 out = out + tensor[..., :0].sum()
-    return out, lse if p.return_lse else None
+    return out, lse
+
+
+def _forward(call: Call, statistics: Statistics | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE.
+
+    statistics  where each row's largest score, sum and output go
+    """
+    tiling, results = tiling_of(call), Results(call)
+    for rows, seen in tiling.row_blocks():
+        out, row_max, row_sum, some = _attend(tiling, rows, seen)
+        lse = torch.where(some, row_max + torch.log(row_sum.masked_fill(~some, 1.0)), float("-inf"))[..., 0]
+        if statistics is not None:
+            statistics.put(rows, row_max, row_sum, out)
+        results.add(rows, out.to(call.q.dtype), lse)
+    return results.finish()
 
 
 def _attend(
-    call: Call, rows: RowBlock, q_extent: Extent, k_extent: Extent, seen: Reach, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One block of query rows: (B,Hq,rows,Dv) in q's dtype and their LSE (B,Hq,rows) float32."""
-    p = call.problem
+    tiling: Tiling, rows: RowBlock, seen: Reach
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One block of query rows: its output (B,Hq,rows,Dv); the largest score and the sum of exp(score - largest) of each
+    row, and whether it has attended anything, (B,Hq,rows,1). In the dtype that is computed with."""
+    call, p = tiling.call, tiling.call.problem
     count, heads = rows.stop - rows.start, key_heads(call)
     shape = (p.batch, p.heads_q, count)
     # (B·H, group·rows, D): one product for all query heads that share keys.
     q = rows.q.reshape(p.batch * heads, -1, p.head_dim)
-    # Where each query stands among the keys: (B, 1, rows, 1).
-    shift = k_extent.first - q_extent.first if p.causal == "top_left" else k_extent.end - q_extent.end
-    at = (rows.position + shift[:, None])[:, None, :, None]
-
     acc = q.new_zeros(p.batch * heads, q.shape[1], p.head_dim_v)
     row_max = q.new_full((*shape, 1), float("-inf"))
     row_sum = q.new_zeros(*shape, 1)
@@ -81,49 +95,35 @@ def _attend(
         return None if p.needs_grad else tensor
 
     if call.sinks is not None:  # a score that has been seen already, and that brought no value
-        sinks = call.sinks.float()[None, :, None, None].expand(*shape, 1)
+        sinks = call.sinks.to(tiling.dtype)[None, :, None, None].expand(*shape, 1)
         row_max = sinks.detach()
         row_sum = torch.exp(sinks - row_max.masked_fill(row_max == float("-inf"), 0.0))
-    scored = has_terms(call)
-    scores_of = _Products(q, 1.0 if scored else call.scale, min(size, max(seen.end, 1)), p.needs_grad)
-    for keys in key_blocks(call, k_extent, size, seen.begin, seen.end):
-        k, v = keys.k.float(), keys.v.float()
-        open_to_all = seen.all_begin <= keys.start and keys.stop <= seen.all_end
-        bias = distance = keep = None
-        if call.bias is not None:
-            bias = call.bias[:, :, rows.start : rows.stop, keys.start : keys.stop].float()
-        if call.alibi_slopes is not None or not open_to_all:
-            distance = at - keys.position[:, :, None]  # (B, 1 or Hq, rows, keys)
-        if not open_to_all or bias is not None or call.mask is not None:
-            keep = _keep(call, rows, keys, distance, bias)
-            # What no row attends can hold NaN, and 0·NaN is NaN in the output as well as in gradients.
-            unused = ~keep.any(dim=2)  # (B, 1 or Hq, keys)
-            if unused.shape[1] != 1:
-                unused = unused.reshape(p.batch, heads, -1, keys.stop - keys.start).all(dim=2)
-            if unused.device.type != "cpu" or unused.any():
-                k, v = k.masked_fill(unused[..., None], 0.0), v.masked_fill(unused[..., None], 0.0)
-        scores = scores_of(k).view(*shape, -1)
+    scored, lowest = has_terms(call), torch.finfo(tiling.dtype).min
+    scores_of = _Products(q, 1.0 if scored else call.scale, min(tiling.size, max(seen.end, 1)), p.needs_grad)
+    for tile in tiling.tiles(rows, seen):
+        scores = scores_of(tile.k).view(*shape, -1)
         if scored:
-            scores = with_terms(call, rows, keys, k, scores, distance, bias)
-        if keep is not None:
-            scores = scores.masked_fill(~keep, float("-inf"))
+            scores = with_terms(call, rows, tile.keys, tile.k, scores, tile.distance, tile.bias)
+        if tile.keep is not None:
+            scores = scores.masked_fill(~tile.keep, float("-inf"))
         new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True)).detach()
-        base = new_max.clamp(min=LOWEST)  # of rows that have seen nothing, whose maximum is -inf
+        base = new_max.clamp(min=lowest)  # of rows that have seen nothing, whose maximum is -inf
         probabilities = torch.sub(scores, base, out=free(scores))
         probabilities = torch.exp(probabilities, out=free(probabilities))
         correction = torch.exp(row_max - base)
         row_sum = row_sum * correction + probabilities.sum(dim=-1, keepdim=True)
-        if call.dropout_p:
+        if call.dropout_p and call.dropout_seed is not None:
+            probabilities = probabilities.masked_fill(~kept(call, rows, tile.keys), 0.0) / (1.0 - call.dropout_p)
+        elif call.dropout_p:
             probabilities = torch.nn.functional.dropout(probabilities, call.dropout_p)
         acc = torch.mul(acc, correction.view(*acc.shape[:2], 1), out=free(acc))
-        acc = torch.baddbmm(acc, probabilities.view(*acc.shape[:2], -1), v.flatten(0, 1), out=free(acc))
+        flat = probabilities.view(*acc.shape[:2], -1)
+        acc = torch.baddbmm(acc, flat, tile.v.flatten(0, 1), out=free(acc))
         row_max = new_max
 
     acc = acc.view(*shape, -1)
     some = (row_sum != 0) & rows.inside[:, None, :, None]  # NaN included: what was attended must stay visible
-    out = torch.where(some, acc / row_sum.masked_fill(~some, 1.0), 0.0)
-    lse = torch.where(some, row_max + torch.log(row_sum.masked_fill(~some, 1.0)), float("-inf"))
-    return out.to(call.q.dtype), lse[..., 0]
+    return torch.where(some, acc / row_sum.masked_fill(~some, 1.0), 0.0), row_max, row_sum, some
 
 
 class _Products:
@@ -143,26 +143,3 @@ class _Products:
         shape = (*self.q.shape[:2], across.shape[2])
         into = self.memory.view(-1)[: math.prod(shape)].view(shape)
         return torch.baddbmm(into, self.q, across, beta=0.0, alpha=self.scale, out=into)
-
-
-def _keep(
-    call: Call, rows: RowBlock, keys: KeyBlock, distance: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Which keys each row attends: bool (B, 1 or Hq, rows, keys).
-
-    distance  the query's position less the key's; None where lengths, causal mask and window hide nothing
-    """
-    p = call.problem
-    keep = rows.inside[:, None, :, None] & keys.valid[:, :, None]
-    if distance is not None:
-        if p.causal != "none":
-            keep = keep & (distance >= 0)
-        if p.window_left >= 0:
-            keep = keep & (distance <= p.window_left)
-        if p.window_right >= 0:
-            keep = keep & (distance >= -p.window_right)
-    if call.mask is not None:
-        keep = keep & call.mask[:, :, rows.start : rows.stop, keys.start : keys.stop]
-    if bias is not None:
-        keep = keep & (bias != float("-inf"))
-    return keep

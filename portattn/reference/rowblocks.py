@@ -14,7 +14,7 @@ from portattn.schema.call import Call
 class RowBlock:
     """Rows [start, stop) of every sequence.
 
-    q         (B, Hq, n, D) float32, 0 outside the sequences, whose padding can hold NaN
+    q         (B, Hq, n, D) in the dtype that is computed with, 0 outside the sequences, whose padding can hold NaN
     position  (1, n) int64
     inside    (B, n) bool: the row belongs to its sequence
     storage   (B, n) int64, packed queries only: the row of the packed tensor, and for rows of no sequence the one
@@ -27,6 +27,11 @@ class RowBlock:
     position: torch.Tensor
     inside: torch.Tensor
     storage: torch.Tensor | None
+
+
+def compute_dtype(call: Call) -> torch.dtype:
+    """What products are computed in."""
+    return torch.float64 if call.q.dtype is torch.float64 else torch.float32
 
 
 def load_rows(call: Call, extent: Extent, start: int, stop: int) -> RowBlock:
@@ -42,7 +47,8 @@ def load_rows(call: Call, extent: Extent, start: int, stop: int) -> RowBlock:
         parts = [part[0][:, rows.clamp(max=total - 1)].transpose(0, 1) for part in parts]
     else:
         parts = [part[:, :, start:stop] for part in parts]
-    q = torch.cat([part.float() for part in parts], dim=-1) if len(parts) > 1 else parts[0].float()
+    parts = [part.to(compute_dtype(call)) for part in parts]
+    q = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     return RowBlock(start, stop, q.masked_fill(~inside[:, None, :, None], 0.0), i, inside, storage)
 
 
@@ -61,9 +67,9 @@ class Results:
         rows = p.query_rows[1] + p.packed  # packed: one row more, for what is thrown away
         if p.packed:
             self.out = call.empty(rows, p.heads_q, p.head_dim_v).zero_()
-            self.lse = call.empty(rows, p.heads_q, dtype=torch.float32).fill_(float("-inf"))
+            self.lse = call.empty(rows, p.heads_q, dtype=compute_dtype(call)).fill_(float("-inf"))
         else:
-            self.out, self.lse = torch.zeros_like(call.new_out()), call.new_lse()
+            self.out, self.lse = torch.zeros_like(call.new_out()), call.new_lse().to(compute_dtype(call))
 
     def add(self, rows: RowBlock, out: torch.Tensor, lse: torch.Tensor) -> None:
         """out (B, Hq, n, Dv) and lse (B, Hq, n) of a block."""
@@ -95,3 +101,68 @@ class Results:
 def _by_row(values: torch.Tensor) -> torch.Tensor:
     """(B, Hq, n, …) as (B·n, Hq, …)."""
     return values.transpose(1, 2).flatten(0, 1)
+
+
+class RowTensor:
+    """A tensor (B, Hq, Sq, X), or of packed rows (1, Hq, Tq + 1, X), of which row blocks are taken and put.
+
+    The last row of packed ones stands for those that belong to no sequence; what it holds is never used.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def zeros(cls, call: Call, width: int) -> RowTensor:
+        """In the dtype that is computed with."""
+        p = call.problem
+        batch, count = p.query_rows
+        return cls(call.empty(batch, p.heads_q, count + p.packed, width, dtype=compute_dtype(call)).zero_())
+
+    @classmethod
+    def of(cls, call: Call, values: torch.Tensor) -> RowTensor:
+        """Of values laid out as the call's queries are, (B, Hq, Sq, X) or (1, Hq, Tq, X)."""
+        values = values.to(compute_dtype(call))
+        return cls(torch.nn.functional.pad(values, (0, 0, 0, 1)) if call.problem.packed else values)
+
+    def take(self, rows: RowBlock) -> torch.Tensor:
+        """(B, Hq, n, X)."""
+        if rows.storage is None:
+            return self.values[:, :, rows.start : rows.stop]
+        return self.values[0][:, rows.storage].transpose(0, 1)
+
+    def put(self, rows: RowBlock, values: torch.Tensor) -> None:
+        """values (B, Hq, n, X) of a block."""
+        if rows.storage is None:
+            self.values[:, :, rows.start : rows.stop] = values
+        else:
+            self.values[0].index_copy_(1, rows.storage.flatten(), values.transpose(0, 1).flatten(1, 2))
+
+    def whole(self, call: Call) -> torch.Tensor:
+        """(B, Hq, Sq, X) or (1, Hq, Tq, X)."""
+        return self.values[:, :, : call.q.shape[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the forward pass leaves of each row: its largest score, the sum of exp(score − largest), which is 0 where
+    nothing is attended, and its output. In the dtype that is computed with.
+
+    out  None where the call's output is in that dtype
+    """
+
+    largest: RowTensor
+    sum: RowTensor
+    out: RowTensor | None
+
+    @classmethod
+    def empty(cls, call: Call) -> Statistics:
+        rounded = call.q.dtype is not compute_dtype(call)
+        out = RowTensor.zeros(call, call.problem.head_dim_v) if rounded else None
+        return cls(RowTensor.zeros(call, 1), RowTensor.zeros(call, 1), out)
+
+    def put(self, rows: RowBlock, largest: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> None:
+        """(B, Hq, n, 1), (B, Hq, n, 1), (B, Hq, n, Dv) of a block."""
+        for where, values in ((self.largest, largest), (self.sum, total), (self.out, out)):
+            if where is not None:
+                where.put(rows, values)

@@ -31,9 +31,10 @@ def with_terms(
     distance: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scores (B, Hq, rows, keys) float32 of the products Q·Kᵀ of the same shape, in the order that the docs give.
+    """Scores (B, Hq, rows, keys) of the products Q·Kᵀ of the same shape, in their dtype and in the order
+    that the docs give.
 
-    k         (B, H, keys, D) float32, the keys of the products
+    k         (B, H, keys, D), the keys of the products
     distance  (B, 1 or Hq, rows, keys) int64, the query's position less the key's, where there is ALiBi
     bias      (B, Hq, rows, keys), where there is one
     """
@@ -42,13 +43,13 @@ def with_terms(
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
         assert distance is not None
-        scores = scores - call.alibi_slopes.float()[:, :, None, None] * distance.abs()
+        scores = scores - call.alibi_slopes.to(scores.dtype)[:, :, None, None] * distance.abs()
     if bias is not None:
         scores = scores + bias
     if call.log_weights is not None:
-        scores = scores + call.log_weights[:, :, None, keys.start : keys.stop].float()
+        scores = scores + call.log_weights[:, :, None, keys.start : keys.stop].to(scores.dtype)
     if (hashing := call.hashing()) is not None:
-        bits, tables = (t.float()[None, :, None, None] for t in hashing)
+        bits, tables = (t.to(scores.dtype)[None, :, None, None] for t in hashing)
         norms = rows.q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[:, :, None]  # (B, Hq, rows, keys)
         # Of a vector of zeros every direction is as good; it counts as orthogonal.
         cosine = products / norms.clamp(min=torch.finfo(torch.float32).tiny)

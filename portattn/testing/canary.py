@@ -7,7 +7,6 @@ They run in a child process, so that a kernel which crashes the device's context
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable, PortattnError, warn_caller
 from portattn.planning.core_path import kernel_source_digest
-from portattn.planning.data_files import Seen, load_verified
+from portattn.planning.evidence import canaries_wanted
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.planning.variant_path import source_digest
@@ -56,29 +55,13 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
 }
 
 
-_seen = functools.lru_cache(maxsize=16)(load_verified)
-
-
-def seen_to_run(target: Target) -> Seen | None:
-    """The evidence that the kernels are right on this arch with this toolchain; None where there is none."""
-    for seen in _seen(Registry.load().backends[target.backend].folder):
-        if target.arch.name in seen.arch and str(target.toolchain) == seen.toolchain:
-            return seen
-    return None
-
-
-def wanted(target: Target, settings: Settings) -> bool:
-    """Whether a family must have passed its canaries before it runs here."""
-    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target) is None)
-
-
 def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
     """None when the plan's kernel family may run here; otherwise the negative CompileRecord that quarantines it.
 
     The set is run on this device when nobody has on this target and toolchain; that takes a child process some
     seconds, once.
     """
-    if not wanted(target, settings):
+    if not canaries_wanted(target, settings):
         return None
     records = store(settings)
     key = key_of(family(made), target)
@@ -92,7 +75,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
 
 def known_failure(made: Plan, target: Target, settings: Settings) -> CompileRecord | None:
     """The record that quarantines the plan's kernel family here, if there is one. Nothing is run."""
-    if not made.key or not wanted(target, settings):
+    if not made.key or not canaries_wanted(target, settings):
         return None
     found = store(settings).get(key_of(family(made), target), settings.compile_seconds)
     return found if found is not None and not found.passed else None
@@ -119,8 +102,12 @@ def key_of(kernel: str, target: Target) -> str:
 
 
 def run(made: Plan, target: Target, settings: Settings, records: CompileStore, device: torch.device) -> CompileRecord:
-    """Run the set of the plan's family on a device of this machine, and keep the record."""
-    worst, ran, kernel = 0.0, 0, family(made)
+    """Run the set of the plan's family on a device of this machine, and keep the record.
+
+    Where no case says anything (no room on the device, a killed child), the next process tries again. Until then the
+    core goes on, since what follows it is slower or absent; a variant does not, since the core follows it.
+    """
+    worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
     with Worker(runs="kernels") as worker:
         for problem in cases(made):
             case = planned(problem, target, settings, made.path)
@@ -141,6 +128,7 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
                     )
                 )  # fmt: skip
             if cause:
+                silent = cause
                 warn_caller(f"canary of {kernel} on {target}: inconclusive: {cause}")
                 continue
             ran += 1
@@ -148,9 +136,11 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     if ran:
         passed = _record(kernel, target, passed=True, level="runs", error=worst)
         records.put(passed)
-    else:  # no evidence: this process goes on, the next one tries again
-        passed = _record(kernel, target, passed=True, level="declared")
-        records.remember(passed)
+    else:
+        core = variant_of(made) is None
+        reason = "" if core else f"no canary of it could say whether it is right here: {silent}"
+        passed = _record(kernel, target, passed=core, level="declared", reason=reason)
+        records.remember(passed, passing=False)
     return passed
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from portattn.reference.dropout import keep_mask
 from portattn.reference.magicpig import log_sampling_probability
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES, of_kinds
@@ -73,6 +74,21 @@ class DenseView:
         grouped = q.reshape(b, k.shape[1], heads // k.shape[1] * rows, width)
         return (grouped @ k.transpose(-1, -2)).reshape(b, heads, rows, k.shape[2])
 
+    def dropped(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Probabilities (B, Hq, rows, keys) after dropout: 0, or 1/(1 − p) times as large; as they are without a seed.
+
+        The third word of the counter is b·Hq + h with b the sequence, packed or not, and rows and keys count from the
+        first of the view, which is that of the slot or of the packed sequence.
+        """
+        call, p = self.call, self.call.problem
+        if call.dropout_seed is None:
+            return probabilities
+        device = probabilities.device
+        heads = torch.arange(p.batch * p.heads_q, device=device).view(p.batch, p.heads_q, 1, 1)
+        keys = torch.arange(probabilities.shape[3], device=device)
+        kept = keep_mask(call.dropout_seed, call.dropout_p, heads, self.rows[:, None], keys)
+        return torch.where(kept, probabilities / (1.0 - call.dropout_p), 0.0)
+
     def mixed(self, probabilities: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Probabilities (B, Hq, rows, keys) times values: (B, Hq, rows, Dv)."""
         b, heads, rows, keys = probabilities.shape
@@ -114,6 +130,14 @@ class DenseView:
     def lse(self, scores: torch.Tensor) -> torch.Tensor:
         """LSE (B, Hq, rows) of scores and sinks; -inf in rows of no sequence, whatever the sinks."""
         return torch.logsumexp(self.with_sinks(scores), dim=-1).masked_fill(~self.inside, float("-inf"))
+
+    def by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Values laid out as the call's queries are, (B, Hq, Sq, …) or packed (1, Hq, Tq, …), as (B, Hq, rows, …), 0
+        behind each packed sequence's end: what `restored` undoes."""
+        if self.call.cu_seqlens_q is None:
+            return values[:, :, self.rows]
+        padded = _padded(values.reshape(*values.shape[:3], -1), self.call.cu_seqlens_q, self.call.problem.seq_q)
+        return padded.reshape(*padded.shape[:3], *values.shape[3:])
 
     def restored(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """Values (B, Hq, rows, …) laid out as the call's queries are; `fill` in rows that belong to no sequence."""

@@ -20,7 +20,7 @@ MATRIX_FACTS = ("wgmma", "tcgen05", "mma", "mfma", "wmma")  # keys of the worker
 def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry: Registry) -> tuple[Gate, ...]:
     """Every gate of a core plan's compiled kernels, those that hold included."""
     tuning = registry.tuning(target)
-    entry = tuning.find(plan.kernel, plan.problem.features()) if tuning else None
+    entry = tuning.find(plan.kernel, plan.problem.features(), target.toolchain) if tuning else None
     timed = (
         tuning is not None
         and entry is not None
@@ -31,18 +31,11 @@ def check(plan: Plan, target: Target, kernels: tuple[KernelFacts, ...], registry
     chosen = source.toolchain if source else str(target.toolchain)
     other = "" if chosen == str(target.toolchain) else chosen
     gates = [gate for kernel in kernels for gate in limits(kernel, target.arch, timed, other)]
-    main = next((k for k in kernels if k.function == CORES[plan.problem.op].function), None)
-    if main is not None and wants_matrix(plan, target.arch):
-        names = ", ".join(target.arch.matrix)
-        gates.append(
-            Gate(
-                name="matrix instructions",
-                function=main.function,
-                value=matrix_count(main.facts, target.arch),
-                limit=f"{target.arch.name} has {names}",
-                passed=matrix_count(main.facts, target.arch) > 0,
-            )
-        )
+    for kernel in (k for k in kernels if k.function in CORES[plan.problem.op].functions):
+        if wants_matrix(plan, target.arch):
+            limit = f"{target.arch.name} has {', '.join(target.arch.matrix)}"
+            count = matrix_count(kernel.facts, target.arch)
+            gates.append(gate_of("matrix instructions", kernel, count, limit, count > 0))
     return tuple(gate if gate.passed else _explained(gate, plan, target, registry) for gate in gates)
 
 

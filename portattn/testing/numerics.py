@@ -51,17 +51,18 @@ def interpreter_missing() -> str:
 def scaled(problem: Problem, launch: Launch) -> Problem:
     """The problem with batch, heads and lengths scaled down for the interpreter."""
     group = problem.group if ROWS[problem.op].packs_heads else 1
-    keys = 2 * launch.block_n + RAGGED
+    block_m, block_n = (max(getattr(one, name) for one in launch.kernels()) for name in ("block_m", "block_n"))
+    keys = 2 * block_n + RAGGED
     if launch.splits > 1:
-        keys = max(keys, 3 * launch.block_n + RAGGED)
+        keys = max(keys, 3 * block_n + RAGGED)
     return _scaled(
         problem,
         batch=SMALL_BATCH if problem.padded or problem.packed else 1,
         heads_k=2 if problem.group == 1 else 1,
-        rows=ceil_div(launch.block_m, group) + RAGGED,
+        rows=ceil_div(block_m, group) + RAGGED,
         keys=keys,
         # A window that hides the first tile of the last rows, and no more than that.
-        left=keys - launch.block_n,
+        left=keys - block_n,
     )
 
 
@@ -148,7 +149,7 @@ class Interpreter:
             return Numerics(outcome="not_run", where=where, reason=self.missing)
         fields = request_of(plan, problem, "interpreter", "cpu:generic", "cpu")
         # What only a compiler reads does not change what the interpreter computes.
-        fields["launch"] |= {"num_warps": 1, "num_stages": 1, "options": []}
+        fields["launch"] |= {"num_warps": 1, "num_stages": 1, "rows_warps": 0, "rows_stages": 0, "options": []}
         if "dot_precision" in fields["lowering"]:
             fields["lowering"]["dot_precision"] = "ieee"  # as exact as numpy whatever it is; hf32 it does not know
         if "reads" in fields["lowering"]:

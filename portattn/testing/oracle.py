@@ -13,6 +13,7 @@ __all__ = ["allowed", "oracle"]
 def oracle(call: Call, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """out and LSE of any op, both float64, shaped as Call.new_out and Call.new_lse say.
 
+    With a dropout_seed, what it says is dropped; the LSE knows no dropout. Without one nothing is, whatever dropout_p.
     A row with nothing to attend: 0, and -inf or its sink. Rows of no sequence: 0 and -inf.
 
     rows  compute only these query rows (int64 indices), so that a long problem can be spot-checked; not of packed ones
@@ -27,5 +28,5 @@ def oracle(call: Call, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, 
     rest = torch.logsumexp(view.with_sinks(scores) - base, dim=-1)
     rest = rest.masked_fill(rest == float("-inf"), 0.0)[..., None]
     probabilities = torch.exp(scores - base - rest)
-    out = view.mixed(probabilities, view.v.double())
+    out = view.mixed(view.dropped(probabilities), view.v.double())
     return view.restored(out, 0.0), view.restored(lse, float("-inf"))

@@ -14,6 +14,7 @@ from portattn.schema.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
+DROPPED = 0.1  # share of the probabilities that dropout sets to 0
 MASKED = 0.1  # share of entries that a bias or mask hides
 LARGEST_FULL = 2**24  # elements; a larger bias or mask is the same for all sequences and heads
 SPARE_PAGES = 3  # pages that no sequence owns
@@ -56,6 +57,13 @@ def random_call(
 
     Raises ValueError where the strides do not exist for the problem, or its pages do not make up its capacity.
     """
+    if problem.backward:
+        from portattn.testing.random_gradients import random_gradients  # which computes the forward
+
+        def forward(of: Problem) -> Call:
+            return random_call(of, seed, device=device, scale=scale, strides=strides, extremes=extremes, poison=poison)
+
+        return random_gradients(problem, forward, seed, device)
     generator = torch.Generator().manual_seed(seed)
     if scale is None:
         scale = (-1.0 if problem.negative_scale else 1.0) * problem.head_dim**-0.5
@@ -86,6 +94,9 @@ def random_call(
     call.q_rope = queries[1] if len(queries) > 1 else None
     for name, value in (lengths.given(p) | {"page_table": table} | features).items():
         setattr(call, name, None if value is None else _moved(value, device))
+    if p.dropout:
+        call.dropout_p = DROPPED
+        call.dropout_seed = torch.randint(2**62, (1,), generator=generator).to(device)
     shared = {f"{name}_by_key": _same_for_all_rows(getattr(call, name)) for name in ("bias", "mask")}
     call.problem = msgspec.structs.replace(p, **shared)
     return call

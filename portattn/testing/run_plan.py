@@ -15,18 +15,19 @@ import torch
 from portattn.launch import run_core
 from portattn.launch.variant import run_variant
 from portattn.planning.registry import Registry
-from portattn.reference import blockwise
+from portattn.reference import blockwise, gradients
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
-from portattn.testing.tolerance import judge, nan_filled_memory, random_call
+from portattn.testing.tolerance import nan_filled_memory, random_call
+from portattn.testing.verdict import judge
 from portattn.worker.stages import RUNS
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
-    """Run `path` of `target` on random tensors: {"facts": …} as testing/tolerance.judge says.
+    """Run `path` of `target` on random tensors: {"facts": …} as testing/verdict.judge says.
 
     The request holds problem, path, target and device, for a core path also kernel, lowering and launch, and a seed.
     Outputs and partial results start as NaN, and so does all padding, which no result may depend on. Raises what
@@ -36,7 +37,7 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
     enter(RUNS)
     with nan_filled_memory(), torch.no_grad():
         if request["path"] == "reference":
-            out, lse = blockwise.run(call)
+            out, lse = (gradients if call.problem.backward else blockwise).run(call)
         elif "lowering" in request:
             out, lse = run_core(plan_of(request, target), call, target.arch.cores)
         else:

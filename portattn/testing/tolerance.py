@@ -99,7 +99,7 @@ def same_dtype(
         scores = view.with_terms(scores.float(), exact, q, k)
     scores = scores.masked_fill(~view.keep, float("-inf"))
     probabilities = torch.softmax(view.with_sinks(scores), dim=-1)[..., : scores.shape[3]]
-    probabilities = probabilities.to(q.dtype).masked_fill(~view.some[..., None], 0.0)
+    probabilities = view.dropped(probabilities).to(q.dtype).masked_fill(~view.some[..., None], 0.0)
     if bits is not None:
         probabilities = rounded(probabilities, bits)
     lse = view.lse(view.with_terms(exact * call.scale, exact, q, k))

@@ -53,6 +53,26 @@ def test_blocks_of_any_size_give_the_same_numbers(monkeypatch, causal: str, feat
     assert_right(call, *run(call))
 
 
+@pytest.mark.parametrize(
+    "features",
+    [{}, FEATURES["padded"], {"op": "varlen_attention", "total_q": 40, "total_k": 70}],
+    ids=["dense", "padded", "packed"],
+)
+@pytest.mark.parametrize("blocks", ["one", "several"])
+def test_a_seed_says_what_is_dropped(monkeypatch: pytest.MonkeyPatch, features: dict, blocks: str) -> None:
+    """The same in any blocks, at any time."""
+    call = random_call(problem(causal="bottom_right", **features), seed=2)
+    call.dropout_p, call.dropout_seed = 0.3, torch.tensor([5])
+    if blocks == "several":
+        monkeypatch.setattr(blockwise, "KEY_BLOCK", 8)
+        monkeypatch.setattr(blockwise, "SCORE_ELEMENTS", 8 * 5 * call.problem.batch * call.problem.heads_q)
+    found = run(call)
+    assert_right(call, *found)
+    assert torch.equal(found[0], run(call)[0])
+    call.dropout_seed = torch.tensor([6])
+    assert not torch.allclose(found[0], run(call)[0], atol=1e-3)
+
+
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0, 300.0])
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])
 def test_scales_and_strides(scale: float, strides: str) -> None:

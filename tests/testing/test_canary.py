@@ -16,6 +16,7 @@ from portattn import Target
 from portattn.api import dispatch
 from portattn.compile.store import CompileStore
 from portattn.config import Settings
+from portattn.planning import evidence
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
 from portattn.schema.problem import OPS
@@ -84,7 +85,7 @@ def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -
 
 
 def test_they_run_where_nobody_has_run_the_tests() -> None:
-    seen = canary.seen_to_run(SM_90)
+    seen = evidence.seen_to_run(SM_90)
     assert seen is not None
     assert seen.level == "measured"
     newer = parse_target("cuda:sm_90", "triton==3.9.0")
@@ -94,16 +95,16 @@ def test_they_run_where_nobody_has_run_the_tests() -> None:
         (newer, True),
         (parse_target("cuda:sm_80", "triton==3.6.0"), True),
     ):
-        assert canary.wanted(target, Settings()) is auto
-        assert canary.wanted(target, Settings(canary="always"))
-        assert not canary.wanted(target, Settings(canary="never"))
+        assert evidence.canaries_wanted(target, Settings()) is auto
+        assert evidence.canaries_wanted(target, Settings(canary="always"))
+        assert not evidence.canaries_wanted(target, Settings(canary="never"))
 
 
 def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "verified.toml").write_text('[[seen]]\narch = ["sm_90"]\ntoolchain = "x"\nlevel = "compiles"\n')
     with pytest.raises(portattn.DataError, match=r"verified\.toml"):
-        canary._seen(tmp_path)
-    assert canary._seen(tmp_path / "elsewhere") == ()
+        evidence._seen(tmp_path)
+    assert evidence._seen(tmp_path / "elsewhere") == ()
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -12,6 +12,7 @@ from reference_cases import CASES, OPS, problem
 from scalars import sampled, scalars
 
 from portattn.reference import blockwise
+from portattn.reference.dropout import block_mask
 from portattn.reference.magicpig import log_sampling_probability
 from portattn.reference.scoreterms import log_sampled
 from portattn.schema.call import Call
@@ -284,3 +285,33 @@ def test_some_rows_are_rows_of_the_whole(op: str, feature: str) -> None:
 def test_some_rows_of_packed_queries_are_refused() -> None:
     with pytest.raises(ValueError, match="packed"):
         oracle(random_call(problem("varlen")), rows=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("op", ["dense", "padded", "varlen"])
+def test_dropout_is_that_of_the_mask(op: str) -> None:
+    """With the identity for values the output is what is left of the probabilities."""
+    call = random_call(problem(op, "sinks", head_dim_v=29), seed=4)
+    call.v = torch.eye(29)[None, None].expand(3, 2, 29, 29)
+    if call.cu_seqlens_k is not None:
+        call.v = call.k.new_zeros(1, 2, call.k.shape[2], 29)
+        for first, end in zip(
+            *(part.tolist() for part in (call.cu_seqlens_k[:-1], call.cu_seqlens_k[1:])), strict=True
+        ):
+            call.v[:, :, first:end] = torch.eye(29)[: end - first]
+    whole, lse = oracle(call)
+    call.dropout_p, call.dropout_seed = 0.25, torch.tensor([2**40 + 5])
+    found, found_lse = oracle(call)
+    same, same_lse = same_dtype(call)
+    mask = block_mask(call.dropout_seed, 0.25, 3, 4, range(13), range(29))
+    if call.cu_seqlens_q is not None:
+        rows = torch.zeros(1, 4, call.q.shape[2], 29, dtype=torch.bool)
+        for b, (first, end) in enumerate(
+            zip(call.cu_seqlens_q[:-1].tolist(), call.cu_seqlens_q[1:].tolist(), strict=True)
+        ):
+            rows[0, :, first:end] = mask[b, :, : end - first]
+        mask = rows
+    assert whole[mask].any()
+    assert whole[~mask].any()
+    close((found, found_lse), (whole * mask / 0.75, lse))
+    torch.testing.assert_close(same.double(), found, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(same_lse.double(), lse, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,90 @@
+"""Which probabilities dropout keeps: random numbers of a counter, so that any block of them can be made at any time.
+
+Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), as triton.language.philox and
+curand compute it, in int64 tensors: torch has no product of uint32 with its upper half.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDS = 10
+FACTORS = (0xD2511F53, 0xCD9E8D57)  # of the first and the third counter word
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two key words after every round: the golden ratio, and √3 − 1
+WORD = 0xFFFFFFFF
+# Numbers made at a time on a CPU: 128 KiB a tensor stay in its caches, ten times faster than whole blocks.
+CPU_ELEMENTS = 2**14
+
+
+def philox(seed: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The four output words of Philox4x32-10, each int64 in [0, 2³²).
+
+    seed     int64, whose lower half is the first key word and whose upper half is the second
+    counter  four int64 tensors in [0, 2³²), the counter words; all broadcast
+
+    A word that depends on one counter word alone is computed once for it: the first two rounds of a block cost little.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(ROUNDS):
+        # 64 bits of a product, of which int64 shows the uppermost as a sign.
+        first, third = c0 * FACTORS[0], c2 * FACTORS[1]
+        c0, c1 = (third >> 32).bitwise_and_(WORD) ^ c1 ^ k0, third & WORD
+        c2, c3 = (first >> 32).bitwise_and_(WORD) ^ c3 ^ k1, first & WORD
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def threshold(probability: float) -> int:
+    """The smallest word that is kept: round(p·2³²), from 0 to 2³² (nothing is kept; only where p > 1 − 2⁻³³)."""
+    return round(probability * 2**32)
+
+
+def keep_mask(
+    seed: torch.Tensor,
+    probability: float,
+    batch_heads: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """Which probabilities are kept: bool, in the shape that the three index tensors broadcast to.
+
+    seed         (1,) int64, on the device of the others; it is not read back
+    probability  p, of each to be dropped, in [0, 1); those kept count 1/(1 − p) times
+    batch_heads  int64, b·Hq + h
+    rows, keys   int64: the query's and the key's index in their slots of (B, H, S, D) tensors; of packed tensors
+                 counted from the first row and key of the sequence, which b then counts
+    """
+    shape = torch.broadcast_shapes(batch_heads.shape, rows.shape, keys.shape)
+    if keys.device.type == "cpu" and shape.numel() > CPU_ELEMENTS:
+        axis = next(axis for axis, size in enumerate(shape) if size > 1)
+        size = shape[axis]
+        step = max(size * CPU_ELEMENTS // shape.numel(), 1)
+        parts = [
+            keep_mask(seed, probability, *(_part(x, len(shape), axis, begin, step) for x in (batch_heads, rows, keys)))
+            for begin in range(0, size, step)
+        ]
+        return torch.cat(parts, dim=axis)
+    nothing = torch.zeros((), dtype=torch.long, device=keys.device)
+    return philox(seed, keys, rows, batch_heads, nothing)[0] >= threshold(probability)
+
+
+def _part(indices: torch.Tensor, axes: int, axis: int, begin: int, size: int) -> torch.Tensor:
+    """Up to `size` of the indices from `begin` along an axis, counted as broadcasting does; all where there is one."""
+    axis -= axes - indices.dim()
+    if axis < 0 or indices.shape[axis] == 1:
+        return indices
+    return indices.narrow(axis, begin, min(size, indices.shape[axis] - begin))
+
+
+def block_mask(
+    seed: torch.Tensor, probability: float, batch: int, heads: int, rows: range, keys: range
+) -> torch.Tensor:
+    """The mask of a block of rows and keys of all sequences and heads: bool (batch, heads, rows, keys), True = kept."""
+
+    def counted(indices: range, axis: int) -> torch.Tensor:
+        found = torch.arange(indices.start, indices.stop, device=seed.device)
+        return found.view(-1, *[1] * (2 - axis))
+
+    mask = keep_mask(seed, probability, counted(range(batch * heads), 0), counted(rows, 1), counted(keys, 2))
+    return mask.expand(batch * heads, len(rows), len(keys)).view(batch, heads, len(rows), len(keys))

@@ -1,0 +1,14 @@
+"""Whether what an operation gave is right: results, or gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.schema.call import Call
+from portattn.testing import tolerance
+from portattn.testing.oracle_gradients import judge_backward
+
+
+def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee") -> dict[str, int | float]:
+    """As tolerance.judge. Of gradients `out` is delta, and those that are judged lie in the call's own memory."""
+    return judge_backward(call, out, precision) if call.problem.backward else tolerance.judge(call, out, lse, precision)
