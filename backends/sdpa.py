@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portattn.planning.backend import VendorPath
-from portattn.planning.checks import features_check, first_refusal, op_check
+from portattn.planning.checks import dropout_check, features_check, first_refusal, op_check
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # bytes that torch's fused kernels load at once
 
 
 class SdpaPath(VendorPath):
-    """torch.nn.functional.scaled_dot_product_attention: dense attention, differentiable, with dropout.
+    """torch.nn.functional.scaled_dot_product_attention: dense attention, differentiable.
 
     It returns no LSE and takes no per-sequence lengths. A bias, a mask or both are its `attn_mask`, without a causal
     mask beside them.
@@ -35,7 +35,7 @@ class SdpaPath(VendorPath):
     name = "sdpa"
     ops = ("attention",)
     takes = frozenset(
-        {"causal", "causal_top_left", "bias", "mask", "needs_grad", "dropout", "negative_scale", "gqa", "head_dim_v"}
+        {"causal", "causal_top_left", "bias", "mask", "needs_grad", "negative_scale", "gqa", "head_dim_v"}
     )
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
@@ -49,6 +49,7 @@ class SdpaPath(VendorPath):
             self.name,
             op_check("SDPA", p, ("attention",), "takes dense tensors of one length, no cache and no packed sequences"),
             features_check("SDPA", p, takes=self.takes),
+            dropout_check("SDPA", p),
             (
                 bool(masked) and _hides(p),
                 f"causal is {p.causal} beside {', '.join(masked)}, and SDPA takes one or the other: together they "
@@ -123,7 +124,7 @@ class SdpaPath(VendorPath):
         if bias is not None and bias.requires_grad and not (q.requires_grad or k.requires_grad or v.requires_grad):
             # torch 2.11's memory-efficient kernel keeps no LSE for a bias alone: "LSE is not correctly aligned".
             q = q.detach().requires_grad_()
-        out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout_p, scale=scale, enable_gqa=gqa, **given)
+        out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa, **given)
         return (out if idle is None else out.masked_fill(idle[..., None], 0.0)).to(call.q.dtype), None
 
 

@@ -34,6 +34,12 @@ class AscendBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/ascend/",)
     compiler_words = ("triton-ascend",)
+    compiler_says = (
+        "[ConvertTritonIRToLinalgIR]",
+        "[ConvertLinalgRToBinary]",
+        "[ConvertLinalgIRToBinary]",
+        "BiShengHIR",
+    )
     device_words = ("huawei", "npu", "[0-9]*gb")
     options = MappingProxyType({"multibuffer": bool})
     compilers = ("triton-ascend", "flagtree")

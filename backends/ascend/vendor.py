@@ -13,9 +13,8 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from portattn.errors import ArgumentError
 from portattn.planning.backend import VendorPath
-from portattn.planning.checks import Check, features_check, first_refusal, op_check, splits_check
+from portattn.planning.checks import Check, dropout_check, features_check, first_refusal, op_check, splits_check
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,7 @@ SUPPORTED_ARCHES = ("ascend910b*", "ascend910_93")  # Atlas A2 and A3
 
 
 class NpuFusionAttention(VendorPath):
-    """torch_npu.npu_fusion_attention: dense attention with gradients and dropout.
+    """torch_npu.npu_fusion_attention: dense attention with gradients.
 
     Its statistics softmax_max and softmax_sum, (B, N, Sq, 8) float32 with eight equal columns, give the LSE:
     max + log(sum).
@@ -46,7 +45,7 @@ class NpuFusionAttention(VendorPath):
 
     name = "npu_fusion_attention"
     ops = ("attention",)
-    takes = frozenset({"causal", "causal_top_left", "return_lse", "needs_grad", "dropout", "negative_scale", "gqa"})
+    takes = frozenset({"causal", "causal_top_left", "return_lse", "needs_grad", "negative_scale", "gqa"})
 
     MAX_HEAD_DIM = 768
     MAX_HEADS = 256
@@ -67,6 +66,7 @@ class NpuFusionAttention(VendorPath):
                 "npu_fused_infer_attention_score takes decode_attention, for inference",
             ),
             features_check(self.name, p, CALLED_WITHOUT),
+            dropout_check(self.name, p),
             _padding_check(self.name, p, ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")),
             _empty_check(self.name, p),
             _blind_rows_check(self.name, p),
@@ -79,16 +79,10 @@ class NpuFusionAttention(VendorPath):
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out (B, Hq, Sq, Dv) in q's dtype, LSE (B, Hq, Sq) float32 or None).
-
-        Raises ArgumentError when dropout_p is 1: the function keeps a share in (0, 1].
-        """
+        """(out (B, Hq, Sq, Dv) in q's dtype, LSE (B, Hq, Sq) float32 or None)."""
         import torch_npu
 
         p = call.problem
-        if not 0.0 <= call.dropout_p < 1.0:
-            limit = f"{self.name} takes at least 0 and less than 1"
-            raise ArgumentError(p.op, "dropout_p", call.dropout_p, limit)
         out, softmax_max, softmax_sum, *_ = torch_npu.npu_fusion_attention(
             call.q,
             call.k,
@@ -96,7 +90,6 @@ class NpuFusionAttention(VendorPath):
             p.heads_q,
             "BNSD",
             scale=float(call.scale),  # its default is 1.0, not 1/√D
-            keep_prob=1.0 - call.dropout_p,
             **_mask(p, call.q.device),
         )
         lse = (softmax_max + softmax_sum.log())[..., 0] if p.return_lse else None
@@ -146,7 +139,7 @@ class NpuFusedInferAttentionScore(VendorPath):
             (
                 p.dropout,
                 f"dropout_p > 0, and {self.name} has no dropout",
-                "npu_fusion_attention for training, or dropout_p=0.0",
+                "dropout_p=0.0, or backend='reference'",
             ),
             _padding_check(self.name, p, ("leftpad_q", "leftpad_k")),
             _empty_check(self.name, p),

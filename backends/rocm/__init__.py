@@ -25,6 +25,7 @@ class RocmBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/amd/",)
     compiler_words = ("llvm-amdgpu",)
+    compiler_says = ("AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMDGPU")
     device_words = (
         "amd", "instinct", "radeon", "tm", "r", "gpu", "graphics", "accelerator", "oam", "vf", "[0-9]*gb",
         "hbm[0-9]*",

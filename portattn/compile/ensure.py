@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
@@ -317,6 +318,26 @@ def _record_failure(
     if stands == "passing":
         return records.remember(record)
     return records.put(record)
+
+
+def undescribed(plan: Plan, error: Exception, target: Target, settings: Settings) -> CompileRecord:
+    """The record that this process's Triton lacks what a variant's launches are described by, and its Incident.
+
+    It counts in this process: the next one may have another Triton in the same place.
+    """
+    key, records = code_key(plan, ()), store(settings)
+    seen = records.get(key)
+    if seen is not None:
+        return seen
+    reason = f"{type(error).__name__} as its launches were described: {first_line(str(error))}"
+    incident = incident_of(
+        plan, target, plan.path, key=key, kernel=plan.path, symptom="compile-error", stage="parse", message=reason,
+        log="".join(traceback.format_exception(error))[-16_000:],
+        command=f"{shlex.quote(sys.executable or 'python3')} -m portattn.cli doctor",
+    )  # fmt: skip
+    kept = records.add_incident(incident)
+    failed = _record(key, plan, passed=False, reason=reason, incident=incident.id if kept else "")
+    return records.remember(failed, passing=False)
 
 
 def incident_of(plan: Plan, target: Target, label: str, **seen: Any) -> Incident:

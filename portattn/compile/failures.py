@@ -58,7 +58,7 @@ _VARIABLES = (
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TEMP", "TMP", "HOME", "XDG_CACHE_HOME", "CC", "CXX", "CPATH",
     "C_INCLUDE_PATH", "LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH", "HIP_PATH",
 )  # fmt: skip
-_PREFIXES = ("TRITON_", "AMDGCN_", "ASCEND_", "MLIR_", "LLVM_")
+COMPILER_VARIABLES = ("TRITON_", "AMDGCN_", "ASCEND_", "MLIR_", "LLVM_")  # how the names of compilers' own begin
 
 
 def standing(reply: Reply, *, room: bool = True) -> Standing:
@@ -88,7 +88,9 @@ def surroundings() -> Hashable:
     """What decides whether a passing failure happens again, as far as this process sees it cheaply: the variables that
     compilers, linkers and loaders read. Disks and memory are left to time."""
     return tuple(
-        (name, value) for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)
+        (name, value)
+        for name, value in sorted(os.environ.items())
+        if name in _VARIABLES or name.startswith(COMPILER_VARIABLES)
     )
 
 

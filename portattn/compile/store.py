@@ -80,10 +80,10 @@ class CompileStore:
         """Keep an incident; whether the disk took it."""
         return self._save(self._incident_path(incident.id), sealed.seal(INCIDENT, incident.id, incident))
 
-    def remember(self, record: CompileRecord) -> CompileRecord:
-        """Keep a record for this process only. A failure counts for a while, and in the surroundings of now: twice as
-        long when it happens again."""
-        if record.passed:
+    def remember(self, record: CompileRecord, *, passing: bool = True) -> CompileRecord:
+        """Keep a record for this process only. A failure that is `passing` counts for a while, and in the surroundings
+        of now: twice as long when it happens again."""
+        if record.passed or not passing:
             self._seen[record.key] = record
             return record
         before, now = self._passing.get(record.key), failures.surroundings()

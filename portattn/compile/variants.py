@@ -13,6 +13,7 @@ from portattn.launch import Signature, load_kernels, loading
 from portattn.launch.described import aligned, signatures
 from portattn.launch.run import device_guard
 from portattn.planning.backend import Variant
+from portattn.planning.evidence import seen_to_run
 from portattn.planning.registry import Registry
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.outcome import CompileRecord
@@ -30,16 +31,36 @@ def variant_of(made: Plan) -> Variant | None:
     return next((v for v in backend.variants if v.name == made.path), None) if backend else None
 
 
-def known_failure(variant: Variant, made: Plan, call: Call, settings: Settings) -> CompileRecord | None:
+# What describing a launch raises where a release of Triton lacks a name, or an argument, that the variant's is made of.
+_LACKING = (ImportError, AttributeError, TypeError, AssertionError)
+
+
+def known_failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
     """What a compiler said against the variant here; None where none did. Nothing is compiled, nothing run."""
-    return ensure.known_failure(made, seen(variant, made, call), settings)
+    launches = _seen_or_lacking(variant, made, call, target, settings)
+    return launches if isinstance(launches, CompileRecord) else ensure.known_failure(made, launches, settings)
 
 
 def failure(variant: Variant, made: Plan, call: Call, target: Target, settings: Settings) -> CompileRecord | None:
     """Why the launches of this call do not compile here, tried if nobody has; None when they do."""
     load_kernels("portattn.kernels.combine", interpreted=False)  # says so where Triton interprets in this process
-    launches = seen(variant, made, call)
+    launches = _seen_or_lacking(variant, made, call, target, settings)
+    if isinstance(launches, CompileRecord):
+        return launches
     return ensure.ensure_all(made, launches, _Loader(variant, call, launches, settings), call.q, target, settings)
+
+
+def _seen_or_lacking(
+    variant: Variant, made: Plan, call: Call, target: Target, settings: Settings
+) -> list[Signature] | CompileRecord:
+    """What a compiler sees of a call's launches; or, under a Triton that nobody has run the variant with, the record
+    that it lacks what they are described by. Where somebody has, the error is the variant's own, and is raised."""
+    try:
+        return seen(variant, made, call)
+    except _LACKING as error:
+        if seen_to_run(target) is not None:
+            raise
+        return ensure.undescribed(made, error, target, settings)
 
 
 def seen(variant: Variant, made: Plan, call: Call) -> list[Signature]:

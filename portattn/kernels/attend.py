@@ -6,6 +6,7 @@ Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base 
 import triton
 import triton.language as tl
 
+from portattn.kernels.dropout import kept_scores
 from portattn.kernels.tiles import load_columns, load_query_rows, load_rows, softmax_step
 
 
@@ -34,6 +35,14 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
     return scores, rows
+
+
+@triton.jit
+def drop_out(p, seed, rows, start, head, threshold, BLOCK_N: tl.constexpr, MULHI: tl.constexpr):
+    """Probabilities [BLOCK_M, BLOCK_N] of the keys from `start` on, 0 where they are dropped. What is kept is scaled
+    once, at the end; the row's sum is of all of them."""
+    keys = start + tl.arange(0, BLOCK_N)
+    return tl.where(kept_scores(seed, keys[None, :], rows[:, None], head, threshold, MULHI), p, 0.0)
 
 
 @triton.jit
@@ -75,6 +84,7 @@ def attend(
     k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
     origin, first_step, full_begin, full_end, last_step, end,
     row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
+    dropout_seed, drop_rows, drop_origin, drop_head, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr,
@@ -82,6 +92,7 @@ def attend(
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
     PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
+    MULHI: tl.constexpr,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
@@ -92,6 +103,9 @@ def attend(
     row_valid: which rows are real. The others, which fill a tile up, have a query of 0, a bias of -inf and a mask of
     False. Where it is decided over a tile's rows which values count, none of them attends a key that no real row does;
     what they hold at the end is anything.
+
+    dropout_seed: None, or what kernels/dropout.py drops probabilities by. drop_rows are rows by their positions in the
+    sequence, drop_origin is what keys' positions count from.
 
     NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
 
@@ -121,6 +135,8 @@ def attend(
             bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
             EXP, MASK_VALUE, CLAMPED,
         )  # fmt: skip
+        if dropout_seed is not None:
+            p = drop_out(p, dropout_seed, drop_rows, origin - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
         acc = add_values(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
@@ -151,6 +167,8 @@ def attend(
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
                 )  # fmt: skip
+                if dropout_seed is not None:
+                    p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
                 if Q_OPERAND == "reload":
                     q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
                     if BLOCK_TAIL != 0:
@@ -172,6 +190,8 @@ def attend(
             bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
             EXP, MASK_VALUE, CLAMPED,
         )  # fmt: skip
+        if dropout_seed is not None:
+            p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
@@ -208,6 +228,8 @@ def attend(
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
                 )  # fmt: skip
+                if dropout_seed is not None:
+                    p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,

@@ -166,9 +166,10 @@ def decode_split(
             k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
             k_first, first_step, full_begin, full_end, last_step, far,
             row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale, softcap,
+            None, None, None, None, None,
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-            Q_OPERAND, PIPELINE, READS, CLAMPED, True,
+            Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native",
         )  # fmt: skip
 
         if cu_seqlens_q is not None:

@@ -23,13 +23,14 @@ from portattn.kernels.tiles import (
 @triton.jit(
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right",
+        "threshold",
     ]
 )  # fmt: skip
 def dense_forward(
     q, k, v, out, lse,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
-    alibi_slopes, sinks, bias, mask,
-    scale, softcap,
+    alibi_slopes, sinks, bias, mask, dropout_seed,
+    scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
@@ -37,14 +38,14 @@ def dense_forward(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right,
+    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
     MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
-    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr,
+    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, MULHI: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M query rows of one head, or several such tiles in turn on a persistent grid.
 
@@ -74,6 +75,7 @@ def dense_forward(
             k_end = tl.where(batch == batches, k_first, k_end)  # rows after the last sequence have no keys
             row_0 = q_first + row_tile * BLOCK_M
             stored_end = q_end
+            drop_row, drop_key = q_first, k_first
         else:
             batch = slot_head // heads_q
             slot = batch
@@ -81,6 +83,7 @@ def dense_forward(
             k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)
             row_0 = row_tile * BLOCK_M
             stored_end = seq_q
+            drop_row, drop_key = seq_q - seq_q, seq_q - seq_q
         rows = row_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
 
         # Of the tile's valid rows the first sees least far, the last furthest.
@@ -150,10 +153,10 @@ def dense_forward(
                 0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d,
                 k_first, first_step, full_begin, full_end, last_step, far,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale,
-                softcap,
+                softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch",
+                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI,
             )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
@@ -162,6 +165,8 @@ def dense_forward(
             inside = inside & (batch < batches)
         row_sum = tl.where(inside, row_sum, 0.0)
         acc = normalised(acc, row_sum)
+        if dropout_seed is not None:
+            acc = acc * keep_scale
         columns = tl.arange(0, BLOCK_DV)
         o_pointers = (
             out + slot.to(tl.int64) * o_stride_b + head.to(tl.int64) * o_stride_h + row_0.to(tl.int64) * o_stride_s

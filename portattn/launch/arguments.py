@@ -19,6 +19,12 @@ def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
 
 
+def outer_strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
+    """As `strides`, of the tensor's first axes alone: kernels count on the others."""
+    given = (0,) * len(axes) if tensor is None else tensor.stride()[: len(axes)]
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
+
+
 def window(problem: Problem) -> dict[str, int]:
     """Keys that a row sees before (`left`) and after (`right`) its own position, as far as they are limited."""
     return {

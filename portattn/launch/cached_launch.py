@@ -89,7 +89,7 @@ class CachedLaunch:
         """
         self.plan, self.settings, self.given, self.planner = plan, settings, tuple(given), planner
         self._device, self._index, self._runtime = device, device.index, runtime(device.type)
-        self._dtype = TORCH_DTYPE[plan.problem.dtype]
+        self._dtype = torch.float32 if plan.problem.backward else TORCH_DTYPE[plan.problem.dtype]
         self._launch, self._descriptors, self._each = launch, descriptors, tuple((each or {}).values())
         outputs = Outputs()
         out, lse = results(sized.problem)
@@ -291,8 +291,10 @@ class Templates:
 
 
 def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out, in the caller's layout, and of the LSE."""
+    """Shapes of out, in the caller's layout, and of the LSE. Of gradients out is delta (Call.new_out)."""
     p = problem
+    if p.backward:
+        return ((p.batch, p.heads_q, p.seq_q) if p.total_q is None else (p.heads_q, p.total_q)), ()
     if p.total_q is not None:
         return (p.total_q, p.heads_q, p.head_dim_v), (p.heads_q, p.total_q)
     lse = (p.batch, p.heads_q, p.seq_q)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from portattn.launch.arguments import outer_strides
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, MIN_DOT, DecodeSplit
 from portattn.schema.call import Call
@@ -83,7 +84,7 @@ def calls(plan: Plan, call: Call, outputs: Outputs, cores: int) -> list[KernelCa
     arguments = {
         "partial": outputs.partial, "partial_state": outputs.partial_state, "out": outputs.out, "lse": outputs.lse,
         "sinks": None if outputs.lse is None else call.sinks,
-        **{f"o_stride_{axis}": s for axis, s in zip("bhs", outputs.out.stride(), strict=False)},
+        **outer_strides("o", outputs.out, "bhs"),
         "heads_q": problem.heads_q, "seq_q": seq, "rows": rows, "splits": launch.splits,
     }  # fmt: skip
     dependent = bool(launch.get(DEPENDENT)) and plan.path != "interpreter"

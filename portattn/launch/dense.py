@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from portattn.launch.arguments import alibi_stride, features, numbers, score_strides, strides, window
+from portattn.launch.arguments import alibi_stride, features, numbers, outer_strides, score_strides, strides, window
+from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles
 from portattn.planning.registry import Registry
@@ -14,7 +15,7 @@ from portattn.schema.sizes import least
 
 MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(
-    {"heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right"}
+    {"heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "threshold"}
 )
 
 
@@ -26,19 +27,20 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     lse = call.new_lse() if problem.return_lse else None
     tiles = kernel.tiles(problem, launch)
     row_tiles = packed_tiles(problem, launch, 1) if problem.packed else ceil_div(problem.seq_q, launch.block_m)
+    threshold, keep_scale = dropping(call)
     arguments = {
         "q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse,
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
         "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        **features(call), **numbers(call),
+        **features(call), "dropout_seed": call.dropout_seed, **numbers(call), "keep_scale": keep_scale,
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
-        **{f"o_stride_{axis}": s for axis, s in zip("bhs", out.stride(), strict=False)},
+        **outer_strides("o", out, "bhs"),
         **alibi_stride(call), **score_strides(call),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
         "row_tiles": row_tiles, "together": heads_together(problem, Registry.load().arch(plan.target)),
-        "tiles": tiles, "batches": problem.batch, **window(problem),
+        "tiles": tiles, "batches": problem.batch, **window(problem), "threshold": threshold,
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     grid = (least(tiles, cores) if lowering.grid == "persistent" else tiles,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from portattn.schema.tensors import TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0
+DROPPED = 0.1
 
 
 def meta_call(problem: Problem) -> Call:
@@ -48,6 +50,11 @@ def meta_call(problem: Problem) -> Call:
         if feature.axes and getattr(p, name)
     }
     k, latent = keys(p.head_dim), p.op == "mla_attention"
+    if p.dropout:
+        features["dropout_seed"] = torch.empty(1, dtype=torch.int64, device="meta")
+        features["dropout_p"] = DROPPED
+    if p.backward:
+        features |= _gradients(p, view, keys)
     return Call(
         problem=p,
         q=view(batch_q, p.heads_q, rows_q, p.head_dim_v if latent else p.head_dim, queries_first),
@@ -65,3 +72,22 @@ def meta_call(problem: Problem) -> Call:
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,
     )
+
+
+def _gradients(p: Problem, view: Callable[..., torch.Tensor], keys: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+    """What the gradients' operation has beside the forward's tensors."""
+    batch, rows = p.query_rows
+    last = p.layout == "bshd" or p.packed
+
+    def numbers(given: bool = True) -> torch.Tensor | None:
+        return torch.empty(batch, p.heads_q, rows, device="meta") if given else None
+
+    def queries(dim: int) -> torch.Tensor:
+        return view(batch, p.heads_q, rows, dim, last)
+
+    bias = torch.empty(p.batch, p.heads_q, p.seq_q, p.seq_k, device="meta") if p.grad_bias else None
+    return {
+        "forward_out": queries(p.head_dim_v), "grad_out": queries(p.head_dim_v), "grad_q": queries(p.head_dim),
+        "grad_k": keys(p.head_dim), "grad_v": keys(p.head_dim_v), "forward_lse": numbers(),
+        "grad_lse": numbers(p.grad_lse), "grad_slopes": numbers(p.grad_slopes), "grad_bias": bias,
+    }  # fmt: skip

@@ -22,17 +22,21 @@ from portattn.schema.plan import Plan
 from portattn.worker.environment import compile_environment
 
 # Functions of portattn/kernels/ that are launched.
-KERNELS = ("dense_forward", "decode_split", "sparse_split", "combine")
+KERNELS = (
+    "dense_forward", "backward_keys", "backward_bias", "decode_split", "sparse_split", "combine",
+)  # fmt: skip
 Launches = tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]
 
 
 def kernel_calls(plan: Plan, call: Call, cores: int) -> Launches:
     """The launches that a core plan means for this call, and the outputs they fill. Nothing is launched.
 
-    Raises ValueError on a call whose scale has not the sign that its problem says.
+    Raises ValueError on a call whose scale has not the sign that its problem says, or that drops without a seed.
     """
     if (call.scale < 0.0) != plan.problem.negative_scale:
         raise ValueError(f"scale is {call.scale}, but the problem has negative_scale = {plan.problem.negative_scale}")
+    if plan.problem.dropout and call.dropout_seed is None:
+        raise ValueError("the problem has dropout, and the call no seed")
     found: Launches = ROWS[plan.problem.op].load("launches")(plan, call, cores)
     return found
 
@@ -43,7 +47,7 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     Triton decides which of the two a `@triton.jit` function is when Triton itself is imported, once for the whole
     process. Raises PortattnError when the process has already decided for the other one.
     """
-    with _deciding_to_interpret() if interpreted and "triton" not in sys.modules else contextlib.nullcontext():
+    with _importing_to_interpret() if interpreted and _may_interpret() else contextlib.nullcontext():
         loaded = importlib.import_module(module)
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -63,9 +67,22 @@ def load_kernels(module: str, interpreted: bool) -> ModuleType:
     return loaded
 
 
+def _may_interpret() -> bool:
+    """Whether Triton is not imported yet, or its own functions were decided to be the interpreter's."""
+    if "triton" not in sys.modules:
+        return True
+    from triton.language import standard
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return any(isinstance(value, InterpretedFunction) for value in vars(standard).values())
+
+
 @contextlib.contextmanager
-def _deciding_to_interpret() -> Iterator[None]:
-    """TRITON_INTERPRET=1 while Triton and the kernels are imported; child processes must not inherit it."""
+def _importing_to_interpret() -> Iterator[None]:
+    """TRITON_INTERPRET=1 while Triton and kernels are imported; child processes must not inherit it.
+
+    Each module's functions are decided as it is imported, also of those that come after the first.
+    """
     with compile_environment({"TRITON_INTERPRET": "1"}):
         import triton.language  # noqa: F401 - its own jit functions decide now
 

@@ -87,9 +87,10 @@ class Variant:
         """Why a problem that it takes is better left to the core unless somebody asks for it; else empty. Pure."""
         return ""
 
-    def timed(self, problem: Problem) -> bool:
-        """Whether that schedule was timed on the chip: spills that it may have are then in its time."""
-        return False
+    def timed_with(self, problem: Problem) -> str:
+        """The compiler that the schedule was timed with on the chip, NAME==VERSION: spills that it may have are then in
+        its time. Empty where nobody timed it."""
+        return ""
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs this call and others like it: given tensors by the Call's names, and `out` and `lse` to fill."""
@@ -121,7 +122,8 @@ class Backend:
     default_toolchain  what is planned for where nobody names a toolchain and this machine's Triton is not asked; empty:
                  this machine's
     compiler_folders  folders of its compiler, as paths in a compiler's log have them
-    compiler_words  whose wording of failures is its compilers' alone (tools/quirks/lifecycle/patterns.py)
+    compiler_words  whose wording of failures is its compilers' alone (tools/quirks/lifecycle/formats/)
+    compiler_says  words that only its compilers print, whatever the failure
     device_words  words in what drivers call its devices that do not tell the chip (maker, memory, form), in lower case,
                  as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
     options      options of its compiler that a launch may have, with their types; of portattn's own backends
@@ -138,6 +140,7 @@ class Backend:
     default_toolchain: str = ""
     compiler_folders: tuple[str, ...] = ()
     compiler_words: tuple[str, ...] = ()
+    compiler_says: tuple[str, ...] = ()
     device_words: tuple[str, ...] = ()
     options: Mapping[str, type] = MappingProxyType({})
     compilers: tuple[str, ...] = ()

@@ -63,6 +63,12 @@ def features_check(path: str, p: Problem, how: str = "has none", takes: Collecti
     return bool(asked), f"{', '.join(asked)} asked for, and {path} {how}", "backend='reference'"
 
 
+def dropout_check(path: str, p: Problem) -> Check:
+    """Holds where probabilities are dropped: which ones must follow from the call's seed, the same on every path."""
+    reason = f"dropout_p > 0, and {path} drops by random numbers of its own, not by dropout_seed"
+    return p.dropout, reason, "dropout_p=0.0, or backend='reference'"
+
+
 def splits_check(path: str, p: Problem) -> Check:
     """Holds where the caller says over how many programs keys are split: a promise that a library does not give."""
     reason = f"num_splits is {p.num_splits}, and {path} splits keys as it sees fit"

@@ -30,6 +30,9 @@ def check_option(name: str, backend: str | None) -> None:
     lowering.check_option(name, backend, backend_options())
 
 
-def check_launch_values(values: dict[str, Any], backend: str | None) -> None:
-    """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range."""
-    lowering.check_launch_values(values, backend, backend_options())
+def check_launch_values(values: dict[str, Any], backend: str | None, rows: bool = False) -> None:
+    """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range.
+
+    rows  whether the values are of kernels of gradients, one of which may have values of its own
+    """
+    lowering.check_launch_values(values, backend, backend_options(), rows)

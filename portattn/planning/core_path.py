@@ -101,6 +101,11 @@ def _untimed(target: Target) -> str:
     return f"{tile}: this concerns speed alone; `portattn tune` times others"
 
 
+def timed_with_another(timed_with: str, target: Target) -> str:
+    """Said of a choice that was timed with another compiler than the target's."""
+    return f"timed with {timed_with}, not with {target.toolchain}: this concerns speed alone; `portattn tune` compares"
+
+
 class _Base(msgspec.Struct):
     """Lowering and launch before any quirk, and what to say about them."""
 
@@ -115,7 +120,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     """The tuning entry that holds, or the defaults."""
     notes = []
     tuning = registry.tuning(target)
-    entry = tuning.find(kernel.name, problem.features()) if tuning else None
+    entry = tuning.find(kernel.name, problem.features(), target.toolchain) if tuning else None
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
         launch, occupancy, split_threshold = (
@@ -123,8 +128,11 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
             entry.occupancy,
             entry.split_threshold,
         )
-        if not tuning.measured(entry):
+        timed_with = tuning.timed_with(entry)
+        if not timed_with:
             notes.append(_untimed(target))
+        elif timed_with != str(target.toolchain):
+            notes.append(timed_with_another(timed_with, target))
     else:
         lowering, launch, occupancy, split_threshold = Lowering(), Launch(), 1, SPLIT_THRESHOLD
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
@@ -253,7 +261,7 @@ def hint(quirk: Quirk) -> str:
 
 
 # Fields of a problem that say which optional arguments a kernel gets.
-OPTIONAL = tuple(name for name in ASKED if name != "softcap")
+OPTIONAL = (*(name for name in ASKED if name != "softcap"), "dropout", "grad_lse", "grad_bias", "grad_slopes")
 
 
 @functools.lru_cache(maxsize=1)
@@ -271,6 +279,7 @@ def specialisation_key(
     kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch, env: dict[str, str]
 ) -> str:
     """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'."""
+    rows = launch.of_rows()
     parts = {
         "portattn": __version__,
         "source": kernel_source_digest(),
@@ -283,6 +292,7 @@ def specialisation_key(
         "large": problem.large,
         # combine is specialised by the splits rounded up.
         "launch": [launch.num_warps, launch.num_stages, next_power_of_two(launch.splits), launch.options],
+        "rows": kernel.of_rows and [rows.block_m, rows.block_n, rows.num_warps, rows.num_stages],
         "env": env,
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],

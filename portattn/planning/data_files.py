@@ -13,6 +13,7 @@ import msgspec
 from portattn.errors import DataError
 from portattn.planning.arch_checks import arch_problem
 from portattn.planning.compiler_options import backend_options
+from portattn.planning.kernel_specs import of_gradients
 from portattn.schema import toml_reader
 from portattn.schema.target import Arch
 from portattn.schema.tuning import Tuning, read_tuning
@@ -94,7 +95,7 @@ def _files(folder: Path) -> list[Path]:
 
 def load_tuning(path: Path, backend: str) -> Tuning:
     """Read one tuning file of a backend. Raises DataError (file, line, key)."""
-    return read_tuning(path, backend, backend_options())
+    return read_tuning(path, backend, backend_options(), of_gradients)
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

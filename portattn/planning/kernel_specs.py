@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Container
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.ops import BACKWARD
 from portattn.schema.problem import MAX_SPLITS, UNLIMITED, Problem
 from portattn.schema.sizes import least, most, next_power_of_two
 from portattn.schema.target import Arch
@@ -42,6 +44,7 @@ class CoreKernel:
     takes        what it can do beyond plain attention; a problem that asks for anything else is not planned for it
     max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
+    of_rows      the second function of gradients, whose tiles may be others (Launch.of_rows); empty for other kernels
     """
 
     name: str
@@ -52,6 +55,12 @@ class CoreKernel:
     max_head_dim = 576
     max_head_dim_v = 512
     splits_keys = False
+    of_rows = ""
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Those that compute its products."""
+        return (self.function, self.of_rows) if self.of_rows else (self.function,)
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         """(reason, hint) why the kernel cannot serve the problem on any chip; None when it can."""
@@ -62,10 +71,8 @@ class CoreKernel:
                     f"{field} is {width}, and the kernel's tiles take up to {widest}",
                     "backend='reference' takes 576",
                 )
-        if problem.needs_grad:
+        if problem.needs_grad and problem.op not in BACKWARD:
             return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
-        if problem.dropout:
-            return "dropout_p > 0, and the kernel has no dropout", "pass dropout_p=0.0 outside training"
         return None
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
@@ -109,6 +116,8 @@ class CoreKernel:
         if "block_m" not in pinned and not (problem.num_splits and problem.packed):
             rows = max(next_power_of_two(self.rows(problem)), MIN_DOT)
             launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
+            if launch.rows_m:
+                launch = msgspec.structs.replace(launch, rows_m=min(launch.rows_m, rows))
         return launch if self.splits_keys and "splits" in pinned else msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
@@ -158,10 +167,10 @@ class DenseForward(CoreKernel):
     name = "dense_forward"
     function = "dense_forward"
     op = "attention"
-    takes = _TAKES | _SCORED | _MASKED | {"seqlens_q", "leftpad_q", "leftpad_k"}
+    takes = _TAKES | _SCORED | _MASKED | {"seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout"}
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
-        "q_operand",
+        "q_operand", "mulhi",
     )  # fmt: skip
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
@@ -176,10 +185,68 @@ class VarlenForward(DenseForward):
 
     name = "varlen_forward"
     op = "varlen_attention"
-    takes = _TAKES | _SCORED
+    takes = _TAKES | _SCORED | {"needs_grad", "dropout"}
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)
+
+
+class DenseBackward(CoreKernel):
+    """Gradients, by three kernels: backward_keys and backward_rows hold block_m keys or rows, and go through block_n of
+    the others at a time. The rows' values may be others than the keys' (Launch.of_rows)."""
+
+    name = "dense_backward"
+    function = "backward_keys"
+    of_rows = "backward_rows"
+    op = "attention_backward"
+    takes = _TAKES | _SCORED | _MASKED | {
+        "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
+    }  # fmt: skip
+    choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "mulhi")
+    max_head_dim = 256  # both accumulators of a tile of keys stay in registers
+    max_head_dim_v = 256
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        """Of the launch that has the most."""
+        return most(self.key_tiles(problem, launch), self.row_tiles(problem, launch))
+
+    def key_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Tiles of keys of all sequences and key/value heads."""
+        return problem.batch * problem.heads_k * ceil_div(problem.seq_k, launch.block_m)
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Tiles of query rows of all sequences and query heads."""
+        return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.of_rows().block_m)
+
+    def rows(self, problem: Problem) -> int:
+        return most(super().rows(problem), problem.seq_k)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        common = super().constexprs(problem, lowering, launch)
+        return {name: common[name] for name in common if name not in _FORWARD_ONLY}
+
+
+# What the gradients' kernels have no place for: a head's second part, a sign, scores that all rows share.
+_FORWARD_ONLY = frozenset({"MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "NEGATED"})
+
+
+class VarlenBackward(DenseBackward):
+    """Gradients of packed sequences, by the same kernels: a program finds its sequence by its number."""
+
+    name = "varlen_backward"
+    op = "varlen_attention_backward"
+    takes = _TAKES | _SCORED | {"dropout", "grad_lse", "grad_slopes", "deterministic"}
+
+    def key_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_k * packed_keys(problem, launch)
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_q * packed_tiles(problem, launch.of_rows(), 1)
+
+
+def packed_keys(problem: Problem, launch: Launch) -> int:
+    """As packed_tiles, of packed keys."""
+    return (problem.total_k or 0) // launch.block_m + problem.batch + 1
 
 
 def heads_together(problem: Problem, arch: Arch) -> int:
@@ -365,6 +432,22 @@ class SparseSplit(DecodeSplit):
 
 
 CORES: dict[str, CoreKernel] = {
-    k.op: k for k in (DenseForward(), VarlenForward(), DecodeSplit(), PagedSplit(), SparseSplit(), MlaSplit())
+    k.op: k
+    for k in (
+        DenseForward(),
+        VarlenForward(),
+        DenseBackward(),
+        VarlenBackward(),
+        DecodeSplit(),
+        PagedSplit(),
+        SparseSplit(),
+        MlaSplit(),
+    )
 }
 KERNEL_NAMES = tuple(k.name for k in CORES.values())
+
+
+def of_gradients(pattern: str) -> bool:
+    """Whether a glob matches kernels of gradients, and no others of the core's."""
+    matched = [kernel for kernel in CORES.values() if fnmatch.fnmatchcase(kernel.name, pattern)]
+    return bool(matched) and all(kernel.of_rows for kernel in matched)

@@ -5,6 +5,7 @@ Each is a Path, which the planner asks in turn without knowing what kind it is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from portattn.errors import ArgumentError
 from portattn.planning import core_path, reference_takes, variant_path
 from portattn.planning.backend import Backend, Variant, VendorPath
 from portattn.planning.checks import Refused, undeclared
+from portattn.planning.gradients import INTERPRETER, backward_problem, own_path
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema.ops import ROWS
 from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Plan, Rejection
 from portattn.schema.problem import Problem
@@ -25,7 +28,6 @@ from portattn.schema.target import Target
 
 REFERENCE = "reference"
 GROUPS = ("auto", "vendor", REFERENCE)  # values of `backend` that name no single accelerated path
-INTERPRETER = "interpreter"  # the CPU's core path: planned only when it is asked for by name
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Path:
 def _variant(variant: Variant) -> Path:
     def plan(asked: Asked) -> Plan:
         taken = variant_path.choose(variant, asked.problem, asked.target, asked.registry, asked.records, asked.settings)
-        return asked.plan(variant.name, needs=variant.needs, **_fields(taken))
+        return asked.plan(variant.name, needs=variant.needs, **_trained(variant.name, asked, _fields(taken)))
 
     return Path(variant.name, plan, extra=True, defers=variant.defers_to_core)
 
@@ -77,9 +79,35 @@ def _variant(variant: Variant) -> Path:
 def _core(name: str) -> Path:
     def plan(asked: Asked) -> Plan:
         taken = core_path.choose(asked.problem, asked.target, asked.registry, asked.records, asked.settings)
-        return asked.plan(name, **_fields(taken))
+        return asked.plan(name, **_trained(name, asked, _fields(taken)))
 
     return Path(name, plan)
+
+
+def _trained(name: str, asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
+    """A plan's fields, with a note on what computes the gradients where they are asked for. Raises Refused where no
+    kernel does: a path that torch differentiates must run then."""
+    if not asked.problem.needs_grad:
+        return fields
+    backend = asked.registry.backends[asked.target.backend]
+    requested = own_path(asked.settings.backend, backend.device_type) or "auto"
+    settings = msgspec.structs.replace(asked.settings, backend=requested)
+    gradients = dataclasses.replace(asked, problem=backward_problem(asked.problem), settings=settings)
+    deferred, no = "", Rejection(path=name, reason="no kernel computes its gradients")
+    for path in _own(gradients, backend, requested):
+        try:
+            made = path.plan(gradients)
+        except Refused as refused:
+            no = refused.rejection
+            continue
+        if requested != "auto" or not path.defers(gradients.problem):
+            deferred = made.path
+            break
+        deferred = deferred or made.path
+    if not deferred:
+        reason = f"gradients are asked for: {no.reason}"
+        raise Refused(Rejection(path=name, reason=reason, hint=no.hint, quirk=no.quirk, incident=no.incident))
+    return {**fields, "notes": (*fields["notes"], _gradients_by(deferred))}
 
 
 def _fields(taken: msgspec.Struct) -> dict[str, Any]:
@@ -95,14 +123,25 @@ def _vendor(library: VendorPath, extra: bool) -> Path:
 
 
 def _reference(asked: Asked) -> Plan:
-    takes = reference_takes.TAKES[asked.problem.op]
-    return _unless(undeclared(REFERENCE, asked.problem, CORES, takes), asked, REFERENCE)
+    problem = asked.problem
+    instead = ROWS[problem.op].trained_by
+    if problem.needs_grad and instead and asked.settings.backend != REFERENCE:
+        # Calls are refused before they are planned (validate/checks.py, refuse_gradients): this is of a Problem's plan.
+        hint = f"torch.no_grad() for inference; to train, {instead}; or backend='reference'"
+        raise Refused(Rejection(path=REFERENCE, reason=f"{problem.op} has no gradient", hint=hint))
+    takes = reference_takes.TAKES[problem.op]
+    return _unless(undeclared(REFERENCE, problem, CORES, takes), asked, REFERENCE)
 
 
 def _unless(rejection: Rejection | None, asked: Asked, path: str) -> Plan:
     if rejection is not None:
         raise Refused(rejection)
-    return asked.plan(path)
+    return asked.plan(path, notes=(_gradients_by(path),) if asked.problem.needs_grad else ())
+
+
+def _gradients_by(path: str) -> str:
+    """The note of a training call's plan: torch differentiates what runs on a vendor's path, and on the reference."""
+    return f"gradients by {path}"
 
 
 def candidates(asked: Asked) -> Iterator[Path]:
@@ -120,7 +159,8 @@ def _names(backend: Backend) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*GROUPS, *named]))
 
 
-def _candidates(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
+def _own(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
+    """Portattn's own kernels: variants for the target's chip, and the core."""
     automatic = requested == "auto"
     for variant in backend.variants:
         concerned = asked.problem.op in variant.ops and asked.target.arch.name in variant.arches
@@ -128,6 +168,11 @@ def _candidates(asked: Asked, backend: Backend, requested: str) -> Iterator[Path
             yield _variant(variant)
     if backend.core_path and (requested == backend.core_path or (automatic and backend.core_path != INTERPRETER)):
         yield _core(backend.core_path)
+
+
+def _candidates(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
+    automatic = requested == "auto"
+    yield from _own(asked, backend, requested)
     for library in backend.vendor:
         if automatic or requested in ("vendor", library.name):
             # Where no core kernel comes before it, the reference is what serves everything.

@@ -1,4 +1,4 @@
-"""What the reference path can do for each op: all that the op's core kernel can, gradients, and dropout where it is."""
+"""What the reference path can do for each op: all that the op's core kernel can, gradients, dropout where it is."""
 
 from __future__ import annotations
 

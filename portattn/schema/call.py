@@ -33,6 +33,12 @@ class Call:
     alibi_slopes     (B, Hq) float32; stride 0 over B where all sequences have the same
     sinks            (Hq,) float32: a further score of each row, which has no value
     bias, mask       (B, Hq, Sq, Sk) views, broadcast by strides of 0: added to the scores; True = attend
+    forward_out, forward_lse  of gradients: what the forward gave, (B, Hq, Sq, Dv) and (B, Hq, Sq) float32
+    grad_out, grad_lse        of gradients: those of the results, in the results' shapes; grad_lse may be None
+    grad_q, grad_k, grad_v    of gradients: where dQ, dK and dV go, in the shapes of q, k and v
+    grad_bias        of gradients: where dBias goes, float32, as large along each axis as the bias was, or 1
+    grad_slopes      of gradients: where each row's part of the slopes' gradient goes, (B, Hq, Sq) float32
+    dropout_seed     (1,) int64 on q's device: key of the random numbers that say what dropout keeps
     copied           q, k or v is a contiguous copy of the caller's (its rows lay too far apart for 32-bit offsets)
     dry              nothing will be launched: what the call allocates has no memory
     """
@@ -47,6 +53,7 @@ class Call:
     leftpad_q: torch.Tensor | None = None
     leftpad_k: torch.Tensor | None = None
     dropout_p: float = 0.0
+    dropout_seed: torch.Tensor | None = None
     copied: bool = False
     dry: bool = False
     softcap: float = 0.0
@@ -64,6 +71,15 @@ class Call:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    forward_out: torch.Tensor | None = None
+    forward_lse: torch.Tensor | None = None
+    grad_out: torch.Tensor | None = None
+    grad_lse: torch.Tensor | None = None
+    grad_q: torch.Tensor | None = None
+    grad_k: torch.Tensor | None = None
+    grad_v: torch.Tensor | None = None
+    grad_bias: torch.Tensor | None = None
+    grad_slopes: torch.Tensor | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor on q's device, of q's dtype unless another is named."""
@@ -72,8 +88,11 @@ class Call:
     def new_out(self) -> torch.Tensor:
         """An uninitialised output (B, Hq, Sq, Dv) in q's dtype, laid out in memory as the caller's layout is.
 
-        Packed: (1, Hq, Tq, Dv), which is (Tq, Hq, Dv) in memory.
+        Packed: (1, Hq, Tq, Dv), which is (Tq, Hq, Dv) in memory. The result of gradients, beside what they fill, is
+        delta, (B, Hq, Sq) float32: the sum of each row's gradient times its result, less the gradient of its LSE.
         """
+        if self.problem.backward:
+            return self.new_lse()
         p = self.problem
         batch, rows = p.query_rows
         if p.layout == "bshd" or p.packed:

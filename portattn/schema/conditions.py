@@ -16,7 +16,7 @@ import msgspec
 
 from portattn.schema.problem import ASKED
 
-FLAGS = frozenset({*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "large"})
+FLAGS = frozenset({*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "large", "dropout"})
 NUMBERS = frozenset(
     {
         "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "widest", "page_size",

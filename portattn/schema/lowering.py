@@ -31,6 +31,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
                    up its own page, for pages smaller than a tile and compilers that cannot loop over pages
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
+    mulhi          how dropout's random numbers get the high half of a product: `native`, or from products of 16-bit
+                   `halves`, for compilers that compute the signed one
     reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
                    mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
                    head, which takes tiles that are no power of two
@@ -52,6 +54,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_loop: Literal["per_page", "flat_masked"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"
     reads: Literal["masked", "inside"] = "masked"
+    mulhi: Literal["native", "halves"] = "native"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -67,18 +70,23 @@ BackendOptions = Mapping[str, Mapping[str, type]]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Block sizes and compiler options of one launch.
+    """Block sizes and compiler options of one launch, or of the two launches of gradients.
 
-    block_m     query rows a program works on
-    block_n     keys a loop step reads
+    block_m     query rows a program works on; of gradients the keys, or the rows, that a program holds
+    block_n     keys a loop step reads; of gradients the rows, or the keys
     num_warps   warps a program
     num_stages  depth of Triton's load pipeline (1 = none)
     splits      programs that share one row's keys (decode); 1 elsewhere
-    options     backend compiler options, (name, value) pairs in name order
+    rows_m, rows_n, rows_warps, rows_stages   of gradients, what the kernel that holds rows (`backward_rows`) has in
+                place of the first four, which then are those of the kernel that holds keys; 0: the same
+    options     backend compiler options, (name, value) pairs in name order; the same for both
 
     >>> import portattn
     >>> portattn.Launch(block_m=128).changed({"num_warps": 8, "maxnreg": 128}).options
     (('maxnreg', 128),)
+    >>> apart = portattn.Launch(block_m=128, block_n=32, rows_m=64, rows_n=64)
+    >>> apart.of_rows().block_m, apart.changed({"block_m": 32}).of_rows().block_m
+    (64, 32)
     """
 
     block_m: int = 64
@@ -86,20 +94,47 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_warps: int = 4
     num_stages: int = 2
     splits: int = 1
+    rows_m: int = 0
+    rows_n: int = 0
+    rows_warps: int = 0
+    rows_stages: int = 0
     options: tuple[tuple[str, OptionValue], ...] = ()
 
     def changed(self, values: dict[str, Any]) -> Launch:
-        """A copy with values set; names that are no field go to `options`."""
-        fields = {k: v for k, v in values.items() if k in LAUNCH_FIELDS}
+        """A copy with values set; names that are no field go to `options`.
+
+        What is set is set for both kernels of gradients, but where the rows' own value is set with it.
+        """
+        followed = {rows: 0 for name, rows in OF_ROWS.items() if name in values}
+        fields = followed | {k: v for k, v in values.items() if k in LAUNCH_FIELDS}
         options = dict(self.options) | {k: v for k, v in values.items() if k not in LAUNCH_FIELDS}
         return msgspec.structs.replace(self, **fields, options=tuple(sorted(options.items())))
+
+    def of_rows(self) -> Launch:
+        """The launch of the gradients' kernel that holds rows; this one where that has no values of its own."""
+        own = {name: getattr(self, rows) for name, rows in OF_ROWS.items() if getattr(self, rows)}
+        return msgspec.structs.replace(self, **own, **dict.fromkeys(OF_ROWS.values(), 0)) if own else self
+
+    def kernels(self) -> tuple[Launch, ...]:
+        """The launches of its kernels: itself, and that of rows where it has values of its own."""
+        of_rows = self.of_rows()
+        return (self,) if of_rows is self else (self, of_rows)
+
+    def values(self) -> dict[str, Any]:
+        """Fields and options by name, for people: without the rows' values where they are those of the keys."""
+        fields = {name: getattr(self, name) for name in LAUNCH_FIELDS}
+        return {n: v for n, v in fields.items() if v or n not in OF_ROWS.values()} | dict(self.options)
 
     def get(self, name: str) -> Any:
         """A field's or an option's value; None for an option that is not set."""
         return getattr(self, name) if name in LAUNCH_FIELDS else dict(self.options).get(name)
 
 
-LAUNCH_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "splits")
+# Launch values -> those that the gradients' kernel of rows may have in their place.
+OF_ROWS = {"block_m": "rows_m", "block_n": "rows_n", "num_warps": "rows_warps", "num_stages": "rows_stages"}
+EVERY_KERNELS = (*OF_ROWS, "splits")  # the fields that any kernel's launch may set, and that quirks may ask about
+LAUNCH_FIELDS = (*EVERY_KERNELS, *OF_ROWS.values())
+POWERS_OF_TWO = ("block_m", "block_n", "num_warps", "rows_m", "rows_n", "rows_warps")
 
 
 def check_option(name: str, backend: str | None, known: BackendOptions) -> None:
@@ -109,17 +144,30 @@ def check_option(name: str, backend: str | None, known: BackendOptions) -> None:
         raise ValueError(f"launch {name} is an option of {', '.join(owners)}, and not of {backend or 'every backend'}")
 
 
-def check_launch_values(values: dict[str, Any], backend: str | None, known: BackendOptions) -> None:
-    """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range."""
+def check_rows_value(name: str) -> None:
+    """Raise ValueError where `name` is a value of the gradients' kernel of rows alone."""
+    own = next((own for own, rows in OF_ROWS.items() if rows == name), None)
+    if own:
+        raise ValueError(f"launch {name} is for tuning of gradients alone; elsewhere {own} is set, for all kernels")
+
+
+def check_launch_values(values: dict[str, Any], backend: str | None, known: BackendOptions, rows: bool = False) -> None:
+    """Raise ValueError on an unknown launch name, another backend's option, or a value of the wrong kind or range.
+
+    rows  whether the values are of kernels of gradients, one of which may have values of its own (OF_ROWS)
+    """
     options = {name: kind for own in known.values() for name, kind in own.items()}
     for name, value in values.items():
         check_option(name, backend, known)
+        if not rows:
+            check_rows_value(name)
         if name in LAUNCH_FIELDS:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"launch {name} is {value!r}, but must be an integer ≥ 1")
-            if name in ("block_m", "block_n", "num_warps") and value & (value - 1):
+            if name in POWERS_OF_TWO and value & (value - 1):
                 raise ValueError(f"launch {name} is {value}, but must be a power of two")
         elif name not in options:
-            raise ValueError(f"unknown launch value {name!r}; known: {', '.join([*LAUNCH_FIELDS, *options])}")
+            fields = LAUNCH_FIELDS if rows else EVERY_KERNELS
+            raise ValueError(f"unknown launch value {name!r}; known: {', '.join([*fields, *options])}")
         elif type(value) is not options[name]:
             raise ValueError(f"launch {name} is {value!r}, but must be of type {options[name].__name__}")

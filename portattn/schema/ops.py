@@ -20,14 +20,19 @@ _FIELD_OF = {
     "magicpig_bits": "magicpig",
 }  # fmt: skip
 # Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
-_NO_OPTION = frozenset({"q", "k", "v", "q_rope", "counts", "magicpig_tables", "scale", "return_lse", "dropout_p"})
+_NO_OPTION = frozenset({
+    "q", "k", "v", "q_rope", "counts", "magicpig_tables", "scale", "return_lse", "dropout_p", "dropout_seed",
+    "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
+    "deterministic",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OpRow:
-    """One public operation.
+    """One operation: a public function, or the gradients of one.
 
     name, title  the function's name, and what reports call it
+    gradient_of  the operation whose gradients it computes, which is no function of its own; empty for public ones
     tensors      its tensors in the order of a Request: the name in a Call and in kernels' arguments -> the parameter
     words        what messages call tensors that are no parameters themselves
     values       its other parameters that decide a plan, in the order of a Request. `backend` and `validate` follow
@@ -40,6 +45,7 @@ class OpRow:
                  may be 0 all the same), and those that may be
     packs_heads  whether its kernel packs the query heads of one key/value head into the rows of a tile
     latent       whether one latent row is key and value
+    trained_by   of an operation that has no gradient: what has one, for the text of the error; "" where it has one
     canaries     fields of the Problems that its canaries run
     """
 
@@ -52,10 +58,12 @@ class OpRow:
     lengths: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     arguments: str = ""
+    gradient_of: str = ""
     needs: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     packs_heads: bool = False
     latent: bool = False
+    trained_by: str = ""
     canaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @functools.cached_property
@@ -108,6 +116,7 @@ _PLAIN: dict[str, Any] = _COMMON | {"head_dim": 64, "dtype": "fp16", "causal": "
 _FEATURED: dict[str, Any] = _COMMON | {"head_dim": 128, "dtype": "bf16", "sinks": True, "window_left": 70}
 _ROWS: dict[str, Any] = {"seq_q": 77, "seq_k": 141}
 _LENGTHS: dict[str, Any] = _ROWS | {"seqlens_q": True, "seqlens_k": True}
+_NO_LSE: dict[str, Any] = {"return_lse": False}
 _PACKED: dict[str, Any] = _ROWS | {"total_q": 150, "total_k": 280}
 _CACHE: dict[str, Any] = {"seq_q": 1, "seq_k": 301, "seqlens_k": True}
 _PAGES: dict[str, Any] = {"seq_q": 3, "seq_k": 304, "page_size": 16, "seqlens_k": True}
@@ -116,6 +125,9 @@ _LATENT: dict[str, Any] = _COMMON | _PAGES | {
 }  # fmt: skip
 
 _SCORES = ("scale", "causal", "window", "softcap")
+# What the gradients are computed of, and memory for those of Q, K and V (schema/call.py).
+_GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
+_LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(
     {
@@ -125,7 +137,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="attention",
                 title="Dense",
                 tensors=_tensors(
-                    "q k v alibi_slopes sinks bias mask seqlens_q seqlens_k leftpad_q leftpad_k",
+                    "q k v alibi_slopes sinks bias mask seqlens_q seqlens_k leftpad_q leftpad_k dropout_seed",
                 ),
                 values=(*_SCORES, "dropout_p", "return_lse", "layout"),
                 validate="portattn.validate.dense:dense_call",
@@ -135,14 +147,42 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="varlen_attention",
                 title="Packed sequences",
-                tensors=_tensors("q k v cu_seqlens_q cu_seqlens_k alibi_slopes sinks"),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "return_lse"),
+                tensors=_tensors("q k v cu_seqlens_q cu_seqlens_k alibi_slopes sinks dropout_seed"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
                 validate="portattn.validate.varlen:varlen_call",
                 launches="portattn.launch.dense:calls",
                 needs=("total_q", "total_k"),
                 takes=("total_q", "total_k"),
                 canaries=(_PLAIN | _PACKED, _FEATURED | _PACKED),
+            ),
+            OpRow(
+                name="attention_backward",
+                title="Gradients of dense",
+                gradient_of="attention",
+                tensors=_tensors(
+                    f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask {_LENGTH_NAMES}"
+                    " dropout_seed",
+                ),
+                values=(*_SCORES, "dropout_p", "deterministic", "return_lse", "layout"),
+                validate="portattn.validate.backward:dense_backward_call",
+                launches="portattn.launch.backward:calls",
+                canaries=(_PLAIN | _LENGTHS | _NO_LSE | {"mask": True}, _FEATURED | _LENGTHS | _NO_LSE),
+            ),
+            OpRow(
+                name="varlen_attention_backward",
+                title="Gradients of packed",
+                gradient_of="varlen_attention",
+                tensors=_tensors(
+                    f"q k v {_GRADIENTS} cu_seqlens_q cu_seqlens_k alibi_slopes grad_slopes sinks dropout_seed"
+                ),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "deterministic", "return_lse"),
+                lengths=("max_seqlen_q", "max_seqlen_k"),
+                validate="portattn.validate.backward:varlen_backward_call",
+                launches="portattn.launch.backward:calls",
+                needs=("total_q", "total_k"),
+                takes=("total_q", "total_k"),
+                canaries=(_PLAIN | _PACKED | _NO_LSE, _FEATURED | _PACKED | _NO_LSE),
             ),
             OpRow(
                 name="decode_attention",
@@ -152,6 +192,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 validate="portattn.validate.dense:decode_call",
                 launches="portattn.launch.decode:calls",
                 packs_heads=True,
+                trained_by="attention, which takes the same tensors",
                 canaries=(_PLAIN | _CACHE | {"mask": True, "num_splits": 3}, _FEATURED | _CACHE | {"bias": True}),
             ),
             OpRow(
@@ -168,6 +209,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 needs=("page_size",),
                 takes=("page_size", "total_q"),
                 packs_heads=True,
+                trained_by="attention for dense keys and values, varlen_attention for packed ones",
                 canaries=(_PLAIN | _PAGES | {"num_splits": 2}, _FEATURED | _PAGES),
             ),
             OpRow(
@@ -186,6 +228,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 launches="portattn.launch.sparse:calls",
                 needs=("tokens",),
                 takes=("page_size", "tokens"),
+                trained_by="attention, with the chosen tokens as its mask",
                 canaries=(
                     _COMMON | _CACHE | {"head_dim": 64, "tokens": 100, "num_splits": 2},
                     _COMMON | _PAGES | {"seq_q": 1, "head_dim": 128, "dtype": "bf16", "tokens": 50, "sinks": True},
@@ -209,8 +252,14 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 takes=("page_size", "total_q"),
                 packs_heads=True,
                 latent=True,
+                trained_by="attention for the keys and values of each head, or with a row as key and its first 512 "
+                "columns as value",
                 canaries=(_LATENT | {"causal": "bottom_right", "num_splits": 2},),
             ),
         )
     }
 )
+# The operations that are functions.
+PUBLIC = tuple(name for name, row in ROWS.items() if not row.gradient_of)
+# Of an operation the one that computes its gradients.
+BACKWARD = {row.gradient_of: name for name, row in ROWS.items() if row.gradient_of}

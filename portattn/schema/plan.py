@@ -135,11 +135,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def _describe(
     kernel: str, lowering: Lowering, launch: Launch, choices: tuple[str, ...], env: dict[str, str], indent: str
 ) -> list[str]:
-    values = [f"{k}={v}" for k, v in msgspec.structs.asdict(launch).items() if k != "options"]
-    values += [f"{k}={v}" for k, v in launch.options]
     return [
         f"{indent}kernel   {kernel}",
-        f"{indent}launch   {' '.join(values)}",
+        f"{indent}launch   {' '.join(f'{k}={v}' for k, v in launch.values().items())}",
         f"{indent}lowering {' '.join(f'{c}={getattr(lowering, c)}' for c in choices)}",
         *(f"{indent}env      {k}={v}" for k, v in env.items()),
     ]

@@ -13,8 +13,9 @@ from portattn.schema.ops import ROWS
 from portattn.schema.sizes import is_size
 
 Op = Literal[
-    "attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention", "mla_attention"
-]
+    "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
+    "paged_attention", "sparse_attention", "mla_attention",
+]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 Layout = Literal["bhsd", "bshd"]
@@ -58,6 +59,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0
+    grad_lse, grad_bias, grad_slopes   of gradients: the LSE has one, and the bias's and the slopes' are asked for
+    deterministic results must repeat bit by bit (torch.use_deterministic_algorithms)
     negative_scale  the factor on the scores is below 0: kernels carry its sign in Q
 
     Raises ArgumentError, naming the field, when a size is out of range.
@@ -106,6 +109,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     large: bool = False
     needs_grad: bool = False
     dropout: bool = False
+    grad_lse: bool = False
+    grad_bias: bool = False
+    grad_slopes: bool = False
+    deterministic: bool = False
     negative_scale: bool = False
 
     def __post_init__(self) -> None:
@@ -167,6 +174,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.window_left != UNLIMITED or self.window_right != UNLIMITED
 
     @property
+    def backward(self) -> bool:
+        """Whether it is the gradients of an operation."""
+        return bool(ROWS[self.op].gradient_of)
+
+    @property
     def query_rows(self) -> tuple[int, int]:
         """(batch, rows) of the query tensor: packed queries are one batch of all rows."""
         return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
@@ -224,6 +236,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
             "large": self.large,
+            "dropout": self.dropout,
             "batch": 1 if self.num_splits else self.batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
@@ -244,8 +257,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         }
 
     def flops(self) -> int:
-        """Floating-point operations of the forward: 2·D per score and 2·Dv per value, causal counting only what is
-        attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing."""
+        """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
+        attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing. Of gradients 2.5
+        times as many: five products for two."""
         pairs = self.seq_q * (self.tokens or self.seq_k)
         if self.causal != "none":
             # Keys that row i sees: bottom_right i + 1 + (Sk - Sq), top_left i + 1, both clamped to 0..Sk.
@@ -254,7 +268,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             low, high = max(first, 0), min(last, self.seq_k)
             pairs = (low + high) * (high - low + 1) // 2 if high >= low else 0
             pairs += max(last - max(self.seq_k, first - 1), 0) * self.seq_k
-        return 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+        forward = 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+        return forward * 5 // 2 if self.backward else forward
 
     def __str__(self) -> str:
         rows, keys = self.query_rows, f"({self.batch},{self.heads_k},{self.seq_k},{self.head_dim})"

@@ -7,6 +7,7 @@ import torch
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.bool: "i1",
 }
 POINTER_ALIGNMENT = 16  # bytes: what Triton's specialisation asks of pointers and divisible integers

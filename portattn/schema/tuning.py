@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from portattn.errors import DataError
 from portattn.schema import conditions, toml_reader
 from portattn.schema.lowering import CHOICES, BackendOptions, OptionValue, check_launch_values
+from portattn.schema.toolchain import COMPILERS, COMPONENTS, Toolchain, parse_range
 
 SPLIT_THRESHOLD = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 
@@ -75,6 +76,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choices for kernels whose names match a glob, where all conditions of `when` hold; the first that holds is taken.
 
+    toolchain  component -> PEP 440 range of the compilers that it is for; empty: all
     flags     settings of a variant, by names of its own; a variant's entries name it in full
     core      a variant leaves these problems to the core kernel, which is faster at them; `note` says by how much
     timed     False for a choice that was only compiled, in a file whose others were timed
@@ -85,6 +87,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     kernel: str
     when: tuple[str, ...] = ()
+    toolchain: dict[str, str] = {}
     launch: dict[str, OptionValue] = {}
     lowering: dict[str, str] = {}
     flags: dict[str, bool | int | str] = {}
@@ -95,6 +98,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     note: str = ""
     provenance: Source | None = None
 
+    def is_for(self, toolchain: Toolchain) -> bool:
+        """Whether the compiler lies in the entry's ranges; a version that is not known lies in none."""
+        return all(toolchain.within(name, text) is True for name, text in self.toolchain.items())
+
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tuning file."""
@@ -102,25 +109,31 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     provenance: Provenance
     entry: tuple[Entry, ...]
 
-    def find(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> Entry | None:
+    def find(
+        self, kernel: str, features: Mapping[str, Any], toolchain: Toolchain, variant: bool = False
+    ) -> Entry | None:
         """The first entry for a kernel that holds; of a variant only those that name it in full."""
-        place = self.position(kernel, features, variant)
+        place = self.position(kernel, features, toolchain, variant)
         return None if place is None else self.entry[place]
 
-    def position(self, kernel: str, features: Mapping[str, Any], variant: bool = False) -> int | None:
+    def position(
+        self, kernel: str, features: Mapping[str, Any], toolchain: Toolchain, variant: bool = False
+    ) -> int | None:
         """Which entry `find` takes, by its number; none that leaves problems to the core."""
         # A core kernel's glob, such as `*_forward`, may match a variant's name by chance.
         matching = [
             (place, entry.when)
             for place, entry in enumerate(self.entry)
-            if not entry.core and (entry.kernel == kernel if variant else fnmatch.fnmatchcase(kernel, entry.kernel))
+            if not entry.core
+            and (entry.kernel == kernel if variant else fnmatch.fnmatchcase(kernel, entry.kernel))
+            and entry.is_for(toolchain)
         ]
         return conditions.first_that_holds(matching, features)
 
-    def left_to_core(self, variant: str, features: Mapping[str, Any]) -> str:
+    def left_to_core(self, variant: str, features: Mapping[str, Any], toolchain: Toolchain) -> str:
         """The note of the variant's first entry that holds, if that one leaves the problem to the core; else empty."""
         for entry in self.entry:
-            if entry.kernel == variant and conditions.texts_hold(entry.when, features):
+            if entry.kernel == variant and entry.is_for(toolchain) and conditions.texts_hold(entry.when, features):
                 return entry.note if entry.core else ""
         return ""
 
@@ -132,11 +145,16 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Whether an entry's choice was timed on the chip."""
         return self.source(entry).measured and entry.timed
 
+    def timed_with(self, entry: Entry) -> str:
+        """The compiler that an entry's choice was timed with on the chip, NAME==VERSION; empty where it was not."""
+        return self.source(entry).toolchain if self.measured(entry) else ""
 
-def read_tuning(path: Path, backend: str, options: BackendOptions) -> Tuning:
+
+def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable[[str], bool]) -> Tuning:
     """Read one tuning file of a backend. Raises DataError (file, line, key) on anything outside its schema.
 
     options  those of compilers, by backend
+    two      whether the kernels that an entry's name matches hold keys and rows, one of them each (Launch.of_rows)
     """
     data, text = toml_reader.read(path)
     tuning = toml_reader.convert(data, Tuning, path, text)
@@ -148,7 +166,8 @@ def read_tuning(path: Path, backend: str, options: BackendOptions) -> Tuning:
                 raise ValueError(f"condition {condition!r}: the number of programs follows from the entry's launch")
             if "splits" in entry.launch:
                 raise ValueError("launch splits is computed from the sizes of a problem; `occupancy` steers it")
-            check_launch_values(dict(entry.launch), backend, options)
+            check_launch_values(dict(entry.launch), backend, options, rows=two(entry.kernel))
+            _check_toolchain(tuning, entry)
             if entry.flags and set("*?[") & set(entry.kernel):
                 raise ValueError(f"flags belong to a variant, and {entry.kernel!r} must name it in full")
             if entry.core and (set("*?[") & set(entry.kernel) or entry.flags or not entry.note):
@@ -164,6 +183,20 @@ def read_tuning(path: Path, backend: str, options: BackendOptions) -> Tuning:
             line = next((n for n, s in enumerate(text.splitlines(), 1) if _mentions(s, str(error))), None)
             raise DataError(path, line, f"entry for {entry.kernel} when {list(entry.when)}: {error}") from None
     return tuning
+
+
+def _check_toolchain(tuning: Tuning, entry: Entry) -> None:
+    """Raise ValueError on an unknown component, a malformed range, or one that leaves out what its choice was timed
+    with."""
+    for name, text in entry.toolchain.items():
+        if name not in COMPILERS + COMPONENTS:
+            raise ValueError(f"toolchain {name!r} is unknown; known: {', '.join(COMPILERS + COMPONENTS)}")
+        parse_range(text)
+    timed = tuning.timed_with(entry)
+    if entry.toolchain and timed and Toolchain.parse(timed).distribution in entry.toolchain:
+        compilers = {name: text for name, text in entry.toolchain.items() if name in COMPILERS}
+        if not Entry(kernel=entry.kernel, toolchain=compilers).is_for(Toolchain.parse(timed)):
+            raise ValueError(f"toolchain {compilers} leaves out {timed!r}, which its choice was timed with")
 
 
 def _mentions(line: str, message: str) -> bool:

@@ -97,6 +97,25 @@ def test_every_launch_of_a_plan_is_compiled(compiler, settings, in_process, op) 
     assert asked == functions
 
 
+def test_both_kernels_of_gradients_are_compiled_with_their_own_tiles(compiler, settings, in_process) -> None:
+    requests = compiler("ok")
+    p = problem(op="attention_backward", dtype="bf16", seq_q=256, seq_k=256, head_dim=64, return_lse=False)
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
+    made = plan(p, target, settings=Settings(backend="triton"))
+    tiles = {"block_m": 128, "block_n": 32, "num_warps": 4, "rows_m": 64, "rows_n": 16, "rows_warps": 8}
+    made = msgspec.structs.replace(made, launch=made.launch.changed(tiles))
+    launches, q, _ = kernel_calls(made, random_call(p), 132)
+    assert ensure.ensure(made, launches, q, target, settings) is None
+    asked = [json.loads(line)["signature"] for line in requests.read_text().splitlines()]
+    seen = {
+        one["function"]: (*(one["constants"].get(f"BLOCK_{axis}") for axis in "MN"), one["options"]["num_warps"])
+        for one in asked
+    }
+    assert seen == {"backward_delta": (32, None, 4), "backward_keys": (128, 32, 4), "backward_rows": (64, 16, 8)}
+    other = msgspec.structs.replace(made, launch=made.launch.changed({"rows_warps": 4}))
+    assert code_key(other, kernel_calls(other, random_call(p), 132)[0]) != code_key(made, launches)
+
+
 def test_a_later_process_trusts_the_record(compiler, settings, in_process) -> None:
     requests = compiler("ok")
     made, launches, q, target = planned()

@@ -14,6 +14,7 @@ from support import TILE, Device, assert_right, core_plan, problem, random_call,
 
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.lowering import CHOICES, Launch, Lowering
+from portattn.schema.ops import PUBLIC, ROWS
 from portattn.schema.problem import Problem
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
@@ -94,7 +95,7 @@ MLA = {
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{op.removesuffix('_attention')}-{name}": (op, BASE[op] | ({"heads_q": 4} if op != "attention" else {}) | fields)
-    for op, cases in zip(CORES, (DENSE, VARLEN, DECODE, PAGED, SPARSE, MLA), strict=True)
+    for op, cases in zip(PUBLIC, (DENSE, VARLEN, DECODE, PAGED, SPARSE, MLA), strict=True)
     for name, fields in cases.items()
 }
 TILES = [
@@ -145,7 +146,8 @@ def alone() -> list[tuple[str, str, str]]:
 
 def test_every_value_that_a_kernel_reads_is_among_them() -> None:
     """Of those that its limits allow: only dense keys are known to fit one tile."""
-    for op, kernel in CORES.items():
+    for op in PUBLIC:
+        kernel = CORES[op]
         never = {("pipeline", "single")} if op != "attention" else set()
         seen = {(name, value) for case, name, value in alone() if CASES[case][0] == op}
         wanted = {(name, v) for name in kernel.choices for v in CHOICES[name] if v not in (DEFAULTS[name], "hf32")}
@@ -176,7 +178,7 @@ def test_random_combinations(device: Device, case: str, seed: int) -> None:
     check(device, case, lowering, seed)
 
 
-@pytest.mark.parametrize("op", CORES)
+@pytest.mark.parametrize("op", PUBLIC)
 @pytest.mark.parametrize("cores", [1, 2, 1000])
 def test_a_persistent_grid_of_any_width(device: Device, op: str, cores: int) -> None:
     """One program for all tiles, a number that divides nothing evenly, and more programs than tiles."""
@@ -292,9 +294,10 @@ def test_choices_are_read(device: Device) -> None:
     from portattn.launch import kernel_calls
 
     for op, kernel in CORES.items():
-        call = random_call(problem(op=op, **BASE[op]), device=device.name)
+        call = random_call(problem(op=op, **BASE[ROWS[op].gradient_of or op]), device=device.name)
         launches, _, _ = kernel_calls(core_plan(device, call.problem), call, 3)
-        given = {name.lower(): value for name, value in launches[0].constexprs.items() if name.lower() in CHOICES}
+        constexprs = {name.lower(): value for launch in launches for name, value in launch.constexprs.items()}
+        given = {name: value for name, value in constexprs.items() if name in CHOICES}
         # A function that several ops share has all their choices.
         shared = {name for other in CORES.values() if other.function == kernel.function for name in other.choices}
         sizes = {"reads"} if op == "sparse_attention" else set()  # decides the width of its tiles, and nothing else

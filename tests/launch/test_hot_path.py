@@ -28,7 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.compiles
 def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
     assert seen["why not"] == ""
-    variants = ["attention gluon", "mla gluon"] if seen["triton"] == "3.6.0" else []
+    variants = ["attention gluon", "mla gluon"] if Version(seen["triton"]) >= Version("3.6") else []
     for name in [f"{op} triton" for op in OPS] + variants:
         found = seen[name]
         assert found["way"] == "native", found["reason"]

@@ -23,6 +23,8 @@ from portattn.schema.target import Target
 PLAIN: dict[str, dict[str, Any]] = {
     "attention": {},
     "varlen_attention": {"total_q": 40, "total_k": 40},
+    "attention_backward": {},
+    "varlen_attention_backward": {"total_q": 40, "total_k": 40},
     "decode_attention": {"seq_q": 1},
     "paged_attention": {"seq_q": 1, "page_size": 64},
     "mla_attention": {

@@ -7,11 +7,13 @@ import datetime
 import itertools
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from quirk_files import plant, registry
 from support import problem
 
 import portattn
@@ -31,6 +33,8 @@ BIG = {"batch": 4, "heads_q": 16, "heads_k": 4, "seq_q": 2048, "seq_k": 2048, "h
 # What a problem of each op has to have.
 PAGES = {"page_size": 64, "seqlens_k": True}
 NEEDS = {
+    "attention_backward": {"return_lse": False},
+    "varlen_attention_backward": {"total_q": 8192, "total_k": 8192, "return_lse": False},
     "attention": {"seq_q": 2}, "varlen_attention": {"total_q": 8192, "total_k": 8192}, "decode_attention": {"seq_q": 2},
     "paged_attention": {"seq_q": 2} | PAGES, "sparse_attention": {"seq_q": 1, "tokens": 512},
     "mla_attention": {"seq_q": 2, "heads_k": 1, "head_dim": 576, "head_dim_v": 512} | PAGES,
@@ -100,8 +104,12 @@ def test_planning_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "toolchain", "reason", "hint"),
     [
         ({"head_dim_v": 513}, "triton==3.6.0", "head_dim_v is 513, and the kernel's tiles take up to 512", "reference"),
-        ({"needs_grad": True}, "triton==3.6.0", "gradients", "no_grad"),
-        ({"dropout": True}, "triton==3.6.0", "dropout_p > 0", "dropout_p=0.0"),
+        (
+            {"needs_grad": True, "head_dim": 257},
+            "triton==3.6.0",
+            "gradients are asked for: head_dim is 257, and the kernel's tiles take up to 256",
+            "reference",
+        ),
         ({}, "none", "Triton is not installed", "pip install -e '.[triton]' in the checkout, or triton-ascend"),
     ],
 )
@@ -114,12 +122,30 @@ def test_rejections_carry_value_limit_and_hint(changes: dict, toolchain: str, re
 
 
 def test_a_vendor_path_comes_before_the_reference() -> None:
-    made = plan(problem(**BIG, needs_grad=True, return_lse=False), sm_80())
-    assert made.path == "sdpa"
-    made = plan(problem(**BIG, needs_grad=True), sm_80())
+    made = plan(problem(**BIG, needs_grad=True, return_lse=False), sm_80("none"))
+    assert (made.path, made.notes[-1]) == ("sdpa", "gradients by sdpa")
+    made = plan(problem(**BIG, needs_grad=True), sm_80("none"))
     assert [r.path for r in made.rejected] == ["triton", "sdpa"]
     assert "return_lse" in made.rejected[1].reason
-    assert made.path == "reference"
+    assert (made.path, made.notes[-1]) == ("reference", "gradients by reference")
+    made = plan(problem(**BIG), sm_80("none"))
+    assert not any("gradients" in note for note in made.notes)
+
+
+def test_a_call_is_trained_by_kernels_where_one_computes_the_gradients() -> None:
+    made = plan(problem(**BIG, needs_grad=True), sm_80())
+    assert (made.path, made.rejected, made.notes[-1]) == ("triton", (), "gradients by triton")
+    made = plan(problem(**BIG, needs_grad=True), parse_target("cuda:sm_90", "triton==3.6.0"))
+    assert made.notes[-1].startswith("gradients by")
+
+
+def test_a_quirk_of_the_gradients_kernels_leads_a_training_call_elsewhere(tmp_path: Path) -> None:
+    plant(tmp_path, "cuda-9001-planted", 'path = "vendor"', when='kernels = ["*_backward"]')
+    known = registry(tmp_path)
+    made = plan(problem(**BIG, needs_grad=True, return_lse=False), sm_80(), known)
+    assert (made.path, made.rejected[0].quirk) == ("sdpa", "cuda-9001-planted")
+    assert "gradients are asked for" in made.rejected[0].reason
+    assert plan(problem(**BIG), sm_80(), known).path == "triton", "the forward alone is none of its"
 
 
 def test_on_a_cpu_sdpa_and_the_reference_are_no_fall_back() -> None:
@@ -253,7 +279,8 @@ def test_the_key_holds_every_constexpr_of_the_launch(op: str) -> None:
     in_key = CORES[op].constexprs(p, made.lowering, made.launch)
     # MagicPIG's numbers are a call's, not a problem's.
     numbers = {"PIG_BITS": 0, "PIG_TABLES": 0} if op == "sparse_attention" else {}
-    assert launches[0].constexprs == in_key | numbers
+    main = next(launch for launch in launches if launch.function == CORES[op].function)
+    assert main.constexprs == in_key | numbers
 
 
 def test_the_number_of_queries_is_a_run_time_argument_of_decode() -> None:

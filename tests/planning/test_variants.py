@@ -45,7 +45,7 @@ def test_a_plan_says_how_it_is_scheduled_and_what_it_needs() -> None:
     assert made.path == NAME
     assert made.schedule == VARIANTS[NAME].describe(P) | VARIANTS[NAME].sizes(P)
     assert (made.schedule["width"], made.schedule["groups"]) == (128, 2)
-    assert made.needs.startswith("sm_90, Triton 3.6.0")
+    assert made.needs.startswith("sm_90, Triton 3.6 or newer")
     text = made.explain()
     assert "schedule width=128 groups=2" in text
     assert f"needs    {made.needs}" in text
@@ -129,11 +129,11 @@ def test_a_caution_is_listed_and_changes_nothing(tmp_path: Path) -> None:
     assert "says why): cuda-0901-x\n" in made.explain() + "\n"
 
 
-@pytest.mark.parametrize("toolchain", ["triton==3.5.1", "triton==3.9.0"])
+@pytest.mark.parametrize("toolchain", ["triton==3.4.0", "triton==3.5.1"])
 def test_compilers_that_lack_what_the_variants_call_are_quirks(toolchain: str) -> None:
     made = plan(P, parse_target("cuda:sm_90", toolchain))
     assert made.path == "triton"
-    assert any(quirk.id.startswith(("cuda-0016", "cuda-0017")) for quirk in made.quirks)
+    assert any(quirk.id.startswith("cuda-0016") for quirk in made.quirks)
 
 
 def test_a_key_is_of_one_schedule_type_and_toolchain() -> None:
@@ -460,7 +460,7 @@ def test_a_variant_of_another_package_needs_no_more_than_its_steps() -> None:
     made = plan(P, parse_target("cuda:sm_80", "triton==3.4.0"), known)
     assert (made.path, made.schedule, made.needs) == ("other", {}, "")
     assert made.key
-    assert not other.timed(P)
+    assert not other.timed_with(P)
     assert other.described("a call") == "a call"
     assert "schedule" not in made.explain()
 
@@ -470,12 +470,15 @@ def test_a_schedule_that_nobody_timed_is_said(monkeypatch: pytest.MonkeyPatch) -
 
     wide = msgspec.structs.replace(P, seq_q=4096, seq_k=4096)
     timed = plan(wide, SM_90)
-    monkeypatch.setattr(ForwardVariant, "timed", lambda self, problem: False)
+    monkeypatch.setattr(ForwardVariant, "timed_with", lambda self, problem: "")
     untimed = plan(wide, SM_90)
+    monkeypatch.setattr(ForwardVariant, "timed_with", lambda self, problem: "triton==3.5.1")
+    other = plan(wide, SM_90)
     assert timed.path == untimed.path == ForwardVariant.name
     assert "timed" not in timed.explain()
     assert "nobody has timed this schedule: this concerns speed alone" in untimed.explain()
-    assert untimed.key == timed.key
+    assert "timed with triton==3.5.1, not with triton==3.6.0: this concerns speed alone" in other.explain()
+    assert untimed.key == timed.key == other.key
 
 
 def test_signatures_are_plain_data_for_the_other_variant_too() -> None:

@@ -11,6 +11,7 @@ from support import problem
 from portattn import DataError, Registry
 from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import CORES, KERNEL_NAMES
+from portattn.schema.toolchain import Toolchain
 
 HEAD = """\
 [provenance]
@@ -19,6 +20,7 @@ toolchain = "triton==3.6.0"
 date = 2026-11-01
 measured = false
 """
+TRITON = Toolchain.parse("triton==3.6.0")
 ENTRIES = """
 [[entry]]
 kernel = "dense_forward"
@@ -29,6 +31,12 @@ lowering = { load = "descriptor" }
 [[entry]]
 kernel = "dense_forward"
 launch = { block_m = 32 }
+"""
+
+TWO = """
+[[entry]]
+kernel = "dense_backward"
+launch = { block_m = 128, rows_m = 64 }
 """
 
 
@@ -44,16 +52,67 @@ def features(**fields):
 
 def test_the_first_entry_that_holds(tmp_path: Path) -> None:
     tuning = load(tmp_path, HEAD + ENTRIES)
-    wide = tuning.find("dense_forward", features(head_dim=128, causal="top_left"))
+    wide = tuning.find("dense_forward", features(head_dim=128, causal="top_left"), TRITON)
     assert wide is not None
     assert wide.lowering == {"load": "descriptor"}
-    assert tuning.find("dense_forward", features(head_dim=128)).launch == {"block_m": 32}
-    assert tuning.find("decode_split", features()) is None
+    assert tuning.find("dense_forward", features(head_dim=128), TRITON).launch == {"block_m": 32}
+    assert tuning.find("decode_split", features(), TRITON) is None
+
+
+RANGES = """
+[[entry]]
+kernel = "dense_forward"
+toolchain = { triton = ">=3.8" }
+launch = { block_m = 64 }
+
+[[entry]]
+kernel = "dense_forward"
+toolchain = { triton = ">=3.6", ptxas = ">=13" }
+launch = { block_m = 16 }
+
+[[entry]]
+kernel = "dense_forward"
+launch = { block_m = 32 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "rows"),
+    [
+        ("triton==3.6.0", 32),  # the version of ptxas is not known
+        ("triton==3.6.0,ptxas==13.1", 16),
+        ("triton==3.8.0", 64),
+        ("triton==3.9.0", 64),
+        ("triton-ascend==3.8.0", 32),
+    ],
+)
+def test_an_entry_for_a_range_of_compilers(tmp_path: Path, toolchain: str, rows: int) -> None:
+    entry = load(tmp_path, HEAD + RANGES).find("dense_forward", features(), Toolchain.parse(toolchain))
+    assert entry is not None
+    assert entry.launch == {"block_m": rows}
+
+
+def test_a_range_that_leaves_out_what_the_choice_was_timed_with(tmp_path: Path) -> None:
+    """Of a file that was timed with 3.6.0; an entry that was only compiled may be for any."""
+    timed = HEAD.replace("measured = false", "measured = true")
+    with pytest.raises(DataError, match=r"leaves out 'triton==3\.6\.0', which its choice was timed with"):
+        load(tmp_path, timed + RANGES)
+    load(tmp_path, timed + RANGES.replace('">=3.8" }', '">=3.8" }\ntimed = false'))
+
+
+def test_values_of_the_kernel_of_rows(tmp_path: Path) -> None:
+    for pattern in ("dense_backward", "*_backward"):
+        tuning = load(tmp_path, HEAD + TWO.replace("dense_backward", pattern))
+        entry = tuning.find("dense_backward", features(op="attention_backward", return_lse=False), TRITON)
+        assert entry is not None
+        assert entry.launch == {"block_m": 128, "rows_m": 64}
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
+        (HEAD + RANGES.replace("ptxas", "assembler"), ["assembler", "unknown", "ptxas"]),
+        (HEAD + RANGES.replace(">=3.8", "3.8 on"), ["'3.8 on'", "PEP 440"]),
         (ENTRIES, ["provenance"]),
         (HEAD + ENTRIES.replace("when", "where", 1), ["where", "unknown key"]),
         (HEAD + ENTRIES.replace("head_dim>=128", "head_dims>=128"), ["head_dims", "unknown name"]),
@@ -65,6 +124,12 @@ def test_the_first_entry_that_holds(tmp_path: Path) -> None:
         (HEAD + ENTRIES.replace("waves_per_eu = 2", "waves_per_eu = true"), ["waves_per_eu", "type int"]),
         (HEAD + ENTRIES.replace("waves_per_eu", "maxnreg"), ["maxnreg", "an option of cuda, and not of rocm"]),
         (HEAD + ENTRIES.replace("waves_per_eu", "splits"), ["splits", "computed from the sizes"]),
+        (HEAD + ENTRIES.replace("waves_per_eu", "rows_m"), ["rows_m", "gradients alone", "block_m"]),
+        (HEAD + TWO.replace("dense_backward", "dense_*"), ["rows_m", "gradients alone"]),
+        (HEAD + TWO.replace("rows_m = 64", "rows_m = 48"), ["rows_m", "48", "power of two"]),
+        (HEAD + TWO.replace("rows_m = 64", "rows_warps = 3"), ["rows_warps", "3", "power of two"]),
+        (HEAD + TWO.replace("rows_m = 64", "rows_stages = 0"), ["rows_stages", "≥ 1"]),
+        (HEAD + TWO.replace("rows_m = 64", "rows_k = 64"), ["rows_k", "unknown launch value", "rows_stages"]),
         (HEAD + ENTRIES.replace("head_dim>=128", "programs<64"), ["programs<64", "follows from the entry's launch"]),
         (HEAD + ENTRIES.replace('"descriptor"', '"tma"'), ["load", "'tma'", "descriptor"]),
         (HEAD + ENTRIES.replace("load =", "loads ="), ["loads", "outside"]),

@@ -12,13 +12,14 @@ from portattn.backends.ascend.linalg.tools import missing
 from portattn.launch import KernelCall, has_rows, kernel_calls, signature
 from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
-from portattn.testing.tolerance import judge, nan_filled_memory
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.testing.verdict import judge
 
 _programs: Programs | None = None
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Execute lowered launches: {"facts": …} as testing/tolerance.judge says, and `strays`, stray accesses as a text.
+    """Execute lowered launches: {"facts": …} as testing/verdict.judge says, and `strays`, stray accesses as a text.
 
     The request is that of testing/run_plan.py with `texts`, the lowered text of each launch in order. Outputs, partial
     results, scratch memory and all padding start as NaN. Raises LinalgError when a text cannot be executed.

@@ -23,7 +23,8 @@ ELEMENT_OF = {
 }  # fmt: skip
 NUMBER_OF = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter adds; kernels without atomics use neither
-OUTPUTS = ("out", "lse")  # arguments that a kernel may write, by the names that all core kernels have for them
+# Arguments that a kernel may write, by the names that all core kernels have for them.
+OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes")
 
 
 class Launched(msgspec.Struct, frozen=True):

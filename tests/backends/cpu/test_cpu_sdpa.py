@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import portattn
 from portattn.backends.cpu import flash
 from portattn.backends.cpu.sdpa import CpuSdpaPath
+from portattn.config import Settings
+from portattn.errors import PathUnavailable
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
@@ -175,13 +177,20 @@ def test_gradients_are_the_references(fields: dict[str, Any], scale: float) -> N
     "fields",
     [
         {"return_lse": True}, {"causal": "bottom_right"}, {"window_left": 3}, {"sinks": True}, {"mask": True},
-        {"seqlens_k": True}, {"seq_q": 0}, {"heads_q": 2, "op": "decode_attention"},
+        {"seqlens_k": True}, {"seq_q": 0},
     ],
     ids=str,
 )  # fmt: skip
 def test_other_gradients_are_the_references(fields: dict[str, Any]) -> None:
     p = msgspec.structs.replace(problem("dense", return_lse=False, needs_grad=True), **fields)
     assert plan(p, CPU).path == "reference"
+
+
+def test_decoding_has_no_gradient_unless_the_reference_is_asked_for() -> None:
+    p = msgspec.structs.replace(problem("decode", return_lse=False, needs_grad=True), num_splits=0)
+    with pytest.raises(PathUnavailable, match="decode_attention has no gradient"):
+        plan(p, CPU)
+    assert plan(p, CPU, settings=Settings(backend="reference")).path == "reference"
 
 
 class Products(TorchDispatchMode):

@@ -17,7 +17,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
 from portattn.testing.findings import Numerics
-from portattn.tools.matrix.problems import decode, dense, mla, paged, sparse, varlen
+from portattn.tools.matrix.problems import decode, dense, gradients, mla, packed_gradients, paged, sparse, varlen
 from portattn.worker.client import Worker
 
 pytestmark = pytest.mark.usefixtures("mlir")
@@ -49,6 +49,11 @@ PROBLEMS = [
            num_splits=2),
     mla("queries", dtype="bf16", head_dim=576, head_dim_v=512, seq_q=2, **CAUSAL),
     mla("splits, a page a token", dtype="fp16", head_dim=288, head_dim_v=256, page_size=1, num_splits=2),
+    gradients("padded, GQA", dtype="fp16", head_dim=80, heads_k=4, **CAUSAL, seqlens_q=True, seqlens_k=True,
+              grad_lse=True),
+    gradients("everything", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True, softcap=True,
+              grad_bias=True, grad_slopes=True, dropout=True),
+    packed_gradients("window", dtype="fp32", head_dim=64, **CAUSAL, window_left=100),
 ]  # fmt: skip
 # Beside what plans choose today: what a quirk that is switched off, or another tuning, would choose.
 OTHERS = [

@@ -1,0 +1,426 @@
+"""Gradients of dense and of packed attention. No program adds to what another one writes: results repeat bit by bit.
+
+backward_delta   of each row: the sum of its gradient times its result, less the gradient of its LSE
+backward_keys    holds a tile of keys and goes through the query rows that see it: dK and dV, of all heads of the group
+backward_rows    holds a tile of query rows and goes through the keys that it sees: dQ, and a sum for ALiBi's slopes
+
+P = exp(S - LSE), dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P·(dP - delta), dQ = scale·dS·K, dK = scale·dSᵀ·Q.
+Source: Dao, "FlashAttention-2" (2023), algorithm 2.
+"""
+
+import triton
+import triton.language as tl
+
+from portattn.kernels.attend import key_steps
+from portattn.kernels.dropout import kept_scores
+from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
+from portattn.kernels.tiles import (
+    heads_in_turn,
+    load_query_rows,
+    load_rows,
+    packed_bounds,
+    packed_tile,
+    row_source,
+    sequence_bounds,
+)
+
+
+@triton.jit(do_not_specialize=["heads_q", "seq_q", "row_tiles", "tiles"])
+def backward_delta(
+    forward_out, grad_out, forward_lse, grad_lse, delta,
+    o_stride_b, o_stride_h, o_stride_s, o_stride_d,
+    do_stride_b, do_stride_h, do_stride_s, do_stride_d,
+    heads_q, seq_q, row_tiles, tiles,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """delta (B, Hq, Sq) float32 of BLOCK_M rows; 0 for rows with nothing to attend, whose gradients may be NaN."""
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        slot_head = tile // row_tiles
+        slot, head = (slot_head // heads_q).to(tl.int64), (slot_head % heads_q).to(tl.int64)
+        rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = rows < seq_q
+        at = slot_head.to(tl.int64) * seq_q + rows
+        lse = tl.load(forward_lse + at, mask=valid, other=float("-inf"))
+        some = lse != float("-inf")
+        o_rows = forward_out + slot * o_stride_b + head * o_stride_h + rows.to(tl.int64) * o_stride_s
+        do_rows = grad_out + slot * do_stride_b + head * do_stride_h + rows.to(tl.int64) * do_stride_s
+        # A mask that is only an upper bound: compilers that know no other one would read the whole tile.
+        o_tile = load_query_rows(o_rows, valid, o_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        do_tile = load_query_rows(do_rows, valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        found = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+        if grad_lse is not None:
+            found -= tl.load(grad_lse + at, mask=valid, other=0.0)
+        tl.store(delta + at, tl.where(some, found, 0.0), mask=valid)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads_q", "heads_k", "group", "seq_q", "seq_k", "key_tiles", "together", "tiles", "batches", "left", "right",
+        "threshold",
+    ]
+)  # fmt: skip
+def backward_keys(
+    q, k, v, grad_out, forward_lse, delta, grad_k, grad_v,
+    seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
+    alibi_slopes, bias, mask, dropout_seed,
+    scale, softcap, keep_scale,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    do_stride_b, do_stride_h, do_stride_s, do_stride_d,
+    dk_stride_b, dk_stride_h, dk_stride_s,
+    dv_stride_b, dv_stride_h, dv_stride_s,
+    alibi_stride_b,
+    bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
+    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    heads_q, heads_k, group, seq_q, seq_k, key_tiles, together, tiles, batches, left, right, threshold,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
+    LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
+    Q_OPERAND: tl.constexpr, MULHI: tl.constexpr,
+):  # fmt: skip
+    """One program computes dK and dV of BLOCK_M keys of one key/value head, or of several such tiles in turn.
+
+    Optional arguments are None, as in dense_forward. It goes through the query rows BLOCK_N at a time.
+    """
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        key_tile = tile % key_tiles
+        slot_head = tile // key_tiles
+        if CAUSAL != "none":  # the first keys are seen by the most rows: they come first as they are
+            key_tile, slot_head = heads_in_turn(tile, key_tiles, together, tiles)
+        kv_head = slot_head % heads_k
+        if cu_seqlens_k is not None:
+            batch, key_tile = packed_tile(cu_seqlens_k, key_tile, batches, seq_k, 1, BLOCK_M, SEARCH)
+            slot = batch - batch  # packed tensors are one slot, which all sequences share
+            q_first, q_end = packed_bounds(cu_seqlens_q, batch, batches, seq_q)
+            k_first, k_end = packed_bounds(cu_seqlens_k, batch, batches, seq_k)
+            q_end = tl.where(batch == batches, q_first, q_end)  # keys after the last sequence have no rows
+            key_0 = k_first + key_tile * BLOCK_M
+            stored_end = k_end
+            drop_row, drop_key = q_first, k_first
+        else:
+            batch = slot_head // heads_k
+            slot = batch
+            q_first, q_end = sequence_bounds(seqlens_q, leftpad_q, batch, seq_q)
+            k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)
+            key_0 = key_tile * BLOCK_M
+            stored_end = seq_k
+            drop_row, drop_key = seq_q - seq_q, seq_q - seq_q
+        keys = key_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        inside = (keys >= k_first) & (keys < k_end)
+
+        # Key j is seen by the rows from j - shift - right on, up to j - shift + left.
+        first = tl.maximum(key_0, k_first)
+        last = tl.minimum(key_0 + BLOCK_M, k_end) - 1
+        if CAUSAL == "top_left":
+            shift = k_first - q_first
+        else:
+            shift = k_end - q_end
+        if WINDOW:
+            near, far = tl.minimum(first - shift + left + 1, q_end), tl.minimum(last - shift + left + 1, q_end)
+        else:
+            near, far = q_end, q_end
+        far = tl.where(last >= first, far, q_first)  # a tile of padding keys is seen by no row
+        low_near, low_far = first - shift - right, last - shift - right
+        if CAUSAL != "none":  # rows before the first that sees a key may hold NaN, and 0·NaN is NaN
+            q_first = tl.minimum(tl.maximum(q_first, k_first - shift - right), q_end)
+        first_step, full_begin, full_end, last_step = key_steps(
+            near, far, low_near, low_far, q_first, BLOCK_N, CAUSAL != "none"
+        )
+
+        k_pointers = (
+            k + slot.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h + key_0.to(tl.int64) * k_stride_s
+            + tl.arange(0, BLOCK_M) * k_stride_s
+        )  # fmt: skip
+        v_pointers = (
+            v + slot.to(tl.int64) * v_stride_b + kv_head.to(tl.int64) * v_stride_h + key_0.to(tl.int64) * v_stride_s
+            + tl.arange(0, BLOCK_M) * v_stride_s
+        )  # fmt: skip
+        k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
+        v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        dk = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        dv = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+        for member in range(group):
+            head = kv_head * group + member
+            q_base = q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
+            do_base = grad_out + slot.to(tl.int64) * do_stride_b + head.to(tl.int64) * do_stride_h
+            q_rows = row_source(q_base, far, q_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+            do_rows = row_source(do_base, far, do_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+            numbers = (slot * heads_q + head).to(tl.int64) * seq_q
+            slope = None
+            if alibi_slopes is not None:
+                slope = tl.load(
+                    alibi_slopes + tl.minimum(batch, batches - 1).to(tl.int64) * alibi_stride_b + head,
+                    mask=batch < batches, other=0,
+                )  # fmt: skip
+            for edge in tl.static_range(2):
+                if edge == 0:
+                    count = full_end - full_begin
+                else:
+                    count = full_begin - first_step + last_step - full_end
+                for i in range(count):
+                    if edge == 0:
+                        start = q_first + (full_begin + i) * BLOCK_N
+                    elif CAUSAL != "none":
+                        # The edge before the full tiles, then the one after them.
+                        skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                        start = q_first + (first_step + i + skipped) * BLOCK_N
+                    else:
+                        start = q_first + (full_end + i) * BLOCK_N
+                    if Q_OPERAND == "reload":
+                        k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
+                        v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+                    rows = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                    row_valid = rows < far
+                    q_tile = load_rows(q_rows, None, start, far, 0, 0, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_N,
+                                       BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                    do_tile = load_rows(do_rows, None, start, far, 0, 0, do_stride_s, do_stride_d, HEAD_DIM_V,
+                                        BLOCK_N, BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                    lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
+                    positions = rows + shift
+                    row_start = tl.maximum(positions - left, k_first)
+                    if CAUSAL != "none":
+                        row_end = tl.minimum(positions + right + 1, k_end)
+                    else:
+                        row_end = tl.full([BLOCK_N], 0, tl.int32) + k_end
+                    row_end = tl.where(row_valid, row_end, k_first)
+                    added = None  # one by one: not every Triton has tuples that hold None
+                    shown = None
+                    there = row_valid[None, :] & inside[:, None]
+                    if bias is not None:
+                        added = score_tile(bias, batch, head, rows[None, :], keys[:, None], there, float("-inf"),
+                                           bias_stride_b, bias_stride_h, bias_stride_q,
+                                           bias_stride_k).to(tl.float32)  # fmt: skip
+                    if mask is not None:
+                        shown = score_tile(mask, batch, head, rows[None, :], keys[:, None], there, 0, mask_stride_b,
+                                           mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
+                    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                    p, bend, keep = score_gradients(
+                        products, lse[None, :], positions[None, :], keys[:, None],
+                        row_start[None, :], row_end[None, :], slope, added, shown, scale, softcap,
+                        edge == 1, WINDOW, SOFTCAP, EXP,
+                    )  # fmt: skip
+                    if bias is not None or mask is not None:
+                        # A row that sees no key of the tile may be hidden from all, and hold NaN: 0·NaN is NaN. Its LSE
+                        # does not tell: with a sink it is finite.
+                        seen = (tl.max(p, 0) != 0.0)[:, None]
+                        q_tile = tl.where(seen, q_tile, 0.0).to(q_tile.dtype)
+                        do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
+                    p_kept = p
+                    if dropout_seed is not None:
+                        kept = kept_scores(dropout_seed, keys[:, None] - drop_key, rows[None, :] - drop_row,
+                                           batch * heads_q + head, threshold, MULHI)  # fmt: skip
+                        p_kept = tl.where(kept, p * keep_scale, 0.0)
+                    # Before the other product, so that not both tiles of scores are held at once.
+                    dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
+                    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
+                    if dropout_seed is not None:
+                        dp = tl.where(kept, dp * keep_scale, 0.0)
+                    ds = p * (dp - row_delta[None, :])
+                    if SOFTCAP:
+                        ds = ds * bend
+                    if edge == 1 or (bias is not None or mask is not None):
+                        # A NaN in a key that this row does not see comes by dP.
+                        ds = tl.where(keep, ds, 0.0)
+                    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
+
+        stored = keys < stored_end
+        dk = tl.where(inside[:, None], dk * scale, 0.0)
+        dv = tl.where(inside[:, None], dv, 0.0)
+        columns, columns_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        offset = key_0.to(tl.int64)
+        dk_pointers = (
+            grad_k + slot.to(tl.int64) * dk_stride_b + kv_head.to(tl.int64) * dk_stride_h + offset * dk_stride_s
+            + tl.arange(0, BLOCK_M)[:, None] * dk_stride_s + columns[None, :]
+        )  # fmt: skip
+        dv_pointers = (
+            grad_v + slot.to(tl.int64) * dv_stride_b + kv_head.to(tl.int64) * dv_stride_h + offset * dv_stride_s
+            + tl.arange(0, BLOCK_M)[:, None] * dv_stride_s + columns_v[None, :]
+        )  # fmt: skip
+        tl.store(dk_pointers, dk.to(grad_k.dtype.element_ty), mask=stored[:, None] & (columns < HEAD_DIM)[None, :])
+        tl.store(dv_pointers, dv.to(grad_v.dtype.element_ty), mask=stored[:, None] & (columns_v < HEAD_DIM_V)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "threshold",
+    ]
+)  # fmt: skip
+def backward_rows(
+    q, k, v, grad_out, forward_lse, delta, grad_q, grad_slopes,
+    seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
+    alibi_slopes, bias, mask, dropout_seed,
+    scale, softcap, keep_scale,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    do_stride_b, do_stride_h, do_stride_s, do_stride_d,
+    dq_stride_b, dq_stride_h, dq_stride_s,
+    alibi_stride_b,
+    bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
+    mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, threshold,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
+    LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
+    Q_OPERAND: tl.constexpr, MULHI: tl.constexpr,
+):  # fmt: skip
+    """One program computes dQ of BLOCK_M query rows of one head, or of several such tiles in turn.
+
+    grad_slopes  (B, Hq, Sq) float32 or None: of each row the sum of -dS·|distance|, which its slope's gradient sums up
+    """
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        row_tile = tile % row_tiles
+        slot_head = tile // row_tiles
+        if CAUSAL != "none":
+            row_tile, slot_head = heads_in_turn(tile, row_tiles, together, tiles)
+            row_tile = row_tiles - 1 - row_tile  # longest rows first: they bound the launch's length
+        head = slot_head % heads_q
+        if cu_seqlens_q is not None:
+            batch, row_tile = packed_tile(cu_seqlens_q, row_tile, batches, seq_q, 1, BLOCK_M, SEARCH)
+            slot = batch - batch
+            q_first, q_end = packed_bounds(cu_seqlens_q, batch, batches, seq_q)
+            k_first, k_end = packed_bounds(cu_seqlens_k, batch, batches, seq_k)
+            k_end = tl.where(batch == batches, k_first, k_end)
+            row_0 = q_first + row_tile * BLOCK_M
+            stored_end = q_end
+            drop_row, drop_key = q_first, k_first
+        else:
+            batch = slot_head // heads_q
+            slot = batch
+            q_first, q_end = sequence_bounds(seqlens_q, leftpad_q, batch, seq_q)
+            k_first, k_end = sequence_bounds(seqlens_k, leftpad_k, batch, seq_k)
+            row_0 = row_tile * BLOCK_M
+            stored_end = seq_q
+            drop_row, drop_key = seq_q - seq_q, seq_q - seq_q
+        rows = row_0 + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        row_valid = (rows >= q_first) & (rows < q_end)
+        if cu_seqlens_q is not None:
+            row_valid = row_valid & (batch < batches)
+
+        first = tl.maximum(row_0, q_first)
+        last = tl.minimum(row_0 + BLOCK_M, q_end) - 1
+        if CAUSAL == "top_left":
+            shift = k_first - q_first
+        else:
+            shift = k_end - q_end
+        positions = rows + shift  # [BLOCK_M]
+        if CAUSAL != "none":
+            row_end = tl.minimum(positions + right + 1, k_end)
+            near, far = tl.minimum(first + shift + right + 1, k_end), tl.minimum(last + shift + right + 1, k_end)
+        else:
+            row_end = tl.full([BLOCK_M], 0, tl.int32) + k_end
+            near, far = k_end, k_end
+        row_end = tl.where(row_valid, row_end, k_first)
+        far = tl.where(last >= first, far, k_first)
+        row_start = tl.maximum(positions - left, k_first)
+        low_near, low_far = first + shift - left, last + shift - left
+        first_step, full_begin, full_end, last_step = key_steps(near, far, low_near, low_far, k_first, BLOCK_N, WINDOW)
+
+        kv_head = (head // group).to(tl.int64)
+        k_base = k + slot.to(tl.int64) * k_stride_b + kv_head * k_stride_h
+        v_base = v + slot.to(tl.int64) * v_stride_b + kv_head * v_stride_h
+        k_rows = row_source(k_base, far, k_stride_s, HEAD_DIM, BLOCK_N, BLOCK_D, LOAD)
+        v_rows = row_source(v_base, far, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+        offset = row_0.to(tl.int64)
+        q_pointers = (
+            q + slot.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h + offset * q_stride_s
+            + tl.arange(0, BLOCK_M) * q_stride_s
+        )  # fmt: skip
+        do_pointers = (
+            grad_out + slot.to(tl.int64) * do_stride_b + head.to(tl.int64) * do_stride_h + offset * do_stride_s
+            + tl.arange(0, BLOCK_M) * do_stride_s
+        )  # fmt: skip
+        q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
+        do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+        numbers = (slot * heads_q + head).to(tl.int64) * seq_q
+        lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
+        slope = None
+        if alibi_slopes is not None:
+            slope = tl.load(
+                alibi_slopes + tl.minimum(batch, batches - 1).to(tl.int64) * alibi_stride_b + head,
+                mask=batch < batches, other=0,
+            )  # fmt: skip
+        dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        by_distance = tl.full([BLOCK_M], 0.0, tl.float32)
+        for edge in tl.static_range(2):
+            if edge == 0:
+                count = full_end - full_begin
+            else:
+                count = full_begin - first_step + last_step - full_end
+            for i in range(count):
+                if edge == 0:
+                    start = k_first + (full_begin + i) * BLOCK_N
+                elif WINDOW:
+                    skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                    start = k_first + (first_step + i + skipped) * BLOCK_N
+                else:
+                    start = k_first + (full_end + i) * BLOCK_N
+                if Q_OPERAND == "reload":
+                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
+                    do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+                keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D,
+                                   edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
+                                   BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                added = None
+                shown = None
+                there = row_valid[:, None] & (keys < far)[None, :]
+                if bias is not None:
+                    added = score_tile(bias, batch, head, rows[:, None], keys[None, :], there, float("-inf"),
+                                       bias_stride_b, bias_stride_h, bias_stride_q,
+                                       bias_stride_k).to(tl.float32)  # fmt: skip
+                if mask is not None:
+                    shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
+                                       mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
+                products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
+                p, bend, keep = score_gradients(
+                    products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
+                    slope, added, shown, scale, softcap, edge == 1, WINDOW, SOFTCAP, EXP,
+                )  # fmt: skip
+                if dropout_seed is not None:
+                    kept = kept_scores(dropout_seed, keys[None, :] - drop_key, rows[:, None] - drop_row,
+                                       batch * heads_q + head, threshold, MULHI)  # fmt: skip
+                    dp = tl.where(kept, dp * keep_scale, 0.0)
+                ds = p * (dp - row_delta[:, None])
+                if edge == 1 or (bias is not None or mask is not None):
+                    ds = tl.where(keep, ds, 0.0)
+                if grad_slopes is not None:
+                    distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
+                    by_distance -= tl.sum(ds * distance, 1)
+                if SOFTCAP:
+                    ds = tl.where(ds == 0.0, 0.0, ds * bend)
+                if (bias is not None or mask is not None) or (WINDOW and edge == 1):
+                    # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
+                    k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
+                dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
+
+        stored = rows < stored_end
+        dq = tl.where(row_valid[:, None], dq * scale, 0.0)
+        columns = tl.arange(0, BLOCK_D)
+        dq_pointers = (
+            grad_q + slot.to(tl.int64) * dq_stride_b + head.to(tl.int64) * dq_stride_h + offset * dq_stride_s
+            + tl.arange(0, BLOCK_M)[:, None] * dq_stride_s + columns[None, :]
+        )  # fmt: skip
+        tl.store(dq_pointers, dq.to(grad_q.dtype.element_ty), mask=stored[:, None] & (columns < HEAD_DIM)[None, :])
+        if grad_slopes is not None:
+            tl.store(grad_slopes + numbers + rows, tl.where(row_valid, by_distance, 0.0), mask=stored)

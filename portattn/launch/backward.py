@@ -1,0 +1,117 @@
+"""The launches of the gradients' kernels, for dense and for packed tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.launch.arguments import alibi_stride, features, outer_strides, score_strides, strides, window
+from portattn.launch.bias_gradient import bias_call
+from portattn.launch.dropping import dropping
+from portattn.launch.kernelcall import KernelCall
+from portattn.planning.kernel_specs import CORES, DenseBackward, ceil_div, heads_together, packed_keys, packed_tiles
+from portattn.planning.registry import Registry
+from portattn.schema.call import Call
+from portattn.schema.plan import Plan
+from portattn.schema.sizes import least
+
+MODULE = "portattn.kernels.backward"
+UNSPECIALISED = frozenset(
+    {
+        "heads_q", "heads_k", "group", "seq_q", "seq_k", "key_tiles", "row_tiles", "together", "tiles", "batches",
+        "left", "right", "threshold",
+    }
+)  # fmt: skip
+DELTA_ROWS = 32  # a program of backward_delta
+# Constants that backward_delta has.
+_DELTA = ("HEAD_DIM_V", "BLOCK_DV", "GRID")
+
+
+def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
+    """Launches of one backward, with delta (B,Hq,Sq) float32. Nothing else is allocated."""
+    problem, kernel = plan.problem, CORES[plan.problem.op]
+    assert isinstance(kernel, DenseBackward)
+    lowering, launch = plan.specialised
+    assert call.grad_q is not None
+    assert call.grad_k is not None
+    assert call.grad_v is not None
+    delta = call.new_out()
+    batch, rows = problem.query_rows
+    of_rows = launch.of_rows()
+    constants = kernel.constexprs(problem, lowering, launch)
+    together = heads_together(problem, Registry.load().arch(plan.target))
+
+    def grid(tiles: int) -> tuple[int, ...]:
+        return (least(tiles, cores) if lowering.grid == "persistent" else tiles,)
+
+    delta_tiles = ceil_div(rows, DELTA_ROWS)
+    count = batch * problem.heads_q * delta_tiles
+    first = KernelCall(
+        MODULE, "backward_delta", grid(count),
+        {
+            "forward_out": call.forward_out, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
+            "grad_lse": call.grad_lse, "delta": delta,
+            **strides("o", call.forward_out, "bhsd"), **strides("do", call.grad_out, "bhsd"),
+            "heads_q": problem.heads_q, "seq_q": rows, "row_tiles": delta_tiles, "tiles": count,
+        },
+        {name: constants[name] for name in _DELTA} | {"BLOCK_M": DELTA_ROWS}, launch, UNSPECIALISED,
+    )  # fmt: skip
+
+    tensors = {
+        "q": call.q, "k": call.k, "v": call.v, "grad_out": call.grad_out, "forward_lse": call.forward_lse,
+        "delta": delta,
+    }  # fmt: skip
+    options = {
+        "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
+        "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
+        "alibi_slopes": None, "bias": None, "mask": None, **_given(call), "dropout_seed": call.dropout_seed,
+        "scale": float(call.scale), "softcap": float(call.softcap),
+    }  # fmt: skip
+    threshold, keep_scale = dropping(call)
+    options["keep_scale"] = keep_scale
+    inputs = {
+        **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
+        **strides("do", call.grad_out, "bhsd"),
+    }  # fmt: skip
+    absent = strides("bias", None, "bhqk") | strides("mask", None, "bhqk")  # packed rows have neither
+    scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call)}
+    sizes = {
+        "group": problem.group, "seq_q": rows,
+        "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
+    }  # fmt: skip
+    rest = {"batches": problem.batch, **window(problem), "threshold": threshold}
+
+    tiles = kernel.key_tiles(problem, launch)
+    key_tiles = packed_keys(problem, launch) if problem.packed else ceil_div(problem.seq_k, launch.block_m)
+    by_keys = KernelCall(
+        MODULE, "backward_keys", grid(tiles),
+        {
+            **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, **options, **inputs,
+            **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **scores,
+            "heads_q": problem.heads_q, "heads_k": problem.heads_k, **sizes, "key_tiles": key_tiles,
+            "together": together, "tiles": tiles, **rest,
+        },
+        constants, launch, UNSPECIALISED,
+    )  # fmt: skip
+
+    tiles = kernel.row_tiles(problem, launch)
+    row_tiles = packed_tiles(problem, of_rows, 1) if problem.packed else ceil_div(problem.seq_q, of_rows.block_m)
+    by_rows = KernelCall(
+        MODULE, "backward_rows", grid(tiles),
+        {
+            **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options, **inputs,
+            **outer_strides("dq", call.grad_q, "bhs"), **scores, "heads_q": problem.heads_q, **sizes,
+            "row_tiles": row_tiles, "together": together, "tiles": tiles, **rest,
+        },
+        kernel.constexprs(problem, lowering, of_rows), of_rows, UNSPECIALISED,
+    )  # fmt: skip
+    launches = [first, by_keys, by_rows]
+    if call.grad_bias is not None:
+        launches.append(bias_call(plan, call, delta, constants, lowering, launch, cores))
+    return launches, delta, None
+
+
+def _given(call: Call) -> dict[str, Any]:
+    """Tensors of the features, but for sinks: the LSE counts them, and their own gradient needs no kernel."""
+    return {name: tensor for name, tensor in features(call).items() if name != "sinks"}

@@ -1,0 +1,25 @@
+"""Whether the kernels are known to be right on a chip with a toolchain: what the backends' verified.toml say."""
+
+from __future__ import annotations
+
+import functools
+
+from portattn.config import Settings
+from portattn.planning.data_files import Seen, load_verified
+from portattn.planning.registry import Registry
+from portattn.schema.target import Target
+
+_seen = functools.lru_cache(maxsize=16)(load_verified)
+
+
+def seen_to_run(target: Target, registry: Registry | None = None) -> Seen | None:
+    """The evidence that the kernels are right on this arch with this toolchain; None where there is none."""
+    backend = (registry or Registry.load()).backends[target.backend]
+    toolchain = str(target.toolchain)
+    found = (seen for seen in _seen(backend.folder) if target.arch.name in seen.arch and toolchain == seen.toolchain)
+    return next(found, None)
+
+
+def canaries_wanted(target: Target, settings: Settings, registry: Registry | None = None) -> bool:
+    """Whether a kernel family must have passed its canaries before it runs here."""
+    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target, registry) is None)

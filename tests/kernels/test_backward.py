@@ -1,0 +1,201 @@
+"""The gradients' kernels against float64, under the same budget as the forward's: dQ, dK, dV, dBias, and each row's
+part of the slopes' gradient. Padding of queries, keys, values and of the results' gradients holds NaN."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from gradient_cases import DENSE, GRADIENTS, PACKED, check, random
+from kernel_cases import CAUSAL
+from support import TILE, Device, core_plan, run_core
+
+from portattn import launch
+from portattn.launch import kernel_calls
+from portattn.planning.kernel_specs import CORES
+from portattn.schema.lowering import CHOICES, Lowering
+from portattn.testing.verdict import judge
+
+
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize(
+    "fields", [{}, {"heads_q": 4}, {"heads_q": 3, "heads_k": 1, "grad_lse": True}, {"window_left": 5},
+               {"softcap": True}, {"head_dim_v": 24, "head_dim": 20}], ids=str,
+)  # fmt: skip
+def test_masks_and_features(device: Device, base: dict, causal: str, fields: dict) -> None:
+    check(device, random(device, base=base, causal=causal, **fields))
+
+
+@pytest.mark.parametrize("rows", [(19, 37), (37, 19), (1, 40), (40, 1), (16, 16), (17, 33)], ids=str)
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_more_queries_than_keys_and_the_reverse(device: Device, rows: tuple[int, int], causal: str) -> None:
+    check(device, random(device, causal=causal, seq_q=rows[0], seq_k=rows[1]))
+
+
+@pytest.mark.parametrize("window", [(3, 4), (0, 0), (40, 2), (-1, 3), (7, -1), (17, 17)], ids=str)
+def test_windows(device: Device, window: tuple[int, int]) -> None:
+    check(device, random(device, window_left=window[0], window_right=window[1], seq_q=40, seq_k=45))
+
+
+@pytest.mark.parametrize("poison", ["apart", "k", "v"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "lengths", [("seqlens_k",), ("seqlens_q", "seqlens_k"), ("leftpad_q", "leftpad_k"),
+                ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")], ids="+".join,
+)  # fmt: skip
+def test_padding_holds_nan(device: Device, lengths: tuple[str, ...], seed: int, poison: str) -> None:
+    fields = dict.fromkeys(lengths, True)
+    causal = CAUSAL[seed % 3]
+    check(device, random(device, seed, causal=causal, poison=poison, extremes=seed > 1, batch=3, **fields))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("poison", ["k", "v"])
+@pytest.mark.parametrize("feature", ["mask", "bias"])
+def test_what_a_mask_or_a_bias_hides_holds_nan(device: Device, feature: str, poison: str, seed: int) -> None:
+    """A bias's gradient is summed up over what it was broadcast over: each seed has another shape."""
+    grad = {"grad_bias": True} if feature == "bias" else {}
+    check(device, random(device, seed, heads_q=4, causal=CAUSAL[seed % 3], poison=poison, **{feature: True}, **grad))
+
+
+def test_the_derivative_of_a_cap_of_what_is_hidden_is_nan(device: Device) -> None:
+    """NaN in a key is NaN in what dS is multiplied by, and dS is 0 there."""
+    check(device, random(device, 1, heads_q=4, mask=True, softcap=True, poison="k"))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("feature", ["mask", "bias"])
+def test_a_row_that_is_hidden_from_all_keys_holds_nan(device: Device, feature: str, sinks: bool) -> None:
+    """With a sink its LSE is finite. Its query and the gradient of its result change no other gradient's bits."""
+    call = random(device, heads_q=4, batch=1, seq_q=40, sinks=sinks, **{feature: True})
+    given = getattr(call, feature).clone()
+    given[:, :, 7::9] = False if feature == "mask" else float("-inf")
+    setattr(call, feature, given)
+    call.forward_out[:, :, 7::9] = 0.0
+    hidden = torch.arange(call.q.shape[1])[None, :, None] * 0.1 if sinks else float("-inf")
+    call.forward_lse[:, :, 7::9] = hidden
+    found = []
+    for value in (0.0, float("nan")):
+        call.q[:, :, 7::9] = value
+        if not sinks:  # with one, the result depends on its own gradient: that of the sink does
+            call.grad_out[:, :, 7::9] = value
+        run_core(device, call)
+        assert (call.grad_q[:, :, 7::9] == 0).all()
+        found.append([getattr(call, f"grad_{name}").clone() for name in "kv"])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.isfinite().all()
+
+
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_slopes(device: Device, base: dict, causal: str, seed: int) -> None:
+    check(device, random(device, seed, base, causal=causal, alibi_slopes=True, grad_slopes=True, softcap=bool(seed)))
+
+
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("fields", [{}, {"causal": "bottom_right", "heads_q": 4}, {"window_left": 9}], ids=str)
+def test_dropout(device: Device, base: dict, fields: dict) -> None:
+    check(device, random(device, base=base, dropout=True, **fields))
+
+
+def test_the_gradient_of_a_bias_under_dropout(device: Device) -> None:
+    check(device, random(device, dropout=True, bias=True, grad_bias=True, mask=True, alibi_slopes=True, softcap=True))
+
+
+@pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])
+def test_strides(device: Device, strides: str) -> None:
+    check(device, random(device, strides=strides, causal="bottom_right"))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4, 1.0])
+def test_scales(device: Device, scale: float) -> None:
+    check(device, random(device, scale=scale))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 48), (128, 128)], ids=str)
+def test_16_bits(device: Device, dtype: str, dims: tuple[int, int]) -> None:
+    check(device, random(device, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], causal="bottom_right"))
+
+
+LOWERINGS = [
+    {name: value}
+    for name in CORES["attention_backward"].choices
+    for value in CHOICES[name]
+    if value not in (getattr(Lowering(), name), "hf32")  # hf32 is Ascend's alone
+]
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS, ids=str)
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+def test_lowerings(device: Device, base: dict, lowering: dict[str, str]) -> None:
+    fields = {"causal": "bottom_right", "window_left": 20, "heads_q": 4, "dropout": "mulhi" in lowering}
+    check(device, random(device, base=base, **fields), lowering)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 1000])
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+def test_a_persistent_grid_of_any_width(device: Device, base: dict, cores: int) -> None:
+    """One program for all tiles, a number that divides nothing evenly, and more programs than tiles."""
+    call = random(device, base=base, causal="bottom_right", heads_q=3, heads_k=3)
+    delta, _ = run_core(device, call, {"grid": "persistent"}, cores=cores)
+    facts = judge(call, delta, None)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+
+
+@pytest.mark.parametrize("tile", [(16, 32), (32, 16), (64, 64)], ids=str)
+@pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
+def test_tiles(device: Device, base: dict, tile: tuple[int, int]) -> None:
+    check(device, random(device, base=base, causal="bottom_right"), block_m=tile[0], block_n=tile[1])
+
+
+@pytest.mark.parametrize("fields", [{"seq_q": 1, "seq_k": 1}, {"batch": 1, "heads_q": 5, "heads_k": 1}], ids=str)
+def test_small(device: Device, fields: dict) -> None:
+    check(device, random(device, **fields))
+
+
+def test_runs_repeat_bit_by_bit(device: Device) -> None:
+    call = random(device, causal="bottom_right", heads_q=4, bias=True, grad_bias=True, alibi_slopes=True,
+                  grad_slopes=True, dtype="bf16")  # fmt: skip
+    found = []
+    for _ in range(2):
+        for name in GRADIENTS:
+            getattr(call, name).fill_(float("nan"))
+        delta, _ = run_core(device, call)
+        found.append([delta, *(getattr(call, name).clone() for name in GRADIENTS)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_sequence_gives_the_same_bits_in_any_batch(device: Device) -> None:
+    whole = random(device, batch=3, causal="bottom_right", dtype="bf16")
+    run_core(device, whole)
+    alone = random(device, batch=3, causal="bottom_right", dtype="bf16")
+    for name in ("q", "k", "v", "forward_out", "forward_lse", "grad_out", "grad_q", "grad_k", "grad_v"):
+        setattr(alone, name, getattr(alone, name)[1:2].clone())
+    alone.problem = msgspec.structs.replace(alone.problem, batch=1)
+    run_core(device, alone)
+    for name in ("grad_q", "grad_k", "grad_v"):
+        assert torch.equal(getattr(whole, name)[1:2], getattr(alone, name)), name
+
+
+def test_nothing_is_allocated_but_delta(device: Device) -> None:
+    call = random(device, causal="bottom_right")
+    launches, delta, lse = kernel_calls(core_plan(device, call.problem), call, 3)
+    assert lse is None
+    own = {id(getattr(call, name)) for name in ("q", "k", "v", "forward_out", "forward_lse", "grad_out", *GRADIENTS)}
+    for one in launches:
+        tensors = [value for value in one.arguments.values() if isinstance(value, torch.Tensor)]
+        assert all(id(tensor) in own or tensor is delta for tensor in tensors), one.function
+    assert [one.function for one in launches] == ["backward_delta", "backward_keys", "backward_rows"]
+    assert launches[1].launch.block_m == TILE
+
+
+def test_dropout_without_a_seed_is_an_error(device: Device) -> None:
+    call = random(device, dropout=True)
+    call.dropout_seed = None
+    with pytest.raises(ValueError, match="dropout"):
+        launch.run_core(core_plan(device, call.problem), call, 3)

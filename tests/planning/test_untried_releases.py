@@ -1,0 +1,243 @@
+"""A variant under a release of Triton that nobody has run it with: it is planned with a caution, its canaries decide,
+and what the release lacks leads to the core.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_variants import NAME, Compiler, P, ran, silently, tensors  # noqa: F401 - `ran` is a fixture
+
+import portattn
+from portattn import Problem, Target
+from portattn.api import dispatch
+from portattn.backends.cuda import CudaBackend
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.compile import ensure, variants
+from portattn.compile.store import CompileStore, _store
+from portattn.config import Settings
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.testing import canary
+from portattn.worker.client import Reply
+
+BACKWARD = Problem(
+    op="attention_backward", batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128, dtype="bf16"
+)
+LATENT = next(v for v in CudaBackend.variants if v.name == "gluon_mla").canaries[0]
+PROBLEMS = {"gluon_forward": P, "gluon_backward": BACKWARD, "gluon_mla": LATENT}
+UNTRIED = (
+    "triton==3.7.0",
+    "triton==3.7.1",
+    "triton==3.8.0",
+    "triton==3.9.0",
+    "triton==3.10.0",
+    "triton==3.6.0+git1a2b",
+)
+NEWER = parse_target("cuda:sm_90", "triton==3.10.0")
+
+
+def caution(made: portattn.Plan) -> str:
+    """What a plan says of who has run its kernels."""
+    (found,) = [note for note in made.notes if "nobody is known to have run" in note] or [""]
+    return found
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("toolchain", UNTRIED)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_it_is_planned_and_the_plan_says_that_canaries_decide(name: str, toolchain: str) -> None:
+    made = plan(PROBLEMS[name], parse_target("cuda:sm_90", toolchain))
+    assert (made.path, made.fell_back) == (name, False)
+    told = caution(made)
+    assert told.startswith(f"nobody is known to have run {name} on sm_90 with {toolchain}: its canaries")
+    assert "decide whether it runs" in told
+    assert f"note     {told}" in made.explain()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_was_run_is_planned_without_a_caution(name: str) -> None:
+    made = plan(PROBLEMS[name], parse_target("cuda:sm_90", "triton==3.6.0"))
+    assert made.path == name
+    assert caution(made) == ""
+
+
+@pytest.mark.parametrize("toolchain", ["flagtree==3.6.0", "none"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_another_compiler_is_refused(name: str, toolchain: str) -> None:
+    target = parse_target("cuda:sm_90", toolchain)
+    made = plan(PROBLEMS[name], target)
+    assert made.path != name
+    assert f"not {name}: it needs Triton 3.6 or newer, and this is {target.toolchain}" in made.notes
+
+
+def test_without_canaries_the_plan_says_that_nothing_decides() -> None:
+    made = plan(P, NEWER, settings=Settings(canary="never"))
+    assert made.path == NAME
+    assert caution(made).endswith("canary='never' leaves out the canaries that would decide whether it may")
+    assert made.key == plan(P, NEWER).key
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """In the place of the child that runs canaries: answers for the variant as planted, and well for the core."""
+
+    asked: list[str]
+    variants: Reply
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        Child.asked.append(fields["path"])
+        return Child.variants if fields["path"] == NAME else GOOD
+
+
+GOOD = Reply(outcome="ok", facts={"error": 1e-4, "budget": 1e-3, "wrong": 0})
+WRONG = msgspec.structs.replace(GOOD, facts=GOOD.facts | {"error": 0.5})
+NO_ROOM = Reply(outcome="error", stage="run", kind="AcceleratorError", message="CUDA error: out of memory")
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """CPU tensors are planned as if they lay on an H100 with a Triton that does not exist yet."""
+    monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (NEWER, ""))
+    monkeypatch.setattr(canary, "Worker", Child)
+    monkeypatch.setattr(ensure, "compile_in", Compiler(refused=""))
+    monkeypatch.setattr(variants, "_seen", {})  # launches that were described before
+    Child.asked, Child.variants = [], GOOD
+    return NEWER
+
+
+def test_right_canaries_let_it_run(newer, ran, tmp_path: Path) -> None:  # noqa: F811
+    with portattn.settings(cache_dir=str(tmp_path)):
+        silently(lambda: portattn.attention(*tensors()))
+    assert ran == [NAME]
+    assert Child.asked == [NAME] * len(ForwardVariant.canaries)
+    assert CompileStore(tmp_path).get(canary.key_of(NAME, NEWER)).passed
+    assert caution(portattn.last_plan())
+
+
+def test_a_wrong_canary_leads_to_the_core_with_an_incident(newer, ran, tmp_path: Path) -> None:  # noqa: F811
+    Child.variants = WRONG
+    with portattn.settings(cache_dir=str(tmp_path)):
+        for _ in range(2):
+            silently(lambda: portattn.attention(*tensors()))
+    assert ran == ["triton"] * 2
+    assert Child.asked.count(NAME) == 1  # the first one decides
+    (incident,) = CompileStore(tmp_path).incidents()
+    assert (incident.kernel, incident.symptom, incident.toolchain) == (NAME, "wrong-result", "triton==3.10.0")
+    made = portattn.last_plan()
+    assert not made.fell_back
+    assert any(note.startswith(f"not {NAME}: it failed here") and incident.id in note for note in made.notes)
+
+
+def test_never_means_that_no_canary_runs(newer, ran, tmp_path: Path) -> None:  # noqa: F811
+    Child.variants = WRONG
+    with portattn.settings(canary="never", cache_dir=str(tmp_path)):
+        silently(lambda: portattn.attention(*tensors()))
+    assert ran == [NAME]
+    assert Child.asked == []
+
+
+def test_where_no_canary_says_anything_the_core_runs_until_the_next_process(newer, ran, tmp_path: Path) -> None:  # noqa: F811
+    Child.variants = NO_ROOM
+    with portattn.settings(cache_dir=str(tmp_path)):
+        with pytest.warns(UserWarning, match="inconclusive"):
+            portattn.attention(*tensors())
+        asked = len(Child.asked)
+        silently(lambda: portattn.attention(*tensors()))
+        assert ran == ["triton"] * 2
+        assert len(Child.asked) == asked
+        (note,) = [note for note in portattn.last_plan().notes if NAME in note]
+        assert "no canary of it could say whether it is right here" in note
+        assert "out of memory" in note
+        assert not list(CompileStore(tmp_path).incidents())
+        # The next process: nothing is on the disk, and what was in the way is gone.
+        Child.variants = GOOD
+        _store.cache_clear()
+        dispatch.forget_plans()
+        silently(lambda: portattn.attention(*tensors()))
+    assert ran[-1] == NAME
+
+
+def test_a_release_that_does_not_compile_it_leads_to_the_core(newer, ran, monkeypatch, tmp_path: Path) -> None:  # noqa: F811
+    monkeypatch.setattr(ensure, "compile_in", Compiler("scheduled_forward"))
+    with portattn.settings(cache_dir=str(tmp_path)):
+        silently(lambda: portattn.attention(*tensors()))
+    assert ran == ["triton"]
+    (incident,) = CompileStore(tmp_path).incidents()
+    assert (incident.kernel, incident.toolchain) == ("scheduled_forward", "triton==3.10.0")
+    assert NAME not in Child.asked  # what does not compile has no canary
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'triton.experimental.gluon.language.nvidia'"),
+        AttributeError("module 'triton.experimental.gluon.language' has no attribute 'warp_specialize'"),
+        TypeError("TensorDescriptor.__init__() takes 4 positional arguments but 6 were given"),
+        AssertionError("rank mismatch"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_release_that_lacks_what_describes_it_leads_to_the_core(
+    newer,
+    ran,  # noqa: F811
+    monkeypatch,
+    tmp_path: Path,
+    error: Exception,
+) -> None:
+    """No compiler is asked: the launches cannot even be described in this process."""
+
+    def lacking(variant: Any, call: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(variants, "signatures", lacking)
+    with portattn.settings(cache_dir=str(tmp_path)):
+        assert portattn.plan("attention", *tensors()).path == "triton"
+        for _ in range(2):
+            silently(lambda: portattn.attention(*tensors()))
+        made = portattn.last_plan()
+    assert ran == ["triton"] * 2
+    (incident,) = CompileStore(tmp_path).incidents()
+    assert (incident.kernel, incident.symptom, incident.stage) == (NAME, "compile-error", "parse")
+    assert str(error) in incident.message
+    assert "lacking" in incident.log  # where it was raised
+    assert "doctor" in incident.command
+    (note,) = [note for note in made.notes if NAME in note]
+    assert incident.id in note
+
+
+def test_where_it_was_run_such_an_error_is_its_own(ran, sm_90, monkeypatch, tmp_path: Path) -> None:  # noqa: F811
+    def broken(variant: Any, call: Any) -> Any:
+        raise TypeError("a mistake of the variant's")
+
+    monkeypatch.setattr(variants, "_seen", {})
+    monkeypatch.setattr(variants, "signatures", broken)
+    with (
+        portattn.settings(cache_dir=str(tmp_path)),
+        pytest.raises(TypeError, match="a mistake of the variant's"),
+    ):
+        portattn.attention(*tensors())
+    assert ran == []
+
+
+def test_asked_for_by_name_it_never_gives_way(newer, ran, tmp_path: Path) -> None:  # noqa: F811
+    Child.variants = WRONG
+    with portattn.settings(cache_dir=str(tmp_path)), pytest.raises(portattn.PathUnavailable, match="canary"):
+        portattn.attention(*tensors(), backend=NAME)
+    assert ran == []
