@@ -11,7 +11,8 @@ from portattn.launch.variant import run_variant
 from portattn.planning.backend import Variant
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.testing.tolerance import judge, nan_filled_memory
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.testing.verdict import judge
 
 
 def device_for(variant: Variant, problem: Problem, device: Device) -> Device:

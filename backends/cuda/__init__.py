@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.backends.cuda.hopper_latent.variant import LatentVariant
 from portattn.backends.cuda.ptxas import ptxas_version
@@ -29,6 +30,7 @@ class CudaBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/nvidia/",)
     compiler_words = ("ptxas",)
+    compiler_says = ("Triton PTX codegen error",)
     # As nvidia-smi and torch print them; `1g.10gb` is a part of a chip (MIG).
     device_words = (
         "nvidia", "geforce", "tesla", "gpu", "laptop", "generation", "server", "workstation", "edition", "max", "q",
@@ -38,7 +40,7 @@ class CudaBackend(Backend):
     options = MappingProxyType({"maxnreg": int, "launch_pdl": bool})
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
-    variants = (ForwardVariant(), LatentVariant())
+    variants = (ForwardVariant(), BackwardVariant(), LatentVariant())
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch of NVIDIA device `index`; None without one, and for a compute capability that has no arch here."""

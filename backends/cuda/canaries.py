@@ -26,3 +26,15 @@ LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),
     Problem(**_LATENT, seq_q=3, dtype="fp16", causal="bottom_right", num_splits=1),
 )
+# Every width and both ways to dQ; whole, causal, windowed, padded and packed.
+_PACKED_GRADIENTS: dict[str, Any] = _PACKED | {"op": "varlen_attention_backward"}
+_GRADIENTS: dict[str, Any] = {"batch": 3, "heads_q": 4, "heads_k": 2}
+_DENSE_GRADIENTS: dict[str, Any] = {"op": "attention_backward", "seq_q": 277, "seq_k": 541}
+BACKWARD = (
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, **_LENGTHS, head_dim=128, dtype="bf16", window_left=70),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=256, dtype="bf16", grad_lse=True),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="fp16", deterministic=True),
+    Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=64, dtype="bf16", window_left=70),
+    Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=128, dtype="fp16", causal="bottom_right"),
+)

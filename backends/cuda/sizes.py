@@ -9,3 +9,6 @@ GROUP_ROWS = 64  # of the dense forward: query rows of a warp group
 # keys of its tiles.
 RANK, ROPE = 512, 64
 ROWS, KEYS = 64, 64
+
+# Of the backward: query rows of a tile of statistics, and of dQ's sums in float32.
+STATISTICS_ROWS = 64

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
 from portattn.backends.cuda.hopper_forward.parts import (
@@ -224,7 +225,7 @@ def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, wor
     whole = row + _ROWS <= work.q_length  # else a packed tile would overwrite the next sequence's rows
     if form.VARYING != "packed" or whole:
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [work.slot, work.head, at, column], place)
+        store(o_desc, [work.slot, work.head, at, column], place)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.

@@ -4,7 +4,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from portattn.backends.cuda.gluon_names import aggregate
 
 
 @aggregate

@@ -1,4 +1,4 @@
-"""Attention forward for sm_90a, explicitly scheduled in Gluon (Triton 3.6).
+"""Attention forward for sm_90a, explicitly scheduled in Gluon (Triton 3.6 and later).
 
 A persistent block per multiprocessor draws tiles of GROUPS × 64 query rows of one head, until none are left:
 
@@ -18,8 +18,9 @@ see (behind its last key, before its first window) are cleared in shared memory:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import FREE, consume
 from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
 from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
@@ -63,7 +64,7 @@ def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form):
                 sync(FREE + slot, form.PARTY)
                 k_full = shared.k_full.index(slot)
                 mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
-                tma.async_copy_global_to_shared(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
+                load(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
                 if n == end - 1:
                     for w in gl.static_range(form.GROUPS):
                         q_at = [work.slot, work.head, work.q_first + work.row + w * _ROWS, 0]
@@ -71,14 +72,14 @@ def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form):
                         q_full = shared.q_full.index(place)
                         mbarrier.wait(shared.q_free.index(place), q_phase)
                         mbarrier.expect(q_full, _ROWS * form.DIM * 2)
-                        tma.async_copy_global_to_shared(q_desc, q_at, q_full, shared.q.index(place))
+                        load(q_desc, q_at, q_full, shared.q.index(place))
                     buffer, q_phase = following(buffer, q_phase, form.QUERIES)
                 if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
                     tile = _draw(counter, tiles)
                 sync(FREE + form.STAGES + slot, form.PARTY)
                 v_full = shared.v_full.index(slot)
                 mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
-                tma.async_copy_global_to_shared(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
+                load(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
                 slot += 1
                 if slot == form.STAGES:
                     slot = 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from portattn.backends.cuda.gluon import described_by
 from portattn.backends.cuda.hopper_forward import variant
 from portattn.launch import meta_call
 from portattn.launch.described import signatures
@@ -77,7 +78,7 @@ class ForwardTunable:
             return started(variant.launcher(call, schedule), call)
 
         identity = _digest(f"{self.name} {problem} {schedule}".encode())
-        if installed().version != variant.TRITON:  # whose Gluon describes the launches
+        if not described_by(installed()):
             return Built(identity, start)
         seen = signatures(_Scheduled(schedule), meta_call(problem))
         made = Plan(

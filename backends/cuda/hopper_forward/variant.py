@@ -14,7 +14,8 @@ import msgspec
 from portattn.backends.cuda.canaries import FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.descriptors import described
+from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
@@ -28,8 +29,6 @@ from portattn.schema.steps import Buffers, Step, StepLauncher
 from portattn.schema.tuning import SPLIT_THRESHOLD, Tuning
 
 if TYPE_CHECKING:
-    import torch
-
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
     from portattn.schema.target import Arch, Target
@@ -77,10 +76,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Choice(NamedTuple):
-    """A schedule, and whether it was timed for such problems."""
+    """A schedule, and the compiler that it was timed with for such problems; empty where it was not."""
 
     schedule: Schedule
-    timed: bool
+    timed_with: str
 
 
 class ForwardVariant(Variant):
@@ -91,11 +90,11 @@ class ForwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v",
+            "head_dim_v", "needs_grad",
         }
     )  # fmt: skip
     arches = ("sm_90",)
-    needs = f"sm_90, Triton {TRITON}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
+    needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
     canaries = FORWARD
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
@@ -105,7 +104,7 @@ class ForwardVariant(Variant):
         empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
-            f"needs Triton {TRITON}, and this is {found}": untried(found),
+            f"needs {NEEDS}, and this is {found}": foreign(found),
             f"is for {' and '.join(self.ops)}": p.op not in self.ops,
             f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
             f"takes heads of at most {WIDTHS[-1]} columns, not {p.head_dim}": p.head_dim > WIDTHS[-1],
@@ -124,7 +123,7 @@ class ForwardVariant(Variant):
 
     def defers_to_core(self, problem: Problem) -> str:
         """What the tuning data says of problems that the core is faster at."""
-        return _tuning().left_to_core(self.name, problem.features())
+        return _tuning().left_to_core(self.name, problem.features(), TIMED_WITH)
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
@@ -145,10 +144,10 @@ class ForwardVariant(Variant):
         splits = _splits(problem, chosen.schedule, _arch().cores)
         return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
 
-    def timed(self, problem: Problem) -> bool:
-        """Whether the schedule was timed."""
+    def timed_with(self, problem: Problem) -> str:
+        """What the tuning data says of the schedule."""
         chosen = choice(problem)
-        return chosen is not None and chosen.timed
+        return "" if chosen is None else chosen.timed_with
 
     def tunable(self) -> Tunable:
         """Its schedules, to `portattn tune`. By name: they know this module."""
@@ -192,10 +191,10 @@ def _tuning() -> Tuning:
 def choice(problem: Problem) -> Choice | None:
     """The first entry of the tuning data with a schedule whose conditions hold."""
     tuned = _tuning()
-    entry = tuned.find(ForwardVariant.name, problem.features(), variant=True)
+    entry = tuned.find(ForwardVariant.name, problem.features(), TIMED_WITH, variant=True)
     if entry is None:
         return None
-    return Choice(schedule=msgspec.convert(entry.flags, Schedule), timed=tuned.measured(entry))
+    return Choice(schedule=msgspec.convert(entry.flags, Schedule), timed_with=tuned.timed_with(entry))
 
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:
@@ -288,8 +287,8 @@ class _Launcher(StepLauncher):
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            "q_desc": _described(tensors["q"], GROUP_ROWS, dim), "k_desc": _described(tensors["k"], s.keys, dim),
-            "v_desc": _described(tensors["v"], s.keys, dim), "o_desc": _described(out, GROUP_ROWS, dim // s.parts),
+            "q_desc": described(tensors["q"], GROUP_ROWS, dim), "k_desc": described(tensors["k"], s.keys, dim),
+            "v_desc": described(tensors["v"], s.keys, dim), "o_desc": described(out, GROUP_ROWS, dim // s.parts),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8, **self._numbers(), **self._constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
@@ -319,20 +318,3 @@ class _Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
         }  # fmt: skip
-
-
-def _described(x: torch.Tensor, rows: int, dim: int) -> Any:
-    """A descriptor of (B, H, S, D), by blocks of some rows and a kernel's width."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
-    strides = [stride if size > 1 else 8 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, dim], _layout(rows, dim, str(x.dtype)))
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(rows: int, dim: int, dtype: str) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], kind)

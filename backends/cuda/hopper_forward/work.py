@@ -10,12 +10,12 @@ _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _first_row(first_rows, sequence, batches, total):
+def first_row(first_rows, sequence, batches, total):
     return gl.minimum(gl.maximum(gl.load(first_rows + gl.minimum(sequence, batches)), 0), total)
 
 
 @gluon.jit
-def _in_turn(tile, row_tiles, all_heads, sizes):
+def in_turn(tile, row_tiles, all_heads, sizes):
     """(row tile, head): some heads at a time, whose keys and values share the L2, of each row tile one after the other.
 
     What ends a launch is then the last rows of many heads, not all rows of the last head, which would keep few blocks
@@ -31,7 +31,7 @@ def _in_turn(tile, row_tiles, all_heads, sizes):
 def _packed_work(tile, sizes, form):
     """As kernels/tiles.py packed_tile: sequence b's tiles begin at number cu_seqlens[b] // rows + b."""
     rows: gl.constexpr = form.GROUPS * _ROWS
-    number, head = _in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
+    number, head = in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     sequence = sizes.batches - sizes.batches
     for chunk in range(gl.cdiv(sizes.batches + 1, 32)):
@@ -40,11 +40,11 @@ def _packed_work(tile, sizes, form):
         first = gl.minimum(gl.maximum(first, 0), sizes.seq_q)
         begun = (first // rows + b <= number) & (b <= sizes.batches)
         sequence = gl.maximum(sequence, gl.max(gl.where(begun, b, 0), 0))
-    q_first = _first_row(sizes.lengths_q, sequence, sizes.batches, sizes.seq_q)
-    q_end = _first_row(sizes.lengths_q, sequence + 1, sizes.batches, sizes.seq_q)
+    q_first = first_row(sizes.lengths_q, sequence, sizes.batches, sizes.seq_q)
+    q_end = first_row(sizes.lengths_q, sequence + 1, sizes.batches, sizes.seq_q)
     q_end = gl.maximum(gl.where(sequence == sizes.batches, sizes.seq_q, q_end), q_first)
-    k_first = _first_row(sizes.lengths_k, sequence, sizes.batches, sizes.seq_k)
-    k_end = gl.maximum(_first_row(sizes.lengths_k, sequence + 1, sizes.batches, sizes.seq_k), k_first)
+    k_first = first_row(sizes.lengths_k, sequence, sizes.batches, sizes.seq_k)
+    k_end = gl.maximum(first_row(sizes.lengths_k, sequence + 1, sizes.batches, sizes.seq_k), k_first)
     k_length = gl.where(sequence == sizes.batches, -1, k_end - k_first)  # rows after the last sequence have no sink
     number -= q_first // rows + sequence
     if form.RIGHT:  # longest rows first
@@ -64,7 +64,7 @@ def work_of(tile, sizes, form):
         if form.SPLIT:
             tile, split = tile // sizes.splits, tile % sizes.splits
         if form.RIGHT:  # longest rows first
-            number, head = _in_turn(tile, sizes.row_tiles, sizes.batches * sizes.heads, sizes)
+            number, head = in_turn(tile, sizes.row_tiles, sizes.batches * sizes.heads, sizes)
             row = (sizes.row_tiles - 1 - number) * rows
         else:
             row, head = tile % sizes.row_tiles * rows, tile // sizes.row_tiles
@@ -84,7 +84,7 @@ def work_of(tile, sizes, form):
 def position_of(work, form):
     """The position, in keys, of the sequence's query 0."""
     if form.TOP_LEFT:
-        position = work.row - work.row
+        position = work.k_length - work.k_length
     else:
         position = work.k_length - work.q_length
     return position

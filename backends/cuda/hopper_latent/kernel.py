@@ -1,4 +1,4 @@
-"""Latent (MLA) decode attention for sm_90a, explicitly scheduled in Gluon (Triton 3.6).
+"""Latent (MLA) decode attention for sm_90a, explicitly scheduled in Gluon (Triton 3.6 and later).
 
 A latent row is 576 wide: K is all of it, V its first 512 columns. One block attends 64 query rows (heads × queries) of
 one sequence over one share of its keys, 64 keys a tile:
@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
+from portattn.backends.cuda.gluon_names import aggregate, load, reinterpreted, store
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import KEYS, ROPE, ROWS
 from portattn.backends.cuda.sizes import RANK as LATENT  # columns that are V too: the kernel's word for them
@@ -130,9 +130,9 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
     mbarrier.expect(shared.q_full, _ROWS * (_LATENT + _ROPE) * 2)
     for j in gl.static_range(_CHUNKS):
         q_at = [work.batch, work.head, work.query, j * _CHUNK]
-        tma.async_copy_global_to_shared(q_desc, q_at, shared.q_full, shared.q.index(j))
+        load(q_desc, q_at, shared.q_full, shared.q.index(j))
     tail_at = [work.batch, work.head, work.query, 0]
-    tma.async_copy_global_to_shared(q_tail_desc, tail_at, shared.q_full, shared.q_tail.index(0))
+    load(q_tail_desc, tail_at, shared.q_full, shared.q_tail.index(0))
 
     last = work.first + work.tiles - 1
     page = gl.load(table + work.first // page_tiles, mask=work.tiles > 0, other=0)
@@ -151,10 +151,10 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
                 full = shared.k_full.index(slot)
                 if turn + j == 0:  # and the tail, which the owner has read before it frees its half
                     mbarrier.expect(full, _KEYS * (_CHUNK + _ROPE) * 2)
-                    tma.async_copy_global_to_shared(k_tail_desc, [row, _LATENT], full, shared.k_tail.index(buffer))
+                    load(k_tail_desc, [row, _LATENT], full, shared.k_tail.index(buffer))
                 else:
                     mbarrier.expect(full, _KEYS * _CHUNK * 2)
-                tma.async_copy_global_to_shared(k_desc, [row, chunk * _CHUNK], full, shared.k.index(slot))
+                load(k_desc, [row, chunk * _CHUNK], full, shared.k.index(slot))
     for i in range(gl.maximum(work.tiles - 2, 0), work.tiles):  # the last arrivals, for which nothing is loaded
         for side in gl.static_range(2):
             sync(_FREE + 2 * (i % 2) + side, _LOADERS)
@@ -166,7 +166,7 @@ def _produce(q_desc, q_tail_desc, k_desc, k_tail_desc, table, page_tiles, work, 
 @gluon.jit
 def _values(shared, buffer: gl.constexpr, half: gl.constexpr):
     """V of a tile, one half's columns: chunks side by side are laid out as one of their joint width."""
-    halves = shared.k._reinterpret(shared.k.dtype, [4, _KEYS, _HALF], shared.k.layout)
+    halves = reinterpreted(shared.k, shared.k.dtype, [4, _KEYS, _HALF], shared.k.layout)
     return halves.index(2 * buffer + half)
 
 
@@ -342,10 +342,10 @@ def _consume(out_desc, partial, lse, heads, seq_q, batches, scale, work, shared,
         gl.store(partial + offsets, acc, mask=gl.convert_layout(there, _OUTPUT_ROW)[:, None])
     else:  # by way of where the queries were: every P has been seen, so nobody reads them any more
         shape: gl.constexpr = [2, 1, _ROWS // QUERIES, QUERIES, _HALF]
-        place = shared.q._reinterpret(shared.q.dtype, shape, out_desc.layout).index(half)
+        place = reinterpreted(shared.q, shared.q.dtype, shape, out_desc.layout).index(half)
         place.reshape([_ROWS, _HALF]).store(acc.to(shared.q.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [work.batch, work.head, work.query, half * _HALF], place)
+        store(out_desc, [work.batch, work.head, work.query, half * _HALF], place)
     if half == 0 and lse is not None:
         natural = (state.row_max + gl.log2(gl.where(empty, 1.0, total))) * _LN2
         gl.store(lse + row, gl.where(empty, -float("inf"), natural), mask=there)

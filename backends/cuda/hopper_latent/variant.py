@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portattn.backends.cuda.canaries import LATENT
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
-from portattn.backends.cuda.gluon import TRITON, untried
+from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.sizes import KEYS, RANK, ROPE, ROWS
 from portattn.planning.backend import Variant
@@ -39,9 +39,7 @@ class LatentVariant(Variant):
     ops = ("mla_attention",)
     takes = frozenset({"causal", "seqlens_k", "return_lse", "gqa", "head_dim_v", "num_splits"})
     arches = ("sm_90",)
-    needs = (
-        f"sm_90, Triton {TRITON}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"
-    )
+    needs = f"sm_90, {NEEDS}, 16-bit rows of {RANK} + {ROPE} columns, pages of a multiple of {KEYS} rows in line"
     canaries = LATENT
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
@@ -51,7 +49,7 @@ class LatentVariant(Variant):
         empty = [name for name in ("batch", "seq_q", "seq_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
-            f"needs Triton {TRITON}, and this is {found}": untried(found),
+            f"needs {NEEDS}, and this is {found}": foreign(found),
             f"is for {self.ops[0]}": p.op not in self.ops,
             f"takes rows of {RANK} + {ROPE} columns, not {p.head_dim_v} + {p.head_dim - p.head_dim_v}": (
                 (p.head_dim_v, p.head_dim) != (RANK, RANK + ROPE)
@@ -78,9 +76,9 @@ class LatentVariant(Variant):
         heads, queries = row_tile(problem.seq_q)
         return {"heads": heads, "queries": queries, "keys": KEYS, "splits": problem.num_splits or "by the chip"}
 
-    def timed(self, problem: Problem) -> bool:
-        """It was: its one schedule is the measured one."""
-        return True
+    def timed_with(self, problem: Problem) -> str:
+        """Its one schedule was measured."""
+        return str(TIMED_WITH)
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""

@@ -14,14 +14,15 @@ from portattn.backends.cuda.ptx_compat.launch import Code, run
 from portattn.launch import has_rows, kernel_calls
 from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
-from portattn.testing.tolerance import judge, nan_filled_memory
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.testing.verdict import judge
 from portattn.worker.stages import RUNS
 
 JUDGES = "oracle"  # the stage after the kernels have run
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """Run compiled launches on the current device: {"facts": …} as testing/tolerance.judge says.
+    """Run compiled launches on the current device: {"facts": …} as testing/verdict.judge says.
 
     The request is that of testing/run_plan.py with `texts`, of each launch in order its Code. Outputs, partial results
     and all padding start as NaN. Raises BadPtx and CudaError.

@@ -5,11 +5,11 @@ A handful each time, all of them with `--forms` (`make forms`): each takes some 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 import pytest
+from gluon_ptx import assert_synchronised
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
@@ -18,6 +18,7 @@ from portattn.launch import meta_call
 from portattn.launch.described import signatures
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
+from portattn.schema.target import Target
 from portattn.testing.findings import KernelFacts
 from portattn.tools.matrix import variants
 from portattn.worker.client import Worker
@@ -63,7 +64,7 @@ FEW = (
     ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
     ("split", 128, "bottom_right"), ("ragged", 64, "top_left"),
 )  # fmt: skip
-MOST_SPILLED = 256  # bytes a thread: docs/performance/hopper-forward.md
+MOST_SPILLED = 256  # bytes a thread, with the release that the schedules were timed with
 ALL = [
     (form, head_dim, causal)
     for form, fields in FORMS.items()
@@ -77,39 +78,45 @@ def problem(form: str, head_dim: int, causal: str) -> Problem:
     return Problem(**BASE | {"head_dim": head_dim, "causal": causal} | FORMS[form])
 
 
-def plan_of(p: Problem) -> Plan:
-    return Plan(problem=p, target=SM_90.name, toolchain="triton==3.6.0", requested=VARIANT.name, path=VARIANT.name)
+def plan_of(p: Problem, target: Target = SM_90) -> Plan:
+    toolchain = str(target.toolchain)
+    return Plan(problem=p, target=target.name, toolchain=toolchain, requested=VARIANT.name, path=VARIANT.name)
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
 def test_it_compiles_clean(
-    gluon_compiler: Worker, request: pytest.FixtureRequest, form: str, head_dim: int, causal: str
+    gluon_compiler: Worker,
+    gluon_target: Target,
+    request: pytest.FixtureRequest,
+    form: str,
+    head_dim: int,
+    causal: str,
 ) -> None:
     if (form, head_dim, causal) not in FEW and not request.config.getoption("--forms"):
         pytest.skip("one of many forms: --forms compiles it")
     p = problem(form, head_dim, causal)
-    assert VARIANT.rejects(p, SM_90) is None
-    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p), SM_90, gluon_compiler, 120.0)
+    assert VARIANT.rejects(p, gluon_target) is None
+    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0)
     assert failed is None, failed
     main = kernels[0]
     assert main.function == "scheduled_forward"
     assert (len(kernels) == 2) is form.startswith("split")  # and the one that merges
-    # Wide heads and packed rows take all registers; packed ones were timed with what they spill.
-    assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW else MOST_SPILLED)
+    if str(gluon_target.toolchain) == str(SM_90.toolchain):
+        # Wide heads and packed rows take all registers; packed ones were timed with what they spill. What other
+        # releases spill, which concerns speed alone, is in docs/performance/hopper-forward.md.
+        assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW else MOST_SPILLED)
     assert "serialized_wgmma" not in main.facts
-    assert [str(gate) for gate in variants.check(VARIANT, p, SM_90, kernels) if not gate.passed] == []
+    assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
 
 
 @pytest.mark.compiles
-def test_the_compiler_takes_no_hardware_barrier_that_the_kernel_takes(gluon_compiler: Worker) -> None:
-    """Those it names itself are numbers in the PTX; the kernel's, from 5 on, are computed."""
+def test_the_compiler_keeps_to_its_part_of_synchronisation(gluon_compiler: Worker, gluon_target: Target) -> None:
     p = problem("plain", 128, "none")
-    reply = compile_in(gluon_compiler, signatures(VARIANT, meta_call(p))[0], plan_of(p), SM_90, 120.0, "text")
+    plan, (signature, *_) = plan_of(p, gluon_target), signatures(VARIANT, meta_call(p))
+    reply = compile_in(gluon_compiler, signature, plan, gluon_target, 120.0, "text")
     assert reply.outcome == "ok", reply.message
-    own = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", str(reply.facts["ptx"]))}
-    assert own
-    assert max(own) <= 4
+    assert_synchronised(str(reply.facts["ptx"]))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ def test_what_is_not_as_it_is_scheduled_is_a_gate(facts: dict[str, int], broken:
     good = {"scratchpad_bytes": 197_000, "registers": 168, "spills": 0, "wgmma": 64}
     kernels = (KernelFacts(function="scheduled_forward", facts=good | facts),)
     p = problem("plain", 128, "none")
-    assert VARIANT.timed(p)
+    assert VARIANT.timed_with(p)
     seen = variants.check(VARIANT, p, SM_90, kernels)
     assert [gate.name for gate in seen if not gate.passed] == ([broken] if broken else [])
     status = variants.fields(kernels, seen)

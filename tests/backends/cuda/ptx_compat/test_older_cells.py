@@ -16,7 +16,8 @@ from planted import planted as planted
 from portattn import Target
 from portattn.backends.cuda.ptx_compat.executor import PtxExecutor
 from portattn.cli import main
-from portattn.cli.matrix import _counts, _summary
+from portattn.cli.matrix import _summary
+from portattn.cli.matrix_page import counts
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
@@ -195,7 +196,7 @@ def test_right_numbers_are_level_runs_with_the_label(monkeypatch: pytest.MonkeyP
     assert (cell.status, cell.level, cell.label, cell.native) == ("PASS", "runs", LABEL, None)
     assert cell.older == numbers("pass")
     assert brief(cell) == LABEL
-    assert _counts([cell]) == f"1 runs ({LABEL})"
+    assert counts([cell]) == f"1 runs ({LABEL})"
     made = provenance.this_run([], "quick", "portattn matrix run", [])
     assert _summary(made, [cell])["levels"] == {"runs": 1}
     assert _summary(made, [cell])["labels"] == {LABEL: 1}

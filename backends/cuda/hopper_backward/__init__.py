@@ -1,0 +1,1 @@
+"""`gluon_backward`: the backward pass for Hopper, explicitly scheduled."""

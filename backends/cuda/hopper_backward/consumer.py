@@ -1,0 +1,264 @@
+"""The consumer of the Hopper backward: eight warps, which compute all five products of each query tile.
+
+    S = K Qᵀ    P = exp(S - LSE)    dV += P dO    dP = V dOᵀ    dS = P (dP - delta)    dK += dS Q    dQ = dSᵀ K
+
+Scores are transposed, so that P and dS are operands of dV and dK as they lie in registers. The order of the statements
+of a step is its schedule; which one is best depends on the width (variant.SCHEDULES).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from portattn.backends.cuda.hopper_backward.form import State
+from portattn.backends.cuda.hopper_backward.memory import cleared, rows_stored
+from portattn.backends.cuda.hopper_backward.work import first_seen, query_tiles, work_of
+from portattn.backends.cuda.hopper_forward.parts import following
+from portattn.backends.cuda.hopper_forward.work import last_seen, position_of
+from portattn.backends.cuda.named_barriers import arrive, sync
+
+# Named barriers: all of the consumer; a tile of dQ lies in shared memory; that memory may be written again; buffer b of
+# Q, and of dO, may be loaded again.
+TOGETHER: gl.constexpr = gl.constexpr(5)
+DQ_FULL: gl.constexpr = gl.constexpr(6)
+DQ_FREE: gl.constexpr = gl.constexpr(7)
+Q_FREE: gl.constexpr = gl.constexpr(8)  # 8..10
+DO_FREE: gl.constexpr = gl.constexpr(11)  # 11..13
+THREADS: gl.constexpr = gl.constexpr(256)
+PARTY: gl.constexpr = gl.constexpr(THREADS.value + 32)  # they, and the producer or the writer
+
+
+@gluon.jit
+def _scores(slot, shared, form):
+    """S of a tile, begun."""
+    k = shared.k.reshape([form.KEYS, form.DIM])
+    q = shared.q.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
+    zeros = gl.zeros([form.KEYS, form.ROWS], gl.float32, form.SCORES)
+    return warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dp(slot, shared, form):
+    """dP of a tile, begun."""
+    v = shared.v.reshape([form.KEYS, form.DIM])
+    do = shared.do.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
+    zeros = gl.zeros([form.KEYS, form.ROWS], gl.float32, form.SCORES)
+    return warpgroup_mma(v, do, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dq(shared, form):
+    """dQ of the tile whose dS lies in shared memory, begun."""
+    k = shared.k.reshape([form.KEYS, form.DIM])
+    zeros = gl.zeros([form.ROWS, form.DIM], gl.float32, form.QUERIES)
+    return warpgroup_mma(shared.ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _masked(p, m, work, sizes, form):
+    """P of a tile in which some row does not see all of the keys."""
+    keys = gl.expand_dims(work.start + gl.arange(0, form.KEYS, gl.SliceLayout(1, form.SCORES)), 1)
+    rows = gl.expand_dims(m * form.ROWS + gl.arange(0, form.ROWS, gl.SliceLayout(0, form.SCORES)), 0)
+    position = position_of(work, form)
+    keep = keys >= 0
+    if form.RAGGED or form.UNSEEN:
+        keep = keys < last_seen(work, sizes, form)
+    if form.RIGHT:
+        keep = keep & (keys <= rows + (position + sizes.right))
+    if form.LEFT:
+        keep = keep & (keys >= rows + (position - sizes.left))
+    return gl.where(keep, p, 0.0)
+
+
+@gluon.jit
+def _weights(s, slot, m, tiles, work, scale, sizes, shared, form):
+    """P of a tile."""
+    p = gl.exp2(s * scale - shared.statistics.index(slot).slice(0, 1).load(form.SCORES))
+    if form.MASKED:
+        # A branch, not a loop of its own for masked tiles: accumulators that go from loop to loop are spilled.
+        some = m < tiles.clean
+        if form.LEFT:
+            some = some | (m >= tiles.unclean)
+        if some:
+            p = _masked(p, m, work, sizes, form)
+    return p
+
+
+@gluon.jit
+def put(dq, shared, form):
+    """A tile of dQ into shared memory, for the writer: a lane's registers side by side, lanes side by side, so that
+    banks do not conflict. kernels of rows.py undo the order."""
+    columns: gl.constexpr = form.DIM // 16
+    x = gl.permute(gl.reshape(dq, [4, 2, 8, 2, columns, 4, 2]), (4, 0, 3, 2, 5, 1, 6))
+    sync(DQ_FREE, PARTY)
+    shared.dq.store(gl.reshape(x, [form.DIM // 4, 256]))
+    fence_async_shared()
+    arrive(DQ_FULL, PARTY)
+
+
+@gluon.jit
+def _plain(state, m, more, tiles, work, scale, sizes, shared, form):
+    """One tile after the other, with dQ before dK."""
+    dtype: gl.constexpr = shared.k.dtype
+    slot = state.slot
+    mbarrier.wait(shared.q_full.index(slot), state.phase)
+    s = _scores(slot, shared, form)
+    mbarrier.wait(shared.do_full.index(slot), state.phase)
+    dp = _dp(slot, shared, form)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = _weights(s, slot, m, tiles, work, scale, sizes, shared, form)
+    delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
+    do = shared.do.index(slot).reshape([form.ROWS, form.DIM])
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), form.WEIGHTS), do, state.dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * (dp - delta)).to(dtype)
+    q = shared.q.index(slot).reshape([form.ROWS, form.DIM])
+    if form.MESSAGES:
+        shared.ds.store(ds)
+        fence_async_shared()
+        dq = _dq(shared, form)
+        dk = warpgroup_mma(gl.convert_layout(ds, form.WEIGHTS), q, state.dk, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=[dv])
+        arrive(DO_FREE + slot, PARTY)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        put(dq, shared, form)
+    else:
+        dk = warpgroup_mma(gl.convert_layout(ds, form.WEIGHTS), q, state.dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        arrive(DO_FREE + slot, PARTY)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    arrive(Q_FREE + slot, PARTY)
+    slot, phase = following(slot, state.phase, form.STAGES)
+    return State(state.s, dk, dv, slot, phase)
+
+
+@gluon.jit
+def _late(state, m, more, tiles, work, scale, sizes, shared, form):
+    """dQ of the tile before under this tile's exponentials; the next tile's scores under dK. For narrow heads, whose
+    accumulators leave registers for the scores."""
+    dtype: gl.constexpr = shared.k.dtype
+    slot = state.slot
+    mbarrier.wait(shared.do_full.index(slot), state.phase)
+    dp = _dp(slot, shared, form)
+    dq = _dq(shared, form)
+    p = _weights(state.s, slot, m, tiles, work, scale, sizes, shared, form)
+    delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
+    do = shared.do.index(slot).reshape([form.ROWS, form.DIM])
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), form.WEIGHTS), do, state.dv, is_async=True)
+    dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
+    put(dq, shared, form)
+    ds = (p * (dp - delta)).to(dtype)
+    shared.ds.store(ds)
+    fence_async_shared()
+    q = shared.q.index(slot).reshape([form.ROWS, form.DIM])
+    dk = warpgroup_mma(gl.convert_layout(ds, form.WEIGHTS), q, state.dk, is_async=True)
+    following_slot, phase = following(slot, state.phase, form.STAGES)
+    mbarrier.wait(shared.q_full.index(following_slot), phase, pred=more)
+    s = _scores(following_slot, shared, form)
+    dv = warpgroup_mma_wait(2, deps=[dv])
+    arrive(DO_FREE + slot, PARTY)
+    dk = warpgroup_mma_wait(1, deps=[dk])
+    arrive(Q_FREE + slot, PARTY)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return State(s, dk, dv, following_slot, phase)
+
+
+@gluon.jit
+def _beside(state, m, more, tiles, work, scale, sizes, shared, form):
+    """P and dS by way of shared memory, each warp group half the columns of dK and dV: for wide heads, whose dQ another
+    kernel computes."""
+    dtype: gl.constexpr = shared.k.dtype
+    slot = state.slot
+    mbarrier.wait(shared.do_full.index(slot), state.phase)
+    dp = _dp(slot, shared, form)
+    p = _weights(state.s, slot, m, tiles, work, scale, sizes, shared, form)
+    delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
+    shared.p.store(p.to(dtype))
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    shared.ds.store((p * (dp - delta)).to(dtype))
+    fence_async_shared()
+    dv = warpgroup_mma(shared.p, shared.do.index(slot).reshape([form.ROWS, form.DIM]), state.dv, is_async=True)
+    dk = warpgroup_mma(shared.ds, shared.q.index(slot).reshape([form.ROWS, form.DIM]), state.dk, is_async=True)
+    following_slot, phase = following(slot, state.phase, form.STAGES)
+    mbarrier.wait(shared.q_full.index(following_slot), phase, pred=more)
+    s = _scores(following_slot, shared, form)
+    dv = warpgroup_mma_wait(2, deps=[dv])
+    arrive(DO_FREE + slot, PARTY)
+    dk = warpgroup_mma_wait(1, deps=[dk])
+    arrive(Q_FREE + slot, PARTY)
+    s = warpgroup_mma_wait(0, deps=[s])
+    sync(TOGETHER, THREADS)  # P and dS may be overwritten
+    return State(s, dk, dv, following_slot, phase)
+
+
+@gluon.jit
+def _step(state, m, more, tiles, work, scale, sizes, shared, form):
+    if form.BESIDE:
+        state = _beside(state, m, more, tiles, work, scale, sizes, shared, form)
+    elif form.LATE:
+        state = _late(state, m, more, tiles, work, scale, sizes, shared, form)
+    else:
+        state = _plain(state, m, more, tiles, work, scale, sizes, shared, form)
+    return state
+
+
+@gluon.jit
+def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form):
+    """Eight warps."""
+    dtype: gl.constexpr = shared.k.dtype
+    for j in gl.static_range(form.STAGES):  # every buffer starts free
+        arrive(Q_FREE + j, PARTY)
+        arrive(DO_FREE + j, PARTY)
+    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 8)
+    tiles = query_tiles(work, sizes, form)
+    steps = (tiles.end - tiles.begin) * sizes.share
+    zero = gl.to_tensor(0)
+    mbarrier.wait(shared.kv_full.index(0), 0, pred=steps > 0)
+    mbarrier.wait(shared.kv_full.index(1), 0, pred=steps > 0)
+    if form.UNSEEN:
+        begin, end = first_seen(work, sizes, form) - work.start, last_seen(work, sizes, form) - work.start
+        if (steps > 0) & ((begin > 0) | (end < form.KEYS)):  # what no query sees may be NaN, and 0·NaN is NaN
+            cleared(shared.k, begin, end, form.KEYS, form.DIM)
+            cleared(shared.v, begin, end, form.KEYS, form.DIM)
+            fence_async_shared()
+        sync(TOGETHER, THREADS)
+    dk = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
+    dv = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
+    if form.BESIDE or form.LATE:
+        mbarrier.wait(shared.q_full.index(0), 0, pred=steps > 0)
+        s = warpgroup_mma_wait(0, deps=[_scores(0, shared, form)])
+    else:
+        s = zero
+    if form.LATE:  # the first step computes the dQ of no tile
+        shared.ds.store(gl.zeros([form.KEYS, form.ROWS], dtype, form.SCORES))
+        fence_async_shared()
+    state = State(s, dk, dv, zero, zero)
+    m = tiles.begin
+    for i in range(steps):
+        if form.STAGES == 2:  # two registers less
+            state = State(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
+        state = _step(state, m, i + 1 < steps, tiles, work, scale, sizes, shared, form)
+        m += 1
+        if form.GROUPED:
+            m = gl.where(m == tiles.end, tiles.begin, m)  # the next head
+    if form.LATE:
+        if steps > 0:
+            put(warpgroup_mma_wait(0, deps=[_dq(shared, form)]), shared, form)
+    sync(TOGETHER, THREADS)  # K and V have been read for the last time
+    shared.v.reshape([form.KEYS, form.DIM]).store(state.dv.to(dtype))
+    shared.k.reshape([form.KEYS, form.DIM]).store((state.dk * factor).to(dtype))
+    fence_async_shared()
+    sync(TOGETHER, THREADS)
+    # What is the block's is computed again, not kept in registers over the loops, which need all that there are.
+    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 8)
+    if work.rows > 0:
+        at = work.k_first + work.start
+        rows_stored(shared.v, dv_desc, grad_v, dv_strides[0], dv_strides[1], work.slot, work.head, at, work.rows,
+                    form.KEYS, form.DIM, form.VARYING)  # fmt: skip
+        rows_stored(shared.k, dk_desc, grad_k, dk_strides[0], dk_strides[1], work.slot, work.head, at, work.rows,
+                    form.KEYS, form.DIM, form.VARYING)  # fmt: skip

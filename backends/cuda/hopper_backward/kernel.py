@@ -1,0 +1,188 @@
+"""Attention backward for sm_90a, explicitly scheduled in Gluon: dK and dV, and dQ by additions to memory.
+
+A block per tile of keys and key head, for all query heads of the head's group:
+
+    producer   one warp: brings K and V, then tile after tile of Q, its statistics and dO, through TMA
+    consumer   eight warps: the products (consumer.py); dK and dV stay in its registers
+    writer     one warp: adds tiles of dQ to float32 sums in memory, by TMA's reduction
+
+The sums' order is not the same every time, so that dQ is not repeatable bit by bit. With 256 columns the additions
+would be bound by the L2 (some 2 TB/s on an H200); there, and where repeatable results are asked for, dQ has a kernel of
+its own (queries.py), for two products more. rows.py has the kernels before and after.
+
+Rows that do not count may be NaN, and 0·NaN is NaN. K and V are cleared in shared memory where no query sees them.
+Tiles of Q and dO with rows that attend nothing, or that are behind a sequence's last, are brought from copies that the
+kernel of the statistics made.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of constants.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from portattn.backends.cuda.gluon_names import load, reduce_add
+from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
+from portattn.backends.cuda.hopper_backward.form import Form, Shared, Sizes
+from portattn.backends.cuda.hopper_backward.work import attending, query_tiles, tile_at, work_of
+from portattn.backends.cuda.named_barriers import arrive, sync
+
+
+@gluon.jit
+def _rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
+    """A tile of query rows, on its way."""
+    row = m * form.ROWS
+    if form.EDGES:
+        first, end = attending(work, sizes, form)
+        if row < first:
+            load(edge_desc, [work.sequence * 2, head, 0, 0], barrier, place)
+        elif row + form.ROWS > end:
+            load(edge_desc, [work.sequence * 2 + 1, head, 0, 0], barrier, place)
+        else:
+            load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
+    else:
+        load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
+
+
+@gluon.jit
+def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form):
+    """One warp."""
+    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
+    tiles = query_tiles(work, sizes, form)
+    count = tiles.end - tiles.begin
+    key = work.k_first + work.start
+    block = work.start // form.KEYS
+    if count > 0:
+        mbarrier.expect(shared.kv_full.index(0), form.KEYS * form.DIM * 2)
+        load(k_desc, [work.slot, work.head, key, 0], shared.kv_full.index(0), shared.k)
+    slot = 0
+    for i in range(count * sizes.share):
+        m = tile_at(i % count, tiles, block, form)
+        head = work.head * sizes.share + i // count
+        tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+        sync(Q_FREE + slot, PARTY)
+        q_full = shared.q_full.index(slot)
+        mbarrier.expect(q_full, form.ROWS * (form.DIM * 2 + 8))
+        _rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
+        load(statistics_desc, [tile * 2, 0], q_full, shared.statistics.index(slot))
+        if i == 0:
+            mbarrier.expect(shared.kv_full.index(1), form.KEYS * form.DIM * 2)
+            load(v_desc, [work.slot, work.head, key, 0], shared.kv_full.index(1), shared.v)
+        sync(DO_FREE + slot, PARTY)
+        do_full = shared.do_full.index(slot)
+        mbarrier.expect(do_full, form.ROWS * form.DIM * 2)
+        _rows_loaded(do_desc, edge_do_desc, work, head, m, do_full, shared.do.index(slot), sizes, form)
+        slot += 1
+        if slot == form.STAGES:
+            slot = 0
+    for j in gl.static_range(form.STAGES):  # the last arrivals, for which nothing is loaded
+        sync(Q_FREE + j, PARTY)
+        sync(DO_FREE + j, PARTY)
+
+
+@gluon.jit
+def _write(dq_desc, sizes, shared, form):
+    """One warp. The order of tiles is the producer's; a late consumer puts a tile of zeros first."""
+    if form.MESSAGES:
+        rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
+        work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
+        tiles = query_tiles(work, sizes, form)
+        count = tiles.end - tiles.begin
+        steps = count * sizes.share
+        if form.LATE:
+            steps = gl.where(count > 0, steps + 1, 0)
+        for j in range(steps):
+            i = j
+            if form.LATE:
+                i = gl.maximum(j - 1, 0)
+            m = tile_at(i % count, tiles, work.start // form.KEYS, form)
+            head = work.head * sizes.share + i // count
+            tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+            arrive(DQ_FREE, PARTY)
+            sync(DQ_FULL, PARTY)
+            for part in gl.static_range(form.MESSAGES):
+                place = shared.dq.slice(part * rows, rows)
+                reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], place)
+            tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads", "share",
+        "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together",
+    ]
+)  # fmt: skip
+def scheduled_backward(
+    q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, dk_desc, dv_desc, grad_k,
+    grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches, heads,
+    share, seq_q, seq_k, left, right, tiles, query_tiles, together,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
+    LATE: gl.constexpr, STAGGER: gl.constexpr, GROUPED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, EDGES: gl.constexpr, UNSEEN: gl.constexpr,
+    WORKER: gl.constexpr,
+):  # fmt: skip
+    """A block for each tile of keys of each key head.
+
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc  (B, H, S, D) by blocks of ROWS, ROWS, KEYS, … rows and DIM
+          columns; packed tensors are one batch
+    edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count (rows.py); None without EDGES
+    statistics_desc  (2·tiles, ROWS) float32 by blocks of 2: of each query tile LSE in powers of 2, and delta
+    dq_desc   (tiles·DIM/4, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
+    grad_k, grad_v  the tensors of dk_desc and dv_desc, for the last rows of packed sequences, with their strides in
+          steps of 8 elements
+    lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
+    scale     the softmax scale times log2(e)
+    factor    the softmax scale: dK is dS Q times it
+    WORKER    registers of a thread of producer and writer. The other constants: Form
+    """
+    form = Form(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING,
+                EDGES, UNSEEN)  # fmt: skip
+    gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
+    gl.static_assert(MESSAGES > 0 or not LATE, "there is no dQ to be late")
+    dtype: gl.constexpr = q_desc.dtype
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, KEYS, DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, KEYS, DIM], v_desc.layout)
+    statistics = gl.allocate_shared_memory(gl.float32, [STAGES, 2, ROWS], statistics_desc.layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
+    if KEYS == 64:
+        p_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
+    else:
+        p_smem = ds_smem
+    if MESSAGES:
+        dq_smem = gl.allocate_shared_memory(gl.float32, [DIM // 4, 256], dq_desc.layout)
+    else:
+        dq_smem = statistics
+    shared = Shared(
+        q_smem, do_smem, k_smem, v_smem, statistics, p_smem, ds_smem, dq_smem,
+        gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+    )  # fmt: skip
+    for j in gl.static_range(2):
+        mbarrier.init(shared.kv_full.index(j), count=1)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(shared.q_full.index(j), count=1)
+        mbarrier.init(shared.do_full.index(j), count=1)
+    fence_async_shared()
+    if lengths_q is None:
+        lengths_q = grad_k  # not read
+    if lengths_k is None:
+        lengths_k = grad_k
+    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together)
+    dk_strides, dv_strides = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s)
+    gl.warp_specialize(
+        [
+            (consume, (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form)),
+            (
+                _produce,
+                (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form),
+            ),
+            (_write, (dq_desc, sizes, shared, form)),
+        ],
+        [1, 1],
+        [WORKER, WORKER],
+    )

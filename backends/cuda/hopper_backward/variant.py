@@ -1,0 +1,296 @@
+"""The explicitly scheduled backward for Hopper as a path: what it takes, and how it is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from portattn.backends.cuda.canaries import BACKWARD
+from portattn.backends.cuda.copies import with_copies
+from portattn.backends.cuda.counters import multiprocessors
+from portattn.backends.cuda.descriptors import described, flat
+from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
+from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, schedule_of, width
+from portattn.backends.cuda.sizes import STATISTICS_ROWS
+from portattn.planning.backend import Variant
+from portattn.planning.kernel_specs import ceil_div, heads_together
+from portattn.schema.plan import Rejection
+from portattn.schema.problem import UNLIMITED
+from portattn.schema.sizes import least, most
+from portattn.schema.steps import Buffers, Step, StepLauncher
+
+if TYPE_CHECKING:
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Arch, Target
+
+MOST_TILES = 2**30
+LOG2E = math.log2(math.e)
+QUERY_ROWS = 128  # of a block of the kernel of dQ
+MOST_TOGETHER = 32  # heads that are worked on side by side
+FEW = 8  # blocks a multiprocessor
+# Registers of a thread: what the launches ask for, and what warps get that only move memory; the consumer has the rest.
+REGISTERS, WORKER = 168, 24
+# A program of the kernels before and after the products has a tile of 64 rows.
+ROW_WARPS = {64: 4, 128: 8, 256: 8}
+
+
+class BackwardVariant(Variant):
+    """Gradients of attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16."""
+
+    name = "gluon_backward"
+    ops = ("attention_backward", "varlen_attention_backward")
+    # No sinks: rows that attend nothing are told by an LSE of -inf, and with a sink theirs is the sink.
+    takes = frozenset(
+        {
+            "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "gqa", "head_dim_v", "grad_lse",
+            "deterministic", "negative_scale",
+        }
+    )  # fmt: skip
+    arches = ("sm_90",)
+    needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
+    canaries = BACKWARD
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why the kernels cannot run the problem, or are not for it; None when they run."""
+        p, found = problem, target.toolchain
+        asked = [name for name in p.demands() if name not in self.takes]
+        empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
+        widest = most(p.head_dim, p.head_dim_v)
+        reasons = {
+            f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
+            f"needs {NEEDS}, and this is {found}": foreign(found),
+            f"is for {' and '.join(self.ops)}": p.op not in self.ops,
+            f"takes fp16 and bf16, not {p.dtype}": p.dtype == "fp32",
+            f"takes heads of at most {WIDTHS[-1]} columns, not {widest}": widest > WIDTHS[-1],
+            f"takes K and V of one width, not {p.head_dim} and {p.head_dim_v}": width(p.head_dim)
+            != width(p.head_dim_v),
+            f"takes no {', '.join(asked)}": bool(asked),
+            "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
+            "writes through descriptors: heads of a multiple of 8 columns": p.head_dim % 8 != 0
+            or p.head_dim_v % 8 != 0,
+            f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
+            "has too many tiles of rows": _slots(p) * p.heads_q * _tiles(p.seq_q, p.total_q, p, STATISTICS_ROWS)
+            > MOST_TILES,
+        }
+        reason = next((text for text, holds in reasons.items() if holds), None)
+        return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs calls like this one: given q, k, v, forward_out, forward_lse, grad_out, grad_lse, lengths, and
+        grad_q, grad_k, grad_v and `out` (delta) to fill."""
+        steps = self.described(call)
+        return steps if call.scale == 0.0 else with_copies(steps, call, ("q", "k", "v", "grad_out"), ())
+
+    def describe(self, problem: Problem) -> dict[str, Any]:
+        """The schedule, and the width that heads are padded to."""
+        return {"width": width(problem.head_dim), **msgspec.structs.asdict(schedule_of(problem))}
+
+    def timed_with(self, problem: Problem) -> str:
+        """It was measured, but for repeatable dQ of narrow heads."""
+        measured = not problem.deterministic or width(problem.head_dim) == WIDTHS[-1]
+        return str(TIMED_WITH) if measured else ""
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        return _Launcher(call)
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
+        seen = dict(tensors)
+        for name in ("q", "k", "v", "forward_out", "grad_out", "grad_q", "grad_k", "grad_v"):
+            if problem.packed:
+                seen[name] = tensors[name].transpose(0, 1)[None]
+            elif problem.layout == "bshd":
+                seen[name] = tensors[name].transpose(1, 2)
+        if problem.packed:
+            for name in ("forward_lse", "grad_lse", "out"):
+                seen[name] = None if tensors.get(name) is None else tensors[name][None]
+        return seen
+
+
+def _arch() -> Arch:
+    from portattn.planning.registry import Registry  # which imports the backends
+
+    return Registry.load().arch(f"cuda:{BackwardVariant.arches[0]}")
+
+
+def _slots(p: Problem) -> int:
+    """Of the tensors' first axis."""
+    return 1 if p.packed else p.batch
+
+
+def _tiles(rows: int, total: int | None, p: Problem, size: int) -> int:
+    """Tiles of so many rows of a head; of packed rows the numbers that sequences are looked up by (work.py)."""
+    return ceil_div(rows, size) if total is None else total // size + p.batch + 1
+
+
+def _limited_right(p: Problem) -> bool:
+    return p.causal != "none" or p.window_right != UNLIMITED
+
+
+def _edges(p: Problem) -> bool:
+    """Whether rows that count and rows that do not may share a tile of queries, other than behind the tensor's end."""
+    if p.packed or p.seqlens_q:
+        return True
+    right = 0 if p.causal != "none" else p.window_right
+    before = right != UNLIMITED and p.causal != "top_left" and (p.seqlens_k or p.seq_q > p.seq_k + right)
+    after = p.window_left != UNLIMITED and p.causal == "top_left" and (p.seqlens_k or p.seq_q > p.seq_k + p.window_left)
+    return before or after
+
+
+def _together(p: Problem, tiles: int, cores: int) -> int:
+    """Key heads whose blocks run side by side, the longest first: all where blocks are few, so that no long one is left
+    for the end; else as many as have their queries and those's gradients in the cache's share."""
+    heads = p.heads_k * _slots(p)
+    if tiles * heads < FEW * cores:
+        return heads
+    rows = p.seq_q if p.total_q is None else ceil_div(p.total_q, most(p.batch, 1))
+    of_head = 2 * rows * (p.head_dim + p.head_dim_v) * p.group
+    return most(least(_arch().cache_share // most(of_head, 1), MOST_TOGETHER, heads), 1)
+
+
+class _Launcher(StepLauncher):
+    """Statistics of the rows; dK, dV and sums of dQ; dQ from its sums, or by a kernel of its own."""
+
+    def __init__(self, call: Call) -> None:
+        import torch
+
+        p = self._problem = call.problem
+        s = self._schedule = schedule_of(p)
+        self._dim = dim = width(p.head_dim)
+        self._scale, self._cores = float(call.scale), multiprocessors(call.q.device)
+        self._query_tiles = _tiles(p.seq_q, p.total_q, p, STATISTICS_ROWS)
+        tiles = self._tiles = self._query_tiles * p.heads_q * _slots(p)
+        varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
+        self._varying = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
+        buffers: Buffers = {"statistics": ((2 * tiles, STATISTICS_ROWS), torch.float32)}
+        if s.messages:
+            buffers["sums"] = ((tiles * dim // 4, 256), torch.float32)
+        self._edges = _edges(p)
+        if self._edges:
+            rows = (2 * p.batch, p.heads_q, STATISTICS_ROWS)
+            buffers["edge_q"] = ((*rows, p.head_dim), call.q.dtype)
+            buffers["edge_do"] = ((*rows, p.head_dim_v), call.q.dtype)
+        super().__init__(buffers)
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        last = self._gradients(tensors) if self._schedule.messages else self._queries(tensors)
+        return [self._statistics(tensors), self._keys(tensors), last]
+
+    def _lengths(self) -> dict[str, str]:
+        """Arguments and their roles."""
+        kind = "cu_seqlens" if self._problem.packed else "seqlens"
+        return {"lengths_q": f"{kind}_q", "lengths_k": f"{kind}_k"}
+
+    def _statistics(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.backends.cuda.hopper_backward.rows import row_statistics
+        from portattn.launch.arguments import outer_strides
+
+        p, dim = self._problem, self._dim
+        names = ("forward_out", "forward_lse", "grad_out", "grad_lse", "q", "statistics", "sums", "edge_q", "edge_do")
+        roles = {name: name for name in names} | {"delta": "out", "lengths_q": self._lengths()["lengths_q"]}
+        arguments = {name: tensors.get(role) for name, role in roles.items()}
+        for name, role in {"o": "forward_out", "do": "grad_out", "q": "q"}.items():
+            arguments |= outer_strides(name, tensors[role], "bhs")
+        for name, role in {"lse": "forward_lse", "grad_lse": "grad_lse", "delta": "out"}.items():
+            arguments |= outer_strides(name, tensors.get(role), "bh")
+        arguments |= {
+            "heads": p.heads_q, "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles,
+            "D": p.head_dim, "D_V": p.head_dim_v, "ROWS": STATISTICS_ROWS, "DIM": dim, "VARYING": self._varying,
+        }  # fmt: skip
+        return Step(row_statistics, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim]}, roles)
+
+    def _keys(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.backends.cuda.hopper_backward.kernel import scheduled_backward
+
+        p, s, dim = self._problem, self._schedule, self._dim
+        tiles = _tiles(p.seq_k, p.total_k, p, s.keys)
+        roles = {
+            "q_desc": "q", "do_desc": "grad_out", "k_desc": "k", "v_desc": "v", "dk_desc": "grad_k",
+            "dv_desc": "grad_v", "edge_q_desc": "edge_q", "edge_do_desc": "edge_do", "statistics_desc": "statistics",
+            "dq_desc": "sums", "grad_k": "grad_k", "grad_v": "grad_v", **self._lengths(),
+        }  # fmt: skip
+        rows = {"q_desc": STATISTICS_ROWS, "do_desc": STATISTICS_ROWS, "edge_q_desc": STATISTICS_ROWS,
+                "edge_do_desc": STATISTICS_ROWS}  # fmt: skip
+        arguments = {
+            name: _maybe(tensors.get(role), rows.get(name, s.keys) if name.endswith("_desc") else 0, dim)
+            for name, role in roles.items()
+            if name not in ("statistics_desc", "dq_desc")
+        } | {
+            "statistics_desc": flat(tensors["statistics"], 2),
+            "dq_desc": flat(tensors["sums"], dim // 4 // s.messages) if s.messages else None,
+            **_steps_of_8("dk_", tensors["grad_k"]), **_steps_of_8("dv_", tensors["grad_v"]),
+            **self._numbers(p.heads_k, tiles, _together(p, tiles, self._cores)), **self._constants(s.keys),
+            "ROWS": STATISTICS_ROWS, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "STAGGER": s.stagger,
+            "GROUPED": p.group > 1,
+        }  # fmt: skip
+        grid = (tiles * p.heads_k * _slots(p),)
+        return Step(scheduled_backward, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS}, roles)
+
+    def _queries(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.backends.cuda.hopper_backward.queries import scheduled_queries
+
+        p, dim = self._problem, self._dim
+        keys, k_stages, v_stages = QUERIES[dim]
+        tiles = _tiles(p.seq_q, p.total_q, p, QUERY_ROWS)
+        roles = {
+            "q_desc": "q", "do_desc": "grad_out", "k_desc": "k", "v_desc": "v", "dq_desc": "grad_q", "out": "grad_q",
+            "statistics": "statistics", **self._lengths(),
+        }  # fmt: skip
+        rows = {"k_desc": keys, "v_desc": keys}
+        arguments = {
+            name: described(tensors[role], rows.get(name, QUERY_ROWS), dim)
+            if name.endswith("_desc")
+            else tensors.get(role)
+            for name, role in roles.items()
+        } | {
+            **_steps_of_8("", tensors["grad_q"]), **self._numbers(p.heads_q, tiles, heads_together(p, _arch())),
+            **self._constants(keys), "ROWS": QUERY_ROWS, "K_STAGES": k_stages, "V_STAGES": v_stages,
+        }  # fmt: skip
+        grid = (tiles * p.heads_q * _slots(p),)
+        return Step(scheduled_queries, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS}, roles)
+
+    def _gradients(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.backends.cuda.hopper_backward.rows import query_gradients
+        from portattn.launch.arguments import outer_strides
+
+        p, dim = self._problem, self._dim
+        roles = {"sums": "sums", "out": "grad_q", "lengths_q": self._lengths()["lengths_q"]}
+        arguments = {name: tensors.get(role) for name, role in roles.items()} | {
+            **outer_strides("out", tensors["grad_q"], "bhs"), "scale": self._scale, "heads": p.heads_q,
+            "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles, "D": p.head_dim,
+            "ROWS": STATISTICS_ROWS, "DIM": dim, "VARYING": self._varying,
+        }  # fmt: skip
+        return Step(query_gradients, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim]}, roles)
+
+    def _numbers(self, heads: int, tiles: int, together: int) -> dict[str, Any]:
+        p = self._problem
+        return {
+            "scale": self._scale * LOG2E, "factor": self._scale, "batches": p.batch, "heads": heads, "share": p.group,
+            "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
+            "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
+            "tiles": tiles, "query_tiles": self._query_tiles, "together": together,
+        }  # fmt: skip
+
+    def _constants(self, keys: int) -> dict[str, Any]:
+        p = self._problem
+        left = p.window_left != UNLIMITED
+        return {
+            "KEYS": keys, "DIM": self._dim, "RIGHT": _limited_right(p), "LEFT": left,
+            "TOP_LEFT": p.causal == "top_left",
+            "RAGGED": self._varying == "none" and p.seq_k % keys != 0, "VARYING": self._varying,
+            "EDGES": self._edges, "UNSEEN": self._varying != "none" or p.causal == "top_left" or left, "WORKER": WORKER,
+        }  # fmt: skip
+
+
+def _steps_of_8(name: str, x: Any) -> dict[str, int]:
+    return {f"{name}stride_h": x.stride(1) // 8, f"{name}stride_s": x.stride(2) // 8}
+
+
+def _maybe(x: Any, rows: int, dim: int) -> Any:
+    """A tensor's descriptor by blocks of so many rows; itself where rows is 0, and None where it is absent."""
+    return described(x, rows, dim) if x is not None and rows else x

@@ -1,0 +1,177 @@
+"""Pack a released Triton so small that it can be carried to a machine with a GPU and without a network.
+
+    python scripts/pack_triton.py 3.8.0 triton-3.8.0.txz [--python cp312]
+
+There (docs/testing.md, "Another Triton on a machine with a GPU"):
+
+    mkdir /tmp/triton && tar xJf triton-3.8.0.txz -C /tmp/triton && PYTHONPATH=/tmp/triton python3 …
+
+The wheel is of Linux on x86_64. Left out is what a run on an NVIDIA GPU up to sm_90 never reads: symbols of libraries,
+AMD's code generator, the profiler with NVIDIA's libraries for it, plug-ins, headers for those, and the ptxas of newer
+chips where sm_90 has another one (backends/cuda/ptxas.toml). On two cores a release takes some minutes.
+
+The archive is written beside its place and renamed: an interrupted run leaves none, and keeps an older one. The same
+wheel gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from portattn.backends.cuda.ptxas import releases
+from portattn.schema.toolchain import RELEASED, Toolchain
+
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+CHIP = 90  # the newest compute capability that is compiled for
+# Of the folder triton/, as globs.
+UNUSED = (
+    "FileCheck", "include", "plugins", "profiler", "instrumentation", "_C/libproton*", "backends/*/include/triton",
+    "backends/amd/lib/*codegen*", "backends/amd/include", "backends/nvidia/lib/cupti*", "**/*.a",
+)  # fmt: skip
+STRIPPED_FROM = 1 << 20  # bytes: smaller libraries gain nothing
+
+
+class Failed(Exception):
+    """What went wrong, for people."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("version", help="of Triton, such as 3.8.0")
+    parser.add_argument("out", type=Path, help="the archive, a name that ends in .txz")
+    parser.add_argument("--python", default="cp312", metavar="TAG", help="the GPU machine's Python, such as cp311")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also that leaves nothing behind
+    try:
+        print(pack(given.version, given.out, given.python))
+    except (Failed, OSError) as failed:
+        print(f"pack_triton: {failed}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pack_triton: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def pack(version: str, out: Path, tag: str) -> str:
+    """Make the archive; a line that says what it is. Raises Failed."""
+    _check(version, out, tag)
+    with tempfile.TemporaryDirectory(prefix="pack-triton-") as folder, _whole(out) as part:
+        wheel = _downloaded(version, tag, Path(folder))
+        tree = Path(folder) / "tree"
+        try:
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(tree)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise Failed(f"{wheel.name} cannot be unpacked: {error}") from None
+        _reduce(tree, version)
+        _archive(tree, part)
+    return f"{out}: {out.stat().st_size / 1e6:.1f} MB, from {wheel.name}"
+
+
+def _check(version: str, out: Path, tag: str) -> None:
+    """What can be known before 250 MB are fetched."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+(?:\.post\d+)?", version):
+        raise Failed(f"{version!r} is no release such as 3.8.0; known: {', '.join(RELEASED['triton'])}")
+    if not re.fullmatch(r"cp3\d+", tag):
+        raise Failed(f"{tag!r} is no tag of a Python such as cp312")
+    if out.suffix != ".txz":
+        raise Failed(f"{out}: the archive's name must end in .txz")
+    if out.is_dir() or not out.parent.is_dir():
+        raise Failed(f"{out}: " + ("a folder has this name" if out.is_dir() else "its folder is not there"))
+    missing = [name for name in ("strip", "xz") if shutil.which(name) is None]
+    if missing:
+        raise Failed(f"needs {' and '.join(missing)} on PATH (packages binutils, xz-utils)")
+
+
+@contextlib.contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A file beside `out`, which takes its place at the end of the block, and goes where the block fails."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, out)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise Failed(f"`{' '.join(command)}` ended with {done.returncode}:\n{done.stdout.strip()[-2000:]}")
+
+
+def _downloaded(version: str, tag: str, folder: Path) -> Path:
+    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    of_python = ["--implementation", "cp", "--python-version", tag.removeprefix("cp"), "--abi", tag]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-input", "--no-deps", "--only-binary=:all:"]
+    _run([*command, *of_python, *platforms, "-d", str(folder), f"triton=={version}"])
+    (wheel,) = folder.glob("triton-*.whl")
+    return wheel
+
+
+def _reduce(tree: Path, version: str) -> None:
+    """Leave out what no run needs, and symbols."""
+    triton = tree / "triton"
+    spare = _spare_ptxas(version)
+    for pattern in (*UNUSED, *([f"backends/nvidia/bin/{spare}"] if spare else [])):
+        for path in triton.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for program in (triton / "backends" / "nvidia" / "bin").iterdir():
+        program.chmod(0o755)
+    for path in sorted(triton.rglob("*.so*")):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size >= STRIPPED_FROM:
+            _run(["strip", "--strip-unneeded", str(path)])
+
+
+def _spare_ptxas(version: str) -> str:
+    """The ptxas that a release has for newer chips alone; empty where it has none, or none is known."""
+    named = Toolchain.parse(f"triton=={version}")
+    release = next((one for one in releases() if named.within("triton", one.triton)), None)
+    return "ptxas-blackwell" if release and release.blackwell and release.blackwell_from > CHIP else ""
+
+
+def _archive(tree: Path, part: Path) -> None:
+    """A tar of the tree through xz, without what differs from one run to the next."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.mtime, member.uid, member.gid, member.uname, member.gname = 0, 0, 0, "", ""
+        return member
+
+    with part.open("wb") as file:
+        xz = subprocess.Popen(["xz", "-T0", "-9", "-c"], stdin=subprocess.PIPE, stdout=file)
+        try:
+            assert xz.stdin is not None
+            with tarfile.open(fileobj=xz.stdin, mode="w|", format=tarfile.GNU_FORMAT) as tar:
+                for top in sorted(tree.iterdir()):  # `add` sorts what is below
+                    tar.add(top, top.name, filter=plain)
+            xz.stdin.close()
+        except BrokenPipeError:
+            pass  # xz has ended, and says below how
+        except BaseException:
+            xz.kill()
+            xz.wait()
+            raise
+        if xz.wait():
+            raise Failed(f"xz ended with {xz.returncode}: is there room for {part}?")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

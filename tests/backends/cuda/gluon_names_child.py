@@ -1,0 +1,17 @@
+"""Prints as JSON what the Triton of this process calls what the scheduled kernels need, as gluon_names.py found it."""
+
+from __future__ import annotations
+
+import json
+
+import triton
+
+from portattn.backends.cuda import gluon_names
+
+
+def origin(name: str) -> str:
+    found = getattr(gluon_names, name)
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+print(json.dumps({"triton": triton.__version__, **{name: origin(name) for name in gluon_names.__all__}}))

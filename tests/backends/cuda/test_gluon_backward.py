@@ -1,0 +1,362 @@
+"""The scheduled backward of sm_90: when it is planned, that it compiles clean, and its gradients on such a chip."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import Device, random_call
+from test_register_operands import PRODUCT, instructions, written
+from variantchip import assert_variant_right, device_for
+
+from portattn import Problem
+from portattn.backends.cuda.hopper_backward.schedule import REPEATABLE, SUMMED, Schedule, schedule_of
+from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
+from portattn.compile.ensure import compile_in
+from portattn.config import Settings
+from portattn.launch import meta_call
+from portattn.launch.described import signatures
+from portattn.launch.variant import launch_tensors
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.schema.plan import Plan
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed
+from portattn.testing.findings import KernelFacts
+from portattn.testing.tolerance import nan_filled_memory
+from portattn.tools.matrix import variants
+from portattn.worker.client import Worker
+
+SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
+VARIANT = BackwardVariant()
+BASE = Problem(
+    op="attention_backward", batch=2, heads_q=4, heads_k=2, seq_q=333, seq_k=333, head_dim=128, dtype="bf16",
+)  # fmt: skip
+PACKED = Problem(
+    op="varlen_attention_backward", batch=4, heads_q=4, heads_k=2, seq_q=300, seq_k=300, total_q=700, total_k=700,
+    head_dim=128, dtype="bf16",
+)  # fmt: skip
+LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+
+
+def problem(base: Problem = BASE, **fields: Any) -> Problem:
+    return msgspec.structs.replace(base, **fields)
+
+
+TAKEN: dict[str, Problem] = {
+    "plain": BASE,
+    "causal": problem(causal="bottom_right"),
+    "top left": problem(causal="top_left", seq_q=100),
+    "window": problem(window_left=40, window_right=3),
+    "padded": problem(**LENGTHS),
+    "padded keys": problem(seqlens_k=True),
+    "narrow heads": problem(head_dim=40, head_dim_v=64, layout="bshd"),
+    "one key head": problem(heads_k=1),
+    "a gradient of the LSE": problem(grad_lse=True),
+    "a negative scale": problem(negative_scale=True),
+    "repeatable": problem(deterministic=True),
+    "packed": PACKED,
+    "packed, causal, window": problem(PACKED, causal="bottom_right", window_left=40, head_dim=256, head_dim_v=256),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": True}, "takes no softcap"),
+    "bias": ({"bias": True}, "takes no bias"),
+    "dropout": ({"dropout": True}, "takes no dropout"),
+    "ALiBi": ({"alibi_slopes": True}, "takes no alibi_slopes"),
+    "left padding": ({"leftpad_q": True}, "takes no leftpad_q"),
+    "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
+    "wide heads": ({"head_dim": 288, "head_dim_v": 128}, "takes heads of at most 256 columns, not 288"),
+    "wide values": ({"head_dim_v": 264}, "takes heads of at most 256 columns, not 264"),
+    "two widths": ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
+    "odd columns": ({"head_dim": 100, "head_dim_v": 100}, "writes through descriptors"),
+    "unaligned": ({"aligned": False}, "reads through descriptors"),
+    "empty": ({"seq_k": 0}, "seq_k is 0"),
+    "the forward": ({"op": "attention"}, "is for attention_backward and varlen_attention_backward"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_it_takes(name: str) -> None:
+    assert VARIANT.rejects(TAKEN[name], SM_90) is None
+    assert VARIANT.describe(TAKEN[name])["width"] in SUMMED
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_is_planned_before_the_core(name: str) -> None:
+    made = plan(TAKEN[name], SM_90)
+    assert (made.path, made.fell_back) == ("gluon_backward", False)
+    assert plan(TAKEN[name], SM_90, settings=Settings(backend="triton")).path == "triton"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_and_why(name: str) -> None:
+    fields, reason = REFUSED[name]
+    no = VARIANT.rejects(problem(**fields), SM_90)
+    assert no is not None
+    assert no.path == "gluon_backward"
+    assert reason in no.reason
+
+
+def test_other_chips() -> None:
+    no = VARIANT.rejects(BASE, parse_target("cuda:sm_100", "triton==3.6.0"))
+    assert no is not None
+    assert no.reason == "is for sm_90, and this is sm_100"
+
+
+def test_schedules() -> None:
+    assert schedule_of(BASE) == SUMMED[128]
+    assert schedule_of(problem(head_dim=64)).stages == 2
+    assert schedule_of(problem(head_dim=64, causal="bottom_right")).stages == 3
+    assert VARIANT.describe(problem(head_dim=72))["messages"] == SUMMED[128].messages > 0
+    for dim in SUMMED:  # sums in memory are added in any order
+        assert schedule_of(problem(head_dim=dim, deterministic=True)) == REPEATABLE[dim]
+        assert REPEATABLE[dim].messages == 0
+    assert SUMMED[256] == REPEATABLE[256]
+    with pytest.raises(ValueError, match="late"):
+        Schedule(keys=128, stages=2, messages=0, late=True)
+    with pytest.raises(ValueError, match="128 keys"):
+        Schedule(keys=64, stages=2, messages=2)
+
+
+def test_views_are_those_of_a_call() -> None:
+    names = ("q", "k", "v", "forward_out", "grad_out", "grad_q", "grad_k", "grad_v")
+    rows = {"forward_lse": torch.zeros(2, 4, 3), "grad_lse": None, "out": torch.zeros(2, 4, 3), "lse": None}
+    swapped = VARIANT.views(problem(layout="bshd"), {name: torch.zeros(2, 3, 4, 8) for name in names} | rows)
+    assert {tuple(swapped[name].shape) for name in names} == {(2, 4, 3, 8)}
+    assert swapped["forward_lse"] is rows["forward_lse"]
+    rows = {"forward_lse": torch.zeros(4, 7), "grad_lse": None, "out": torch.zeros(4, 7), "lse": None}
+    packed = VARIANT.views(PACKED, {name: torch.zeros(7, 4, 8) for name in names} | rows)
+    assert {tuple(packed[name].shape) for name in names} == {(1, 4, 7, 8)}
+    assert packed["out"].shape == packed["forward_lse"].shape == (1, 4, 7)
+    assert packed["grad_lse"] is None
+
+
+def test_launches_as_a_compiler_sees_them() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    first, keys, last = signatures(VARIANT, meta_call(problem(causal="bottom_right")))
+    assert [s.function for s in (first, keys, last)] == ["row_statistics", "scheduled_backward", "query_gradients"]
+    assert keys.types["statistics_desc"].startswith("tensordesc<fp32[2, 64],NVMMASharedLayout(")
+    assert keys.types["dq_desc"].startswith("tensordesc<fp32[8, 256],")
+    assert keys.constants["RAGGED"]
+    assert not keys.constants["EDGES"]
+    assert keys.constants["lengths_q"] is None
+    assert keys.types["batches"] == "i32"  # not specialised on
+    repeatable = signatures(VARIANT, meta_call(problem(deterministic=True)))
+    assert [s.function for s in repeatable] == ["row_statistics", "scheduled_backward", "scheduled_queries"]
+    assert repeatable[0].constants["sums"] is None
+    assert repeatable[1].constants["dq_desc"] is None
+    packed = signatures(VARIANT, meta_call(PACKED))[1]
+    assert packed.constants["EDGES"]
+    assert packed.types["edge_q_desc"] == packed.types["q_desc"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "edges"),
+    [
+        ({}, False),
+        ({"seqlens_k": True}, False),
+        ({"seqlens_k": True, "causal": "bottom_right"}, True),  # more queries than keys: the first see nothing
+        ({"seqlens_q": True}, True),
+        ({"seq_q": 400, "causal": "bottom_right"}, True),
+        ({"seq_q": 400, "causal": "top_left"}, False),
+        ({"seq_q": 400, "window_right": 67}, False),
+        ({"seq_q": 400, "window_right": 66}, True),
+        ({"seq_q": 400, "window_left": 3}, False),
+        ({"seq_q": 400, "window_left": 66, "causal": "top_left"}, True),
+        ({"seq_q": 400, "window_left": 67, "causal": "top_left"}, False),
+    ],
+)
+def test_where_rows_that_do_not_count_are_kept_apart(fields: dict[str, Any], edges: bool) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    assert signatures(VARIANT, meta_call(problem(**fields)))[1].constants["EDGES"] is edges
+
+
+def plan_of(p: Problem, target: Target = SM_90) -> Plan:
+    toolchain = str(target.toolchain)
+    return Plan(problem=p, target=target.name, toolchain=toolchain, requested=VARIANT.name, path=VARIANT.name)
+
+
+FORMS: dict[str, Problem] = {
+    "64, full": problem(head_dim=64, head_dim_v=64, seq_k=512),
+    "64, packed, causal": problem(PACKED, head_dim=64, head_dim_v=64, causal="bottom_right"),
+    "128, full": problem(seq_k=512, heads_k=4),
+    "128, causal": problem(causal="bottom_right"),
+    "128, padded, window": problem(**LENGTHS, window_left=40),
+    "128, repeatable": problem(deterministic=True),
+    "256, causal": problem(head_dim=256, head_dim_v=256, causal="bottom_right"),
+    "256, packed": problem(PACKED, head_dim=256, head_dim_v=256),
+}
+MOST_SPILLED = 128  # bytes a thread of all roles: a thread that only moves memory has 24 registers
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("form", FORMS)
+def test_it_compiles_clean(gluon_compiler: Worker, gluon_target: Target, form: str) -> None:
+    p = FORMS[form]
+    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0)
+    assert failed is None, failed
+    assert len(kernels) == 3
+    for kernel in kernels:
+        assert "serialized_wgmma" not in kernel.facts, kernel.function
+        assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
+        assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
+    assert kernels[1].facts["wgmma"] > 0
+    if VARIANT.timed_with(p):
+        assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
+
+
+def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels() -> None:
+    facts: dict[str, Any] = {"scratchpad_bytes": 100, "registers": 32, "spills": 0}
+    rows = KernelFacts(function="row_statistics", facts=facts)
+    keys = KernelFacts(function="scheduled_backward", facts=facts | {"wgmma": 12})
+    for kernels, passed in (((rows, keys), True), ((rows, rows), False)):
+        gates = variants.check(VARIANT, BASE, SM_90, kernels)
+        assert all(gate.passed for gate in gates) is passed
+
+
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+
+
+def overwritten(code: list[str]) -> list[str]:
+    """Instructions that write a left operand of a product that may still run. Products run in groups: the last one of a
+    group names gsb0, and a wait leaves so many groups running."""
+    running: list[list[tuple[str, range]]] = []
+    group: list[tuple[str, range]] = []
+    found = []
+    for text in code:
+        wait = WAIT.match(text)
+        if wait:
+            left = int(wait.group(1), 16)
+            running = running[-left:] if left else []
+        found += [
+            f"{product} … {text}"
+            for product, operand in [*(one for each in running for one in each), *group]
+            if set(written(text)) & set(operand)
+        ]
+        product = PRODUCT.search(text)
+        if product and product.group(3).startswith("R"):
+            first = int(product.group(3)[1:])
+            group.append((text, range(first, first + 4)))
+        if product and "gsb0" in text:
+            running.append(group)
+            group = []
+    return found
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("form", ["64, full", "128, causal", "128, repeatable"])
+def test_a_left_operand_stays_until_its_product_has_ended(
+    gluon_compiler: Worker, gluon_target: Target, tmp_path: Path, form: str
+) -> None:
+    """Quirk cuda-0018: P and dS are operands in registers, and more than one product runs."""
+    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    if str(gluon_target.toolchain) != str(installed()):
+        pytest.skip("assembles with the installed Triton's ptxas, which --release does not choose")
+
+    p = FORMS[form]
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for signature in signatures(VARIANT, meta_call(p)):
+        if not signature.function.startswith("scheduled_"):
+            continue
+        reply = compile_in(gluon_compiler, signature, plan_of(p), SM_90, 120.0, "text")
+        assert reply.outcome == "ok", reply.message
+        (tmp_path / "k.ptx").write_text(str(reply.facts["ptx"]))
+        subprocess.run([get_ptxas(90).path, "--gpu-name=sm_90a", "k.ptx", "-o", "k.cubin"], cwd=tmp_path, check=True)
+        told = subprocess.run(
+            [tools / "nvdisasm", "-c", "k.cubin"], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        code = instructions(told.stdout)
+        assert any((found := PRODUCT.search(line)) and found.group(3).startswith("R") for line in code)
+        assert overwritten(code) == []
+
+
+def test_what_overwrites_is_seen() -> None:
+    one = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8], R24, gsb0 ;"
+    other = "HGMMA.64x64x16.F32.BF16 R120, gdesc[UR4], R120, gsb0 ;"
+    write, wait = "F2FP.BF16.F32.PACK_AB R90, R5, R4 ;", "WARPGROUP.DEPBAR.LE gsb0, 0x{} ;"
+    assert len(overwritten([one, write])) == 1
+    assert len(overwritten([one, other, wait.format(2), write])) == 1
+    assert overwritten([one, other, wait.format(1), write]) == []
+    assert overwritten([one, wait.format(0), write]) == []
+
+
+@pytest.fixture
+def chip(device: Device) -> Device:
+    """A device that the kernels are for."""
+    return device_for(VARIANT, BASE, device)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "square": {},
+    "one row": {"seq_q": 1},
+    "one key": {"seq_k": 1},
+    "more queries": {"seq_q": 700, "seq_k": 130},
+    "more keys": {"seq_q": 100, "seq_k": 711},
+    "whole tiles": {"seq_q": 256, "seq_k": 512, "heads_k": 4},
+    "one key head": {"heads_q": 5, "heads_k": 1},
+    "padded": LENGTHS | {"batch": 5},
+    "padded keys": {"seqlens_k": True, "batch": 3},
+    "window": {"window_left": 70},
+    "padded, window": LENGTHS | {"window_left": 20},
+    "a gradient of the LSE": {"grad_lse": True},
+    "fp16, bshd": {"dtype": "fp16", "layout": "bshd"},
+    "repeatable": {"deterministic": True, "seq_q": 450},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 200, 256])
+@pytest.mark.parametrize("name", SIZES)
+def test_gradients(chip: Device, name: str, head_dim: int, causal: str) -> None:
+    p = problem(**SIZES[name] | {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal})
+    assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [-1, 30])
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_packed(chip: Device, head_dim: int, causal: str, window: int, deterministic: bool) -> None:
+    fields = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal, "window_left": window}
+    for seed in range(2):
+        p = problem(PACKED, **fields, deterministic=deterministic, grad_lse=seed == 1)
+        assert_variant_right(VARIANT, random_call(p, seed, device=chip.name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, -0.2, 3.0])
+def test_any_scale(chip: Device, scale: float) -> None:
+    for head_dim in (64, 128, 256):
+        p = problem(head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", negative_scale=scale < 0)
+        assert_variant_right(VARIANT, random_call(p, 3, device=chip.name, scale=scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeatable_gradients_are_bit_equal(chip: Device, head_dim: int) -> None:
+    p = problem(head_dim=head_dim, head_dim_v=head_dim, batch=4, heads_q=16, seq_q=1024, seq_k=1024, deterministic=True)
+    call = random_call(p, 5, device=chip.name)
+    tensors, launch = launch_tensors(call), VARIANT.launcher(call)
+    launch(tensors)
+    names = ("grad_q", "grad_k", "grad_v")
+    first = [tensors[name].clone() for name in names]
+    for _ in range(50):
+        with nan_filled_memory():
+            launch(tensors)
+        assert all(torch.equal(tensors[name], one) for name, one in zip(names, first, strict=True))
+
+
+@pytest.mark.gpu
+def test_gradients_that_are_broadcast(chip: Device) -> None:
+    call = random_call(problem(), 6, device=chip.name)
+    call.grad_out = call.grad_out[:, :1].expand(call.grad_out.shape)
+    assert_variant_right(VARIANT, call)

@@ -1,0 +1,147 @@
+"""The scheduled kernels under each release of Triton that this machine has: their names, their code, their launches.
+
+The installed release, and those of the lab: `portattn lab create triton==3.9.0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gluon_ptx
+import pytest
+from fakedriver import run, triton_folders
+from packaging.version import Version
+from test_gluon_backward import FORMS as BACKWARD_FORMS
+from test_gluon_forms import problem as forward_problem
+from test_gluon_mla import problem as latent_problem
+
+from portattn import Problem
+from portattn.compile.ensure import compile_in
+from portattn.planning.backend import Variant
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry, parse_target
+from portattn.schema.target import Target
+from portattn.schema.toolchain import installed
+from portattn.tools import lab
+from portattn.tools.matrix import variants
+from portattn.worker.client import Worker
+
+KNOWN = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+TRITONS = triton_folders()
+HERE = Path(__file__).parent
+TMA = "triton.experimental.gluon.language.nvidia.hopper.tma"
+MEMORY = "triton.experimental.gluon.language._core.shared_memory_descriptor"
+OLD = {
+    "load": f"{TMA}.async_copy_global_to_shared", "store": f"{TMA}.async_copy_shared_to_global",
+    "reduce_add": "portattn.backends.cuda.gluon_names.reduce_add", "reinterpreted": f"{MEMORY}._reinterpret",
+    "aggregate": "triton.language.core._aggregate",
+}  # fmt: skip
+NEW = OLD | {"load": f"{TMA}.async_load", "store": f"{TMA}.async_store", "reduce_add": f"{TMA}.async_atomic_add"}
+NAMES = {"3.6.0": OLD, "3.7.1": OLD, "3.8.0": NEW, "3.9.0": NEW | {"reinterpreted": f"{MEMORY}.reinterpret"}}
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in Registry.load().backends["cuda"].variants}
+# One form of each kernel; between them every name, masks, packed rows and split keys.
+FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
+    "forward, packed": ("gluon_forward", forward_problem("packed", 128, "none"), ("scheduled_forward",)),
+    "forward, split": ("gluon_forward", forward_problem("split", 64, "none"), ("scheduled_forward", "combine")),
+    "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
+    "backward": (
+        "gluon_backward", BACKWARD_FORMS["64, packed, causal"],
+        ("row_statistics", "scheduled_backward", "query_gradients"),
+    ),
+    "backward, repeatable": (
+        "gluon_backward", BACKWARD_FORMS["128, repeatable"],
+        ("row_statistics", "scheduled_backward", "scheduled_queries"),
+    ),
+}  # fmt: skip
+MOST_SPILLED = 128  # bytes a thread; docs/performance/hopper-forward.md has what each release spills
+
+
+@pytest.fixture(scope="module", params=KNOWN)
+def release(request: pytest.FixtureRequest) -> str:
+    version: str = request.param
+    if version not in TRITONS:
+        pytest.skip(f"no Triton {version} for this Python: `portattn lab create triton=={version}` makes one")
+    return version
+
+
+@pytest.fixture(scope="module")
+def target(release: str) -> Target:
+    return parse_target("cuda:sm_90", f"triton=={release}")
+
+
+@pytest.fixture(scope="module")
+def compiler(target: Target) -> Iterator[Worker]:
+    name = str(target.toolchain)
+    if name != str(installed()) and lab.find(name) is None:
+        pytest.skip(f"the lab has no {name}")
+    with Worker() if name == str(installed()) else lab.worker(name) as worker:
+        yield worker
+
+
+def test_the_names_of_a_release(release: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    found = run(str(HERE / "gluon_names_child.py"), tmp_path, TRITONS[release])
+    assert Version(found.pop("triton")).base_version == release
+    assert found == NAMES[release]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("form", FORMS)
+def test_a_release_compiles_them(compiler: Worker, target: Target, form: str) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    name, problem, functions = FORMS[form]
+    variant = VARIANTS[name]
+    made = plan(problem, target)
+    assert made.path == name
+    kernels, failed, _ = variants.compiled(variant, made, target, compiler, 240.0)
+    assert failed is None, failed
+    assert tuple(kernel.function for kernel in kernels) == functions
+    for kernel in kernels:
+        assert "serialized_wgmma" not in kernel.facts, kernel.function
+        assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
+    assert variants.broken(variants.check(variant, problem, target, kernels)) == []
+    for signature in variants.launches(variant, problem):
+        if signature.function.startswith(("scheduled_", "latent_")):
+            reply = compile_in(compiler, signature, made, target, 240.0, "text")
+            gluon_ptx.assert_synchronised(str(reply.facts["ptx"]))
+
+
+@pytest.mark.compiles
+def test_a_release_launches_them_with_the_tensor_maps_that_it_makes_itself(release: str, tmp_path: Path) -> None:
+    """By native.c, by Python, and by Triton: the driver's library records what it is given."""
+    found = run("differing_child.py", tmp_path, TRITONS[release], "maps")
+    assert Version(found["triton"]).base_version == release
+    assert found["maps"]["path"] == "gluon_forward"
+    assert (found["maps"]["C"], found["maps"]["python"]) == (True, True)
+    assert found["maps"]["made by native.c"] == [True] * 4
+
+
+PTX = """
+	st.shared.b32 	[%r1], %r2;
+	{bar}
+	// begin inline asm
+	add.s32 	%r3, %r4, 8;
+	@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];
+	bar.sync 	{number}, 128;
+"""
+
+
+@pytest.mark.parametrize(
+    ("bar", "number", "right"),
+    [
+        ("bar.sync 0, 128;", 2, True),
+        ("bar.warp.sync -1;", 2, True),
+        ("barrier.sync 0;", 2, True),
+        ("", 2, False),
+        ("mbarrier.arrive.expect_tx.shared.b64 _, [%r9], 8;", 2, False),
+        ("bar.sync 0, 128;", 5, False),
+    ],
+)
+def test_what_is_not_synchronised_is_seen(bar: str, number: int, right: bool) -> None:
+    ptx = PTX.format(bar=bar, number=number)
+    if right:
+        gluon_ptx.assert_synchronised(ptx)
+    else:
+        with pytest.raises(AssertionError):
+            gluon_ptx.assert_synchronised(ptx)
