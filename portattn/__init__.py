@@ -22,6 +22,7 @@ _PUBLIC = {
     "sparse_attention": "portattn.api.ops",
     "mla_attention": "portattn.api.ops",
     "merge_states": "portattn.api.merge_states",
+    "dropout_mask": "portattn.api.dropout_mask",
     "PageTable": "portattn.api.page_table",
     "plan": "portattn.api.ops",
     "explain": "portattn.api.ops",
@@ -61,6 +62,7 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
     from portattn.api.dispatch import last_plan as last_plan
+    from portattn.api.dropout_mask import dropout_mask as dropout_mask
     from portattn.api.merge_states import merge_states as merge_states
     from portattn.api.monitor import monitor as monitor
     from portattn.api.ops import attention as attention

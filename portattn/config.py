@@ -110,6 +110,16 @@ def current() -> Settings:
 
 
 @contextlib.contextmanager
+def using(chosen: Settings) -> Iterator[None]:
+    """Inside the block these are the settings: those of a call, where what belongs to it runs in another thread."""
+    token = _block.set(chosen)
+    try:
+        yield
+    finally:
+        _block.reset(token)
+
+
+@contextlib.contextmanager
 def settings(**changes: Any) -> Iterator[Settings]:
     """Change settings inside a block, in this thread or task only.
 

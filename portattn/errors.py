@@ -126,7 +126,7 @@ class QuirkConflict(PortattnError):
 
 class TracingError(PortattnError, RuntimeError):
     """What records or transforms a call asks for something that its operator cannot do: derivatives by forward mode,
-    second derivatives, dropout in a graph, the run of a handle in one.
+    second derivatives, the run of a handle in one.
 
     >>> import torch, portattn
     >>> q = torch.randn(1, 2, 5, 16)
@@ -144,10 +144,10 @@ class PathUnavailable(PortattnError):
     >>> import torch, portattn
     >>> q = torch.randn(1, 2, 5, 16)
     >>> try:
-    ...     portattn.attention(q, q, q, dropout_p=0.1, backend="interpreter")
+    ...     portattn.attention(q, q, q, backend="triton")
     ... except portattn.PathUnavailable as error:
     ...     print(error.rejected[0].path)
-    interpreter
+    triton
     """
 
     def __init__(self, message: str, rejected: Sequence[Rejected] = ()) -> None:

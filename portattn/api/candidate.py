@@ -33,7 +33,7 @@ class Candidate(Protocol):
         """What a compiler sees of its launches."""
         ...
 
-    def known_failure(self, settings: Settings) -> CompileRecord | None:
+    def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         """Why its launches are known not to compile here. Nothing is compiled."""
         ...
 
@@ -68,7 +68,7 @@ class CoreCandidate:
     def compiled(self) -> Sequence[ensure.Compiled]:
         return [] if self._interpreted else self._launches
 
-    def known_failure(self, settings: Settings) -> CompileRecord | None:
+    def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         return None if self._interpreted else ensure.known_failure(self._plan, self._launches, settings)
 
     def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
@@ -99,8 +99,8 @@ class VariantCandidate:
     def compiled(self) -> Sequence[ensure.Compiled]:
         return variants.seen(self._variant, self._plan, self._call)
 
-    def known_failure(self, settings: Settings) -> CompileRecord | None:
-        return variants.known_failure(self._variant, self._plan, self._call, settings)
+    def known_failure(self, target: Target, settings: Settings) -> CompileRecord | None:
+        return variants.known_failure(self._variant, self._plan, self._call, target, settings)
 
     def failure(self, target: Target, settings: Settings) -> CompileRecord | None:
         return variants.failure(self._variant, self._plan, self._call, target, settings)

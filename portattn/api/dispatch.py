@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from portattn.launch.run import device_guard
 from portattn.planning.detect import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
-from portattn.reference import blockwise
+from portattn.reference import blockwise, gradients
 from portattn.schema.call import Call
 from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan, Rejection
@@ -83,6 +84,9 @@ def forget_plans() -> None:
     _planned.cache_clear()
     _trusted.clear()
     cache.forget()
+    training = sys.modules.get("portattn.api.training")
+    if training is not None:
+        training.forget()
 
 
 class Cacher(Protocol):
@@ -161,6 +165,8 @@ def _run(call: Call, settings: Settings, caching: Cacher | None) -> tuple[torch.
     if own is None:
         result = _run_elsewhere(made, call)
     else:
+        if made.problem.needs_grad:  # its result would have no graph
+            raise RuntimeError(f"portattn: {made.path} records no gradients: a training call must be its operator's")
         result = own.results()
         if caching is None or call.copied or not result[0].numel():
             own.run()
@@ -217,7 +223,7 @@ def _failure(own: Candidate, made: Plan, call: Call, target: Target, settings: S
     if call.dry:
         from portattn.testing import canary
 
-        return own.known_failure(settings) or canary.known_failure(made, target, settings)
+        return own.known_failure(target, settings) or canary.known_failure(made, target, settings)
     failure = own.failure(target, settings)
     return _untrusted(made, target, settings, call.q.device) if failure is None else failure
 
@@ -237,7 +243,7 @@ def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.dev
 def _run_elsewhere(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run on a path that is not portattn's own: a vendor's library, or the reference."""
     if made.path == "reference":
-        return blockwise.run(call)
+        return gradients.run(call) if call.problem.backward else blockwise.run(call)
     backend = Registry.load().backends[made.target.partition(":")[0]]
     vendor = next(v for v in backend.vendor if v.name == made.path)
     return vendor.run(call)

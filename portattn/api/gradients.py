@@ -15,9 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
+from portattn.api.backward import may_have_kernels
 from portattn.api.operators import SIGNATURES, Signature
 from portattn.api.tracing import have_tangents
+from portattn.config import current, using
 from portattn.errors import TracingError
+from portattn.validate.checks import refuse_gradients
 
 
 def forward(signature: Signature, *arguments: Any) -> Any:
@@ -34,9 +37,18 @@ def _differentiable(function: Any, op: str, suffix: str, arguments: Sequence[Any
     if have_tangents(arguments):
         raise forward_mode(op)
     if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+        if function is _Forward:
+            _refuse(SIGNATURES[op], arguments)
         with _one_level():
             return function.apply(op, *arguments)
     return _below(op + suffix, arguments)
+
+
+def _refuse(signature: Signature, arguments: Sequence[Any]) -> None:
+    """Raise ArgumentError where the operation has no gradient, and not when one is computed."""
+    backend = signature.value(arguments, "backend")
+    named = dict(zip(signature.tensors, arguments, strict=False))
+    refuse_gradients(signature.op, named, current().backend if backend is None else backend)
 
 
 def _one_level() -> contextlib.AbstractContextManager[Any]:
@@ -61,34 +73,56 @@ def _below(name: str, arguments: Sequence[Any]) -> Any:
         return getattr(torch.ops.portattn, name)(*arguments)
 
 
+def kept_for_kernels(signature: Signature, arguments: Sequence[Any]) -> bool:
+    """Whether the forward keeps its result and its LSE, since kernels may compute the gradients of them."""
+    v = arguments[signature.tensors.index("v")] if "v" in signature.tensors else None
+    return v is not None and may_have_kernels(signature.op, arguments[0], v, signature.value(arguments, "backend"))
+
+
 class _Forward(_SingleLevelFunction):
     """The operation's name, then the operator's arguments -> (out, lse)."""
 
     @staticmethod
     def forward(op: str, *arguments: Any) -> Any:
-        return _recorded(op, arguments)
+        return _recorded(op, with_lse(op, arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         op, *arguments = inputs
         count = len(SIGNATURES[op].tensors)
-        ctx.save_for_backward(*arguments[:count])
-        ctx.op, ctx.others = op, tuple(arguments[count:])
+        kept = tuple(output) if kept_for_kernels(SIGNATURES[op], arguments) else ()
+        ctx.save_for_backward(*arguments[:count], *kept)
+        ctx.op, ctx.others, ctx.kept = op, tuple(arguments[count:]), len(kept)
+        ctx.settings = current()  # torch runs a backward pass in threads of its own
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
         """None for the name, and one value for each argument: the gradients that are asked for."""
-        signature, arguments = SIGNATURES[ctx.op], (*ctx.saved_tensors, *ctx.others)
+        signature = SIGNATURES[ctx.op]
+        saved = ctx.saved_tensors
+        tensors, (out, lse) = (saved[:-2], saved[-2:]) if ctx.kept else (saved, (None, None))
+        arguments = (*tensors, *ctx.others)
         if not signature.value(arguments, "return_lse"):
             grad_lse = None
         wanted = [bool(ctx.needs_input_grad[1 + place]) for place in signature.gradients]
         found: list[Any] = [None] * (len(arguments) + 1)
         if any(wanted) and not (grad_out is None and grad_lse is None):
-            made = getattr(torch.ops.portattn, f"{ctx.op}_backward")(grad_out, grad_lse, wanted, *arguments)
+            operator = getattr(torch.ops.portattn, f"{ctx.op}_backward")
+            with using(ctx.settings):
+                made = operator(grad_out, grad_lse, out, lse, wanted, *arguments)
             for place, needed, gradient in zip(signature.gradients, wanted, made, strict=True):
                 found[1 + place] = gradient if needed else None
         return tuple(found)
+
+
+def with_lse(op: str, arguments: Sequence[Any]) -> Sequence[Any]:
+    """The operator's arguments, with the LSE asked for where kernels of its gradients take it."""
+    signature = SIGNATURES[op]
+    if not kept_for_kernels(signature, arguments):
+        return arguments
+    place = len(signature.tensors) + signature.values.index("return_lse")
+    return (*arguments[:place], True, *arguments[place + 1 :])
 
 
 class _Backward(_SingleLevelFunction):
@@ -105,9 +139,9 @@ class _Backward(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise TracingError(
-            f"{ctx.op}: second derivatives of a compiled, exported or transformed call are not computed. Call it "
-            "eagerly with backend='reference'. Parameters that require gradients ask for them inside of "
-            "torch.func.grad: detach them, or call it under torch.no_grad()"
+            f"{ctx.op}: second derivatives are computed by the reference alone: call it eagerly with "
+            "backend='reference'. Parameters that require gradients ask for them inside of torch.func.grad: detach "
+            "them, or call it under torch.no_grad()"
         )
 
 

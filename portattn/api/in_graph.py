@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,36 +9,32 @@ import torch
 
 from portattn.api import operators
 from portattn.api.autocast import cast
-from portattn.api.left_out import leave_out, left_out
 from portattn.api.operators import RETURNS_LSE, SIGNATURES, arguments_of
-from portattn.errors import TracingError
+from portattn.schema.ops import ROWS
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_DROPOUT = {op: s.values.index("dropout_p") for op, s in SIGNATURES.items() if "dropout_p" in s.values}
+# Of operations that can drop: the places of dropout_p among the values, and of the seed among the tensors.
+_DROPOUT = {
+    op: (ROWS[op].fixed.index("dropout_p"), tuple(ROWS[op].tensors).index("dropout_seed"))
+    for op in SIGNATURES
+    if "dropout_p" in ROWS[op].fixed
+}
 
 
 def in_graph(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Result:
-    """Call the operator, with what a Request is made of (request_from). Traced by dynamo: plain Python alone.
-
-    Dropout is no operator: its mask would be drawn anew in the backward pass. It breaks dynamo's graph, and elsewhere
-    it raises TracingError.
-    """
-    if op in _DROPOUT and values[_DROPOUT[op]]:
-        if torch.compiler.is_dynamo_compiling():
-            return left_out["perform"](op, tensors, values, lengths)
-        raise TracingError(
-            f"{op}: dropout_p={values[_DROPOUT[op]]} cannot be exported, traced or transformed. Call it eagerly, or "
-            "use torch.nn.functional.scaled_dot_product_attention for the layers that drop out"
-        )
+    """Call the operator, with what a Request is made of (request_from). Traced by dynamo: plain Python alone."""
+    if op in _DROPOUT:
+        share, seed = _DROPOUT[op]
+        if values[share] and tensors[seed] is None:
+            tensors = [*tensors[:seed], new_seed(tensors[0]), *tensors[seed + 1 :]]
     arguments = arguments_of(op, cast(op, tensors), values, lengths)
     out, lse = getattr(torch.ops.portattn, op)(*arguments)
     return (out, lse) if values[RETURNS_LSE[op]] else out
 
 
-def _perform(*arguments: Any) -> Any:
-    request = importlib.import_module("portattn.api.request").request_from(*arguments)
-    return importlib.import_module("portattn.api.perform").perform(request)
+def new_seed(q: torch.Tensor) -> torch.Tensor:
+    """A seed for dropout, drawn on q's device: torch.manual_seed decides it, and nothing is read back."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
 
 
-leave_out("perform", _perform, "dropout_p is not 0, and portattn's operators have no dropout")
 operators.define()  # where torch was imported in a way that after_import.py does not see

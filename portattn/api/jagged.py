@@ -10,10 +10,12 @@ import torch
 from portattn.errors import ArgumentError
 
 # Arguments that varlen_attention has, too; all others must have their defaults.
-_TAKEN = ("scale", "causal", "window", "softcap", "alibi_slopes", "sinks", "return_lse", "backend", "validate")
+_TAKEN = (
+    "scale", "causal", "window", "softcap", "alibi_slopes", "sinks", "dropout_p",
+    "dropout_seed", "return_lse", "backend", "validate",
+)  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {
     "bias": None, "mask": None, "seqlens_q": None, "seqlens_k": None, "leftpad_q": None, "leftpad_k": None,
-    "dropout_p": 0.0,
 }  # fmt: skip
 
 

@@ -6,12 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from portattn.api import vmapping
+from portattn.api.backward import Gradients, gradients
 from portattn.api.operators import Signature
 from portattn.api.perform import carried_out, found_cached
-from portattn.api.request import request_from
+from portattn.api.request import Request, request_from
+from portattn.errors import PathUnavailable
+from portattn.planning.gradients import own_names
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,8 +60,37 @@ def forward_shapes(signature: Signature, *arguments: Any) -> Results:
     return out, q.new_empty(axes, dtype=torch.float32)
 
 
-def backward(signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], *arguments: Any) -> Any:
-    """The gradients of the tensors that are wanted, by a path that torch differentiates."""
+def backward(
+    signature: Signature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool], *arguments: Any
+) -> Any:
+    """The gradients of the tensors that are wanted: by kernels of what the forward gave, or by a path that torch
+    differentiates, which computes the forward once more."""
+    made = by_kernels(signature, grad_out, grad_lse, out, lse, wanted, arguments)
+    names = [signature.tensors[place] for place in signature.gradients]
+    if made is None:
+        return differentiated(signature, grad_out, grad_lse, wanted, arguments)
+    places = zip(signature.gradients, names, wanted, strict=True)
+    return tuple(
+        _laid_out(arguments[place], made[name]) if needed else _none(arguments) for place, name, needed in places
+    )
+
+
+def by_kernels(
+    signature: Signature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool],
+    arguments: Sequence[Any],
+) -> Gradients | None:  # fmt: skip
+    """Gradients by parameter, by kernels; None where the forward kept nothing for them, or none runs here."""
+    if out is None or lse is None:
+        return None
+    asked = [signature.tensors[place] for place, needed in zip(signature.gradients, wanted, strict=True) if needed]
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+        return gradients(signature.op, *signature.split(arguments), out, lse, grad_out, grad_lse, asked)
+
+
+def differentiated(
+    signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], arguments: Sequence[Any]
+) -> Any:
+    """The gradients that are wanted, by a path that torch differentiates, which computes the forward once more."""
     given = list(arguments)
     inputs = []
     for place, needed in zip(signature.gradients, wanted, strict=True):
@@ -65,18 +98,32 @@ def backward(signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequenc
             given[place] = given[place].detach().requires_grad_()
             inputs.append(given[place])
     with _recording():
-        found = carried_out(request_from(signature.op, *signature.split(given)))
+        found = by_torch(request_from(signature.op, *signature.split(given)))
         results = found if isinstance(found, tuple) else (found,)
         pairs = [(r, g) for r, g in zip(results, (grad_out, grad_lse), strict=False) if g is not None]
         pairs = [(r, g) for r, g in pairs if r.requires_grad]  # of calls without keys, nothing depends on anything
         made: Any = [None] * len(inputs)
         if pairs:
             made = torch.autograd.grad([r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
-    gradients = iter(made)
+    found_gradients = iter(made)
     places = zip(signature.gradients, wanted, strict=True)
     return tuple(
-        _gradient(arguments[place], next(gradients)) if needed else _none(arguments) for place, needed in places
+        _gradient(arguments[place], next(found_gradients)) if needed else _none(arguments) for place, needed in places
     )
+
+
+def by_torch(request: Request) -> Any:
+    """Carry a request out by a path that torch differentiates: the one that it names, a vendor's, the reference."""
+    if request.settings.backend not in ("auto", *own_names()):
+        return carried_out(request)
+    for backend in ("vendor", "reference"):
+        request.settings = msgspec.structs.replace(request.settings, backend=backend)
+        try:
+            return carried_out(request)
+        except PathUnavailable:
+            if backend == "reference":
+                raise
+    raise AssertionError
 
 
 def _none(arguments: Sequence[Any]) -> torch.Tensor:
@@ -101,7 +148,15 @@ def _gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tens
     return torch.empty_like(tensor, requires_grad=False).copy_(gradient)
 
 
-def backward_shapes(signature: Signature, grad_out: Any, grad_lse: Any, wanted: Sequence[bool], *arguments: Any) -> Any:
+def _laid_out(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that is nobody else's, with the strides that backward_shapes tells: nearly always it has them."""
+    same = gradient.stride() == tensor.stride() or gradient.stride() == torch.empty_like(tensor, device="meta").stride()
+    return gradient if same else _gradient(tensor, gradient)
+
+
+def backward_shapes(
+    signature: Signature, grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Sequence[bool], *arguments: Any
+) -> Any:
     places = zip(signature.gradients, wanted, strict=True)
     return tuple(torch.empty_like(arguments[place]) if needed else _none(arguments) for place, needed in places)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from portattn.schema.ops import ROWS, OpRow
+from portattn.schema.ops import PUBLIC, ROWS, OpRow
 
 NAMESPACE = "portattn"
 # Types of an operator's arguments by the parameter's name. A size is symbolic where shapes are dynamic.
@@ -112,9 +112,9 @@ class Signature:
         return arguments[len(self.tensors) + self.values.index(name)]
 
 
-SIGNATURES = {op: Signature(row) for op, row in ROWS.items()}
+SIGNATURES = {op: Signature(ROWS[op]) for op in PUBLIC}
 # The place of `return_lse` among a Request's fixed values.
-RETURNS_LSE = {op: row.fixed.index("return_lse") for op, row in ROWS.items()}
+RETURNS_LSE = {op: ROWS[op].fixed.index("return_lse") for op in PUBLIC}
 
 
 def arguments_of(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> list[Any]:
@@ -141,10 +141,13 @@ def _define(signature: Signature) -> None:
     forward, backward = f"{NAMESPACE}::{op}", f"{NAMESPACE}::{op}_backward"
     tags = (torch.Tag.pt2_compliant_tag,)
     torch.library.define(forward, f"({schema}) -> (Tensor, Tensor)", tags=tags)
+    # Of what the forward gave, where kernels take it; of its arguments alone where it is computed anew.
     # A gradient for each tensor that can have one; where it is not wanted, a tensor without elements.
     returned = ", ".join(["Tensor"] * len(signature.gradients))
     torch.library.define(
-        backward, f"(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, {schema}) -> ({returned})", tags=tags
+        backward,
+        f"(Tensor? grad_out, Tensor? grad_lse, Tensor? out, Tensor? lse, bool[] wanted, {schema}) -> ({returned})",
+        tags=tags,
     )
     for name, what in ((forward, "forward"), (backward, "backward")):
         torch.library.impl(name, "default", _later("operator_kernels", what, op))

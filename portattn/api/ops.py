@@ -22,9 +22,9 @@ from portattn.api.unknown_arguments import operation
 from portattn.config import current
 from portattn.errors import ArgumentError, TracingError
 from portattn.planning.planner import plan as plan_problem
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import PUBLIC
 from portattn.schema.plan import Plan
-from portattn.schema.problem import OPS, Problem
+from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 
 Window = tuple[int | None, int | None]
@@ -49,6 +49,7 @@ def attention(
     leftpad_q: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
     backend: str | None = None,
@@ -75,7 +76,9 @@ def attention(
     seqlens_q, seqlens_k  (B,) int32 on q's device: valid rows of each sequence; the rest is padding, which is never
                 attended and, as a query, gives 0. Causal alignment is each sequence's own
     leftpad_q, leftpad_k  (B,) int32: padding rows before a sequence's first valid row (left-padded batches)
-    dropout_p   dropout on the probabilities, in [0, 1); not in the core kernels
+    dropout_p   share of the probabilities that become 0, in [0, 1); the others count 1/(1 - dropout_p)
+    dropout_seed  (1,) int64 on q's device: which ones they are follows from it alone, on every path and in the backward
+                (portattn.dropout_mask has the mask); None draws one from torch's generator
     return_lse  also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
     layout      "bhsd", or "bshd": the order of the axes of q, k, v and of the result
     backend     "auto", or a path that must be taken: "triton", "vendor", "reference", a vendor path's own name, and
@@ -95,7 +98,7 @@ def attention(
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have (one of another
     library's names is answered with its own), PathUnavailable when a named path cannot run this or falling back is
     forbidden, QuirkConflict when the registry contradicts itself, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives, dropout).
+    cannot have of it (forward-mode and second derivatives).
 
     >>> import torch, portattn
     >>> q, k, v = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)
@@ -108,7 +111,7 @@ def attention(
         raise wrong_arguments("attention", excess, unknown)
     found = try_cached(
         "attention",
-        (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k),
+        (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k, dropout_seed),
         (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
     )
     if found is not None:
@@ -119,7 +122,8 @@ def attention(
             "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
-            "return_lse": return_lse, "layout": layout, "backend": backend, "validate": validate,
+            "dropout_seed": dropout_seed, "return_lse": return_lse, "layout": layout, "backend": backend,
+            "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
     return perform(request_of("attention", locals()))
@@ -141,6 +145,8 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     validate: bool | None = None,
@@ -164,6 +170,7 @@ def varlen_attention(
     softcap     scores become softcap·tanh(score / softcap); None or 0 for none
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
+    dropout_p, dropout_seed  as of `attention`, by positions in each sequence
     return_lse  also return the natural log of each row's sum of exponentials, float32 (Hq, Tq)
     backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
     validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
@@ -174,7 +181,7 @@ def varlen_attention(
 
     Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
     where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives, dropout).
+    cannot have of it (forward-mode and second derivatives).
 
     >>> import torch, portattn
     >>> lengths = torch.tensor([0, 5, 5, 45], dtype=torch.int32)  # sequences of 5, 0 and 40 rows
@@ -188,8 +195,8 @@ def varlen_attention(
         raise wrong_arguments("varlen_attention", excess, unknown)
     found = try_cached(
         "varlen_attention",
-        (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks),
-        (scale, causal, window, softcap, return_lse, backend, validate),
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed),
+        (scale, causal, window, softcap, dropout_p, return_lse, backend, validate),
         (max_seqlen_q, max_seqlen_k),
     )
     return perform(request_of("varlen_attention", locals())) if found is None else found
@@ -249,9 +256,10 @@ def decode_attention(
     Memory beyond the inputs: as of `attention`, and where keys are split over programs float32 partial results of
     splits·B·Hq·Sq·(Dv + 2) elements.
 
-    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives, dropout).
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation has on
+    the reference path alone, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path
+    cannot run this or falling back is forbidden, TracingError for what graphs and transforms cannot have of it
+    (forward-mode and second derivatives).
 
     >>> import torch, portattn
     >>> q, k_cache, v_cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
@@ -332,9 +340,10 @@ def paged_attention(
     Memory beyond the inputs: as of `attention`, and where keys are split over programs float32 partial results of
     splits·B·Hq·Sq·(Dv + 2) elements (packed: splits·Hq·Tq·(Dv + 2)).
 
-    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives, dropout).
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation has on
+    the reference path alone, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path
+    cannot run this or falling back is forbidden, TracingError for what graphs and transforms cannot have of it
+    (forward-mode and second derivatives).
 
     >>> import torch, portattn
     >>> q, cache = torch.randn(1, 8, 1, 64), torch.randn(12, 2, 16, 2, 64)  # 12 pages of 16 tokens: (P, 2, page, Hk, D)
@@ -420,9 +429,10 @@ def sparse_attention(
     Memory beyond the inputs: as of `attention`, and where tokens are split over programs float32 partial results of
     splits·B·Hq·(Dv + 2) elements.
 
-    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives, dropout).
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation has on
+    the reference path alone, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path
+    cannot run this or falling back is forbidden, TracingError for what graphs and transforms cannot have of it
+    (forward-mode and second derivatives).
 
     >>> import torch, portattn
     >>> q, k_cache, v_cache = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)
@@ -514,9 +524,10 @@ def mla_attention(
 
     Memory beyond the inputs: as of `paged_attention`, with Hq = H and Dv = R.
 
-    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
-    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
-    cannot have of it (forward-mode and second derivatives, dropout).
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation has on
+    the reference path alone, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path
+    cannot run this or falling back is forbidden, TracingError for what graphs and transforms cannot have of it
+    (forward-mode and second derivatives).
 
     >>> import torch, portattn
     >>> q_nope, q_rope, latent = torch.randn(1, 4, 1, 512), torch.randn(1, 4, 1, 64), torch.randn(8, 16, 576)
@@ -614,10 +625,10 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
 
 def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
     """The request that a call with these arguments makes."""
-    if not isinstance(op, str) or op not in ROWS:
+    if not isinstance(op, str) or op not in PUBLIC:
         problem = "a Problem or " if asker == "plan" else ""
         given = type(op).__name__ if isinstance(op, torch.Tensor) else op  # not a page of numbers
-        raise ArgumentError(asker, "op", given, f"must be {problem}one of {', '.join(OPS)}")
+        raise ArgumentError(asker, "op", given, f"must be {problem}one of {', '.join(PUBLIC)}")
     given = named_arguments(op)(*args, **kwargs)
     if asker == "plan" and op == "attention" and are_jagged(given["q"], given["k"], given["v"]):
         op, given = "varlen_attention", packed(given)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from portattn.api import autocast, dispatch, monitor, repeated
-from portattn.api.in_graph import in_graph
+from portattn.api.in_graph import in_graph, new_seed
 from portattn.api.jagged import are_jagged
+from portattn.api.operators import RETURNS_LSE
 from portattn.api.request import Caching, Request, Result, request_from
 from portattn.api.tracing import (
     are_dispatched,
-    are_recorded,
     are_transformed,
     refuse_what_lies_nowhere,
     refuse_what_no_kernel_sees,
@@ -37,12 +39,32 @@ def try_cached(
     if torch.compiler.is_dynamo_compiling():
         return None if op == "attention" and are_jagged(*tensors[:3]) else in_graph(op, tensors, values, lengths)
     found = found_cached(op, tensors, values, lengths)
-    if found is not None or not torch._C._is_any_autocast_enabled():
+    if found is not None:
         return found
-    if autocast.is_on(tensors[0]) and cache.kinds(op, values) and not in_mode():
+    if not torch._C._is_any_autocast_enabled():
+        return _known_training(op, tensors, values, lengths) if _training and torch.is_grad_enabled() else None
+    trains = bool(_training) and torch.is_grad_enabled()
+    if autocast.is_on(tensors[0]) and (trains or cache.kinds(op, values)) and not in_mode():
+        cast = tuple(autocast.cast_now(op, tensors))
         with autocast.off(tensors[0].device.type):  # what is kept of calls under autocast is of the cast tensors
-            return found_cached(op, tuple(autocast.cast_now(op, tensors)), values, lengths)
+            found = found_cached(op, cast, values, lengths)
+            if found is None and trains:
+                found = _known_training(op, cast, values, lengths)
     return found
+
+
+Trained = tuple[torch.Tensor, torch.Tensor] | None
+_training: list[Callable[..., Trained]] = []  # training.known, once a call was trained
+
+
+def _known_training(
+    op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]
+) -> Result | None:
+    """As found_cached, of a call that gradients are asked of and that is like an earlier one."""
+    found = _training[0](op, tensors, values, lengths)
+    if found is None:
+        return None
+    return found if values[RETURNS_LSE[op]] else found[0]
 
 
 def found_cached(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
@@ -78,15 +100,15 @@ def perform(request: Request) -> Result:
     What something records or transforms, and tensors that are more than memory, go through torch's dispatcher.
     """
     tensors, values, lengths = request.parts
-    # Dropout is no operator: where a mode only looks on, it sees what dropout is made of.
-    dropout = request.values.get("dropout_p")  # nothing is known of it yet
-    seen = are_recorded if isinstance(dropout, float) and dropout else are_dispatched
-    if are_transformed(tensors) or seen(tensors):
+    # Plain tensors inside a transform of others, too: whatever is made of them there is wrapped, without memory.
+    if are_transformed(tensors) or are_dispatched(tensors) or torch._C._are_functorch_transforms_active():
         return in_graph(request.op, tensors, values, lengths)
     refuse_what_lies_nowhere(request.op, request.named_tensors)
+    if "dropout_seed" in request.tensors:
+        draw_seed(request)
     if autocast.is_on(request.tensors["q"]):
         return _as_autocast(request)
-    return carried_out(request)
+    return trained_or_not(request)
 
 
 def _as_autocast(request: Request) -> Result:
@@ -94,7 +116,27 @@ def _as_autocast(request: Request) -> Result:
     tensors, values, lengths = request.parts
     tensors = tuple(autocast.cast(request.op, tensors))
     with autocast.off(tensors[0].device.type):
-        return carried_out(request_from(request.op, tensors, values, lengths))
+        return trained_or_not(request_from(request.op, tensors, values, lengths))
+
+
+def draw_seed(request: Request) -> None:
+    """Where something is dropped and no seed is given, draw one from torch's generator. Nothing is validated yet."""
+    share, q = request.values["dropout_p"], request.tensors["q"]
+    if request.tensors["dropout_seed"] is None and isinstance(share, float) and share and isinstance(q, torch.Tensor):
+        request.tensors["dropout_seed"] = new_seed(q)
+
+
+def trained_or_not(request: Request) -> Result:
+    """Carry a request out: where gradients are asked for and kernels compute them, as a node of autograd's graph."""
+    if not torch.is_grad_enabled():
+        return carried_out(request)
+    training = importlib.import_module("portattn.api.training")
+    if not _training:
+        _training.append(training.known)
+    if not training.planned(request):
+        return carried_out(request)
+    out, lse = training.call(request.op, *request.parts)
+    return (out, lse) if request.return_lse else out
 
 
 def carried_out(request: Request) -> Result:
@@ -123,6 +165,8 @@ def admitted(request: Request) -> Result | None:
 def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
     """Results as (B, Hq, Sq, Dv) and (B, Hq, Sq) in the layout that the caller uses."""
     problem = call.problem
+    if problem.backward:  # a number of each row
+        return out[0] if problem.packed else out
     if problem.packed:
         out = out[0].transpose(0, 1)
         lse = None if lse is None else lse[0]

@@ -10,7 +10,7 @@ import torch
 from portattn.api import dispatch
 from portattn.api.binding import named_arguments
 from portattn.api.left_out import leave_out, left_out
-from portattn.api.perform import admitted, finished
+from portattn.api.perform import admitted, trained_or_not
 from portattn.api.request import Caching, Request, Result, request_of
 from portattn.api.unknown_arguments import names_of, unknown_argument
 from portattn.compile import variants
@@ -51,6 +51,10 @@ class Prepared:
     """
 
     def __init__(self, request: Request) -> None:
+        values, tensors = request.values, request.tensors
+        if values.get("dropout_p") and tensors["dropout_seed"] is None:
+            limit = "must be given where a call that drops is prepared: its runs drop the same"
+            raise ArgumentError("prepare", "dropout_seed", None, limit)
         call = request.build()
         self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
         self._row = ROWS[request.op]
@@ -63,6 +67,8 @@ class Prepared:
         q = request.tensors["q"]
         self._dtype, self._device = q.dtype, q.device
         ours = self.plan.kernel or variants.variant_of(self.plan) is not None
+        if call.problem.needs_grad:  # a run is a node of autograd's graph, as a plain call is
+            return
         if not ours or not request.launched_by_address() or call.copied or not has_rows(self.plan):
             return
         # What must not run here is planned past. A run of what is left then warns, as a plain call does.
@@ -130,8 +136,7 @@ class Prepared:
             return self._again(present, [tensor.data_ptr() for tensor in present], out, lse)
         result: Any = shapes
         if shapes is None:
-            call = request.build()
-            result = finished(call, *dispatch.run(call, request.settings, None))
+            result = trained_or_not(request)
         values = result if isinstance(result, tuple) else (result,)
         places = [
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)

@@ -23,7 +23,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.outcome import CompileRecord
 from portattn.schema.target import Target
 from portattn.validate.builders import build_call
-from portattn.validate.checks import check_dense
+from portattn.validate.checks import check_dense, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -46,7 +46,10 @@ class Request:
 
     def build(self) -> Call:
         """Validate, and make the Call. Raises ArgumentError."""
-        return build_call(self.op, self.settings, self.tensors, self.values)
+        call = build_call(self.op, self.settings, self.tensors, self.values)
+        if call.problem.needs_grad:
+            refuse_gradients(self.op, self.named_tensors, self.settings.backend)
+        return call
 
     @property
     def return_lse(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from portattn.api.page_table import PageTable
 from portattn.errors import ArgumentError
-from portattn.schema.problem import OPS
+from portattn.schema.ops import PUBLIC
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.validate.checks import check_dense
 
@@ -67,8 +67,8 @@ class Spec:
         if not isinstance(given, Mapping):
             raise ArgumentError("warmup", name, given, 'must be a mapping of "op" and the operation\'s arguments')
         self.op = given.get("op")
-        if self.op not in OPS:
-            raise ArgumentError("warmup", f"{name}.op", self.op, f"must be one of {', '.join(OPS)}")
+        if self.op not in PUBLIC:
+            raise ArgumentError("warmup", f"{name}.op", self.op, f"must be one of {', '.join(PUBLIC)}")
         rest = {str(key): value for key, value in given.items() if key not in ("op", "sizes")}
         self._arguments = {key: _argument(f"{name}.{key}", key, value) for key, value in rest.items()}
         self.sizes = _all_sizes(f"{name}.sizes", given.get("sizes"))

@@ -25,6 +25,13 @@ def are_transformed(tensors: Iterable[Any]) -> bool:
     return have_tangents(given) or any(_wrapped(tensor) for tensor in given)
 
 
+def transformed_or_traced() -> bool:
+    """Whether a transform of torch.func, forward-mode differentiation or torch.jit.trace is under way."""
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._get_tracing_state() is not None
+
+
 def have_tangents(values: Iterable[Any]) -> bool:
     """Whether forward-mode differentiation is under way, and some of the tensors among values have a tangent."""
     if forward_ad._current_level < 0:

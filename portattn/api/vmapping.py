@@ -83,6 +83,8 @@ def _nothing(values: Sequence[Any], mapped: Sequence[bool]) -> list[Any]:
 def _fold(signature: Signature, size: int, values: list[Any], mapped: Sequence[bool]) -> list[Any] | None:
     """The arguments with the mapped axis made part of the batch's; None where a tensor has no batch axis for it."""
     found = list(values)
+    if "dropout_seed" in signature.tensors and values[signature.tensors.index("dropout_seed")] is not None:
+        return None  # what is dropped follows from a sequence's number in its batch
     q = values[0]
     batch = q.shape[1] if mapped[0] else q.shape[0]
     for place, name in enumerate(signature.tensors):

@@ -56,7 +56,7 @@ def _forward(signature: Signature) -> Any:
 
 
 def _backward(signature: Signature) -> Any:
-    def rule(grad_out: Any, grad_lse: Any, wanted: Any, *arguments: Any) -> list[Any]:
+    def rule(grad_out: Any, grad_lse: Any, kept: Any, kept_lse: Any, wanted: Any, *arguments: Any) -> list[Any]:
         from torch.distributed.tensor import Partial, Replicate
 
         found = []
@@ -66,7 +66,8 @@ def _backward(signature: Signature) -> Any:
             for place, needed in zip(signature.gradients, wanted, strict=True):
                 shared = inputs[place] == Replicate() and not whole  # each rank has a share of its gradient
                 results.append(Replicate() if not needed else Partial() if shared else inputs[place])
-            before = [None if grad_out is None else out, None if grad_lse is None else lse, None]
+            given = ((grad_out, out), (grad_lse, lse), (kept, out), (kept_lse, lse))
+            before = [None if tensor is None else placement for tensor, placement in given] + [None]
             found.append((results, before + inputs))
         return found
 

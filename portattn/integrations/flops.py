@@ -27,7 +27,9 @@ def _forward(signature: Signature) -> Any:
 
 
 def _backward(signature: Signature) -> Any:
-    def formula(grad_out: Any, grad_lse: Any, wanted: Any, *arguments: Any, out_val: Any = None) -> int:
+    def formula(
+        grad_out: Any, grad_lse: Any, out: Any, lse: Any, wanted: Any, *arguments: Any, out_val: Any = None
+    ) -> int:
         # Scores again, and dQ and dK of their gradients; the gradients of the probabilities, and dV.
         pairs, width, width_v = sizes(signature, arguments)
         return 2 * pairs * (3 * width + 2 * width_v)

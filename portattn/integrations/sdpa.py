@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portattn.api import ops
 from portattn.api.left_out import leave_out, left_out
-from portattn.api.tracing import are_dispatched, are_transformed
+from portattn.api.tracing import are_transformed
 from portattn.errors import ArgumentError, TracingError
 from portattn.integrations.sdpa_flash import flash_impl, register_flash_impl
 from portattn.integrations.sdpa_mapping import Mapped, Refused, lie_in_memory, mapped
@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
     Returns (..., Hq, L, Ev) in query's dtype.
 
     In graphs and transforms it is portattn's operator where `portattn.attention` is: under torch.compile (with
-    fullgraph, too), torch.export, make_fx and torch.func. Dropout is torch's own there, and so is forward mode.
+    fullgraph, too), torch.export, make_fx and torch.func, with dropout, too. Forward mode is torch's own.
 
     Raises what torch raises for the same input; PathUnavailable where portattn cannot take the call and falling back
     is forbidden, by `fallback="error"` or a named `backend`.
@@ -111,7 +111,7 @@ def _serve(*arguments: Any) -> torch.Tensor:
             try:
                 out: Any = ops.attention(*found.tensors(), **found.options)
             except (ArgumentError, TracingError) as error:  # raised before anything is launched
-                found = _refused(error, found)
+                found = _refused(error)
             else:
                 note(OURS)
                 return found.result(out)
@@ -124,18 +124,15 @@ def _serve_traced(*arguments: Any) -> torch.Tensor:
     """As _serve, while dynamo traces it: plain Python alone, and no error of an operator can be caught here. The graph
     has portattn's operator, or torch's. The route is told now, and not when the graph runs."""
     found = mapped(*arguments)
-    if isinstance(found, Mapped) and not found.options["dropout_p"]:
+    if isinstance(found, Mapped):
         note_while_tracing()
         out: Any = ops.attention(*found.tensors(), **found.options)
         return found.result(out)
-    refused = _DROPOUT_IN_A_GRAPH if isinstance(found, Mapped) else found
-    if not tell_while_tracing(WHO, refused.kind, refused.reason, refused.invalid):
+    if not tell_while_tracing(WHO, found.kind, found.reason, found.invalid):
         return left_out["SDPA"](*arguments)  # and raise there
-    return _by_torch(refused, arguments)
+    return _by_torch(found, arguments)
 
 
-# Its mask would be drawn anew in the backward pass.
-_DROPOUT_IN_A_GRAPH = Refused("dropout in a graph", "dropout_p is not 0, and portattn's graphs have no dropout")
 leave_out(
     "SDPA", _serve, "portattn cannot take this call, and fallback='error' or a named backend forbids that torch runs it"
 )
@@ -149,11 +146,11 @@ def _call_torch(arguments: tuple[Any, ...]) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _refused(error: ArgumentError | TracingError, call: Mapped) -> Refused:
+def _refused(error: ArgumentError | TracingError) -> Refused:
     """A call that portattn.attention itself does not take: a mask to be negated, forward-mode derivatives."""
     if isinstance(error, ArgumentError):
         return Refused(error.argument, str(error))
-    return _DROPOUT_IN_A_GRAPH if call.options["dropout_p"] else Refused("tracing", str(error))
+    return Refused("tracing", str(error))
 
 
 def _hand_over(refused: Refused, arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -213,14 +210,12 @@ def route(
     if isinstance(found, Mapped):
         tensors = found.tensors()
         transformed = are_transformed(tensors)
-        if found.options["dropout_p"] and (transformed or are_dispatched(tensors)):
-            return Route("torch", _DROPOUT_IN_A_GRAPH.reason)
         if transformed or not lie_in_memory(tensors):
             return Route("portattn")
         try:
             return Route("portattn", plan=ops.plan("attention", *tensors, **found.options))
         except (ArgumentError, TracingError) as error:
-            found = _refused(error, found)
+            found = _refused(error)
     return Route("torch", found.reason + (", which torch refuses" if found.invalid else ""))
 
 

@@ -47,6 +47,7 @@ from portattn.integrations.transformers_mask import (
     compact_mask,
     refuse,
 )
+from portattn.validate import wants_gradients
 
 # transformers runs checks of its own on names that hold these, reads "a/b" as a kernel to download, and "paged|" as a
 # prefix. "eager" is taken without being in the mapping.
@@ -161,14 +162,14 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
                 position_bias = position_bias[..., : mask.kv_used]
             bias = position_bias if bias is None else position_bias + bias
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None or mask.packed is not None:
-            dense = bias is not None or dropout > 0.0  # which packed calls do not take
+            dense = bias is not None  # which packed calls do not take
             sequences = None
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                 sequences = _given(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, dense)
             if sequences is None and mask.packed is not None and not dense:
                 sequences = mask.sequences()
             if sequences is not None:
-                return _attend_packed(query, key, value, mask, sequences, options), None
+                return _attend_packed(query, key, value, mask, sequences, dropout, options), None
         return _attend(query, key, value, mask, _acceptable(bias, query), dropout, options), None
 
     registration = Registration(name, backend, forward)
@@ -240,14 +241,16 @@ def _attend(
     if mask.kv_used < mask.kv_length:
         key, value = key[:, :, : mask.kv_used], value[:, :, : mask.kv_used]
     decodes, named = mask.dense()
+    # decode_attention has neither dropout nor gradients: attention takes the same tensors.
+    decodes = decodes and not dropout and not wants_gradients(query, key, value, bias, options["sinks"])
     out: Any
-    if mask.q_length == 1 and not dropout:  # in either layout the output comes out contiguous
+    if mask.q_length == 1 and decodes:  # in either layout the output comes out contiguous
         out = ops.decode_attention(query, key, value, bias=bias, **named, **options)
         out = out.transpose(1, 2)
     else:
         # bshd, so that the output comes out contiguous in the layout that transformers wants.
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if decodes and not dropout:
+        if decodes:
             out = ops.decode_attention(q, k, v, bias=bias, layout="bshd", **named, **options)
         else:
             out = ops.attention(q, k, v, bias=bias, layout="bshd", dropout_p=dropout, **named, **options)
@@ -279,7 +282,7 @@ def _given(
         raise refuse("cu_seq_lens_q", begin_q, "packed sequences go without a cache and without an attention_mask")
     if dense:
         if mask.packed is None:
-            limit = "takes no dropout and no bias; pack by position_ids that start again, without a cache"
+            limit = "takes no bias; pack by position_ids that start again, without a cache"
             raise refuse("cu_seq_lens_q", begin_q, limit)
         return None
     rows = mask.batch * mask.q_length  # no sequence is longer; reading a tensor back would wait for the device
@@ -293,6 +296,7 @@ def _attend_packed(
     value: torch.Tensor,
     mask: CompactMask,
     sequences: _Sequences,
+    dropout: float,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """query (B, Hq, S, D), key and value (B, Hk, S, D), whose rows follow one another -> (B, S, Hq, D)."""
@@ -300,6 +304,7 @@ def _attend_packed(
     begin_q, longest_q, begin_k, longest_k = sequences
     causal = mask.causal and mask.q_length > 1
     out: Any = ops.varlen_attention(
-        q, k, v, begin_q, begin_k, longest_q, longest_k, causal=causal, window=mask.window, **options
-    )
+        q, k, v, begin_q, begin_k, longest_q, longest_k, causal=causal, window=mask.window, dropout_p=dropout,
+        **options,
+    )  # fmt: skip
     return out.unflatten(0, (query.shape[0], query.shape[2]))

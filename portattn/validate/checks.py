@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import MAX_HEAD_DIM, MAX_SPLITS
 from portattn.schema.sizes import is_size, most, next_power_of_two
 from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
@@ -122,6 +124,29 @@ def check_int32(
     check_place(op, name, tensor, device, contiguous)
 
 
+def check_share(op: str, dropout_p: Any) -> float:
+    """dropout_p in [0, 1)."""
+    share = check_number(op, "dropout_p", dropout_p)
+    if not 0.0 <= share < 1.0:
+        raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1)")
+    return share
+
+
+def check_dropout(op: str, dropout_p: Any, seed: Any, device: torch.device) -> float:
+    """dropout_p in [0, 1), and a seed that is None or a (1,) int64 tensor on q's device."""
+    share = check_share(op, dropout_p)
+    if seed is None:
+        return share
+    if not isinstance(seed, torch.Tensor):
+        raise ArgumentError(op, "dropout_seed", type(seed).__name__, "must be an int64 torch.Tensor of shape (1,)")
+    if seed.dtype != torch.int64:
+        raise ArgumentError(op, "dropout_seed.dtype", seed.dtype, "must be torch.int64")
+    if tuple(seed.shape) != (1,):
+        raise ArgumentError(op, "dropout_seed.shape", tuple(seed.shape), "must be (1,)")
+    check_place(op, "dropout_seed", seed, device, contiguous=True)
+    return share
+
+
 def check_place(op: str, name: str, tensor: torch.Tensor, device: torch.device, contiguous: bool) -> None:
     """q's device, nothing left to be done to its values; contiguous, or at least along the last axis."""
     check_done(op, name, tensor)
@@ -179,3 +204,24 @@ def wants_gradients(*tensors: torch.Tensor | None) -> bool:
     if torch.is_grad_enabled() and any(t.requires_grad for t in some):
         return True
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in some)
+
+
+def refuse_gradients(op: str, tensors: Mapping[str, Any], backend: str) -> None:
+    """Raise ArgumentError where autograd would ask an operation for gradients that has none.
+
+    The reference path is differentiable for every operation, and serves whoever names it: nobody comes to it, or loses
+    the speed of the kernels, by having forgotten torch.no_grad().
+
+    tensors  the call's, by the names that the caller knows them by
+    backend  the path that the call or the setting asks for
+    """
+    instead = ROWS[op].trained_by
+    if not instead or backend == "reference" or not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            limit = (
+                f"{op} has no gradient. For inference call it under torch.no_grad() or torch.inference_mode(); to "
+                f"train, call {instead} (backend='reference' is slow, and differentiates {op} too)"
+            )
+            raise ArgumentError(op, f"{name}.requires_grad", True, limit)

@@ -13,6 +13,7 @@ from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
     check_causal,
+    check_dropout,
     check_equal,
     check_flag,
     check_int32,
@@ -63,6 +64,7 @@ def _attention_call(
     leftpad_k: torch.Tensor | None = None,
     num_splits: int | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     **features: Any,
 ) -> Call:
     """As attention_call.
@@ -89,9 +91,7 @@ def _attention_call(
 
     alignment = check_causal(op, causal)
     scale = check_number(op, "scale", head_dim**-0.5 if scale is None else scale)
-    dropout_p = check_number(op, "dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ArgumentError(op, "dropout_p", dropout_p, "must be in [0, 1)")
+    dropout_p = check_dropout(op, dropout_p, dropout_seed, q.device)
     check_flag(op, "return_lse", return_lse)
     splits = check_splits(op, num_splits)
 
@@ -129,7 +129,7 @@ def _attention_call(
             "layout": layout,
             "dropout": dropout_p > 0.0,
         },
-        call={**lengths, "dropout_p": dropout_p},
+        call={**lengths, "dropout_p": dropout_p, "dropout_seed": dropout_seed if dropout_p else None},
         differentiable=(q, k, v),
     )
 

@@ -15,6 +15,7 @@ from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
     check_causal,
+    check_dropout,
     check_equal,
     check_flag,
     check_int32,
@@ -56,6 +57,8 @@ def varlen_call(
     settings: Settings,
     scale: float | None = None,
     causal: bool | str = False,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     return_lse: bool = False,
     **features: Any,
 ) -> Call:
@@ -82,6 +85,7 @@ def varlen_call(
     check_size(OP, "max_seqlen_k", max_seqlen_k)
     alignment = check_causal(OP, causal)
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
+    dropout_p = check_dropout(OP, dropout_p, dropout_seed, q.device)
     check_flag(OP, "return_lse", return_lse)
     if values.reads(settings, q):
         values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
@@ -106,7 +110,13 @@ def varlen_call(
             "total_q": q.shape[0],
             "total_k": k.shape[0],
             "return_lse": return_lse,
+            "dropout": dropout_p > 0.0,
         },
-        call={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+        call={
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed if dropout_p else None,
+        },
         differentiable=(q, k, v),
     )

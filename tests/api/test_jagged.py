@@ -84,7 +84,6 @@ def test_what_packed_rows_cannot_have_is_named(device: Device) -> None:
     dense = torch.randn(4, 5, 4, 16, device=device.name)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"mask": torch.ones(5, 5, dtype=torch.bool)}, "mask is .* but goes with dense tensors only"),
-        ({"dropout_p": 0.1}, r"dropout_p is 0\.1, but goes with dense"),
         ({"layout": "bhsd"}, r"q is .*ragged at the star"),
         ({"k": dense}, "q is 'a jagged nested tensor', but must be a dense"),
         ({"q": with_holes(q)}, "q is 'jagged with holes', but must have no holes"),

@@ -29,8 +29,8 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if not TRITONS:
         pytest.skip("Triton is not installed, and the lab has none for this Python")
     version = "3.6.0" if "3.6.0" in TRITONS else max(TRITONS, key=Version)
-    if request.param == "variants" and version != "3.6.0":
-        pytest.skip("the variants are for Triton 3.6.0")
+    if request.param == "variants" and Version(version) < Version("3.6"):
+        pytest.skip("the variants need Triton 3.6 or newer")
     names = GROUPS[request.param]
     found = run("kinds_child.py", tmp_path_factory.mktemp("kinds"), TRITONS[version], "0", *names)
     assert found.pop("triton") == version

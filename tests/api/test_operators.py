@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import RECORDERS, Model, a_model, same
-from opcalls import CALLS
+from opcalls import CALLS, differentiable
 from support import Device
 
 import portattn
@@ -22,10 +22,11 @@ from portattn.api.request import request_of
 from portattn.schema.ops import ROWS
 
 
-def operator_call(name: str, device: Device, **fields: Any) -> tuple[Any, list[Any]]:
+def operator_call(name: str, device: Device, gradients: bool = False, **fields: Any) -> tuple[Any, list[Any]]:
     """The operator of an operation, and the arguments of a call."""
     model, _ = a_model(name, device, **fields)
-    request = request_of(model.op, named_arguments(model.op)(**model.arguments))
+    more = differentiable(model.op) if gradients else {}
+    request = request_of(model.op, named_arguments(model.op)(**model.arguments, **more))
     return getattr(torch.ops.portattn, model.op).default, arguments_of(model.op, *request.parts)
 
 
@@ -39,7 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str, features: str, gradients: bool, device: Device) -> None:
-    operator, arguments = operator_call(name, device, **FEATURES[features])
+    operator, arguments = operator_call(name, device, gradients, **FEATURES[features])
     if gradients:
         arguments = [
             a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
@@ -197,6 +198,7 @@ def test_a_page_table_may_be_in_a_graph(device: Device) -> None:
 def test_gradients_of_a_compiled_call(name: str, device: Device) -> None:
     """And memory that a gradient was not written to is none of them: NaN everywhere before."""
     model, tensors = a_model(name, device, sinks=True)
+    model.arguments |= differentiable(model.op)
     torch._dynamo.reset()
     found = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcalls import CALLS, as_call, assert_right, given, paths, perform, problem, use_small_tiles
+from opcalls import CALLS, as_call, assert_right, differentiable, given, paths, perform, problem, use_small_tiles
 from support import Device, poisoned, random_call
 
 import portattn
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
     for n in ("q", "k", "v", "q_rope"):
         if getattr(call, n) is not None:
             setattr(call, n, getattr(call, n).nan_to_num(0.5))
-    arguments = given(call)
+    arguments = given(call) | differentiable(call.problem.op)
     tensors = {
         n: t.clone().requires_grad_()
         for n, t in arguments.items()

@@ -435,8 +435,8 @@ def test_preparing_raises_what_the_call_raises() -> None:
         portattn.prepare("attention", q, q, q, scale=NAN)
     with pytest.raises(portattn.ArgumentError, match=r"seqlens_k\[0\] is 4"):
         portattn.prepare("attention", q, q, q, seqlens_k=torch.tensor([4], dtype=torch.int32))
-    with pytest.raises(portattn.PathUnavailable, match="dropout_p > 0"):
-        portattn.prepare("attention", q, q, q, dropout_p=0.5, backend="interpreter")
+    with pytest.raises(portattn.ArgumentError, match="dropout_seed is None"):
+        portattn.prepare("attention", q, q, q, dropout_p=0.5)
     handle = portattn.prepare("attention", q, q, q)
     with pytest.raises(TypeError, match="is_causal"):
         handle.run(q, q, q, is_causal=True)

@@ -68,7 +68,7 @@ def test_a_run_of_a_handle_divides_a_compiled_graph_in_two(device: Device) -> No
     assert len(counting.graphs) == 2  # before it and after it: nothing of the run is traced
 
 
-def test_dropout_divides_a_compiled_graph_in_two(device: Device) -> None:
+def test_dropout_is_part_of_a_compiled_graph(device: Device) -> None:
     q, k, v = qkv(device)
     counting = Counting()
     torch._dynamo.reset()
@@ -77,17 +77,22 @@ def test_dropout_divides_a_compiled_graph_in_two(device: Device) -> None:
     found = compiled(q)
     torch.manual_seed(3)
     assert same(found, portattn.attention(q.neg(), k, v, dropout_p=0.5).sin())
-    assert len(counting.graphs) == 2
+    assert len(counting.graphs) == 1
 
 
 @pytest.mark.parametrize("recorder", HANDLES)
-def test_dropout_is_refused_in_other_graphs(recorder: str, device: Device) -> None:
+def test_a_graph_drops_by_the_seed_that_it_is_given(recorder: str, device: Device) -> None:
     class Dropping(torch.nn.Module):
         def forward(self, *tensors: torch.Tensor) -> Any:
-            return portattn.attention(*tensors, dropout_p=0.5)
+            *qkv, seed = tensors
+            return portattn.attention(*qkv, dropout_p=0.5, dropout_seed=seed)
 
-    with pytest.raises(portattn.TracingError, match=r"attention: dropout_p=0\.5 cannot be exported, traced"):
-        RECORDERS[recorder](Dropping(), tuple(qkv(device)))
+    first, second = (torch.tensor([n], device=device.name) for n in (11, 12))
+    tensors = qkv(device)
+    recorded = RECORDERS[recorder](Dropping(), (*tensors, first))
+    for seed in (first, second):
+        assert same(recorded(*tensors, seed), portattn.attention(*tensors, dropout_p=0.5, dropout_seed=seed))
+    assert not same(recorded(*tensors, first), recorded(*tensors, second))
 
 
 def test_an_unknown_argument_is_answered_inside_of_compile(device: Device) -> None:

@@ -14,6 +14,7 @@ import portattn
 from portattn.integrations import sdpa
 
 Tensors = dict[str, torch.Tensor]
+REFERENCE = {"backend": "reference"}  # of operations that no other path differentiates
 
 
 def ints(*values: Any) -> torch.Tensor:
@@ -57,11 +58,11 @@ def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]
         "decode": (
             portattn.decode_attention,
             {"q": one, "k_cache": k, "v_cache": v, "seqlens_k": ints(3, 12, 7, 0), "alibi_slopes": torch.rand(4, 8)},
-            {}, 1,
+            REFERENCE, 1,
         ),
         "paged": (
             portattn.paged_attention,
-            {"q": one, "k_pages": pages, "v_pages": pages.flip(0), "page_table": table, **lens}, {}, 1,
+            {"q": one, "k_pages": pages, "v_pages": pages.flip(0), "page_table": table, **lens}, REFERENCE, 1,
         ),
         "mla": (
             portattn.mla_attention,
@@ -69,7 +70,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], Tensors, dict[str, Any], int]
                 "q_nope": torch.randn(4, 8, 1, 16), "q_rope": torch.randn(4, 8, 1, 8), "kv_pages": latent,
                 "page_table": table, **lens,
             },
-            {"scale": 0.2}, 1,
+            {"scale": 0.2, **REFERENCE}, 1,
         ),
     }  # fmt: skip
 

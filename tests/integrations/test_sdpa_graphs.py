@@ -57,7 +57,6 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], Tensors]] = {
 WIDE = random((1, 1, 3, 640))[0]
 # What portattn does not take, anywhere or in graphs; and a part of the reason.
 REFUSED: dict[str, tuple[Callable[..., torch.Tensor], Tensors, str]] = {
-    "dropout": (lambda f, q, k: f(q, k, k, dropout_p=0.3), (Q, K), "portattn's graphs have no dropout"),
     "float64": (lambda f, q, k: f(q, k, k), (Q.double(), K.double()), "query is torch.float64"),
     "wide": (lambda f, q: f(q, q, q), (WIDE,), "more than portattn's 576"),
 }
@@ -154,8 +153,7 @@ def test_a_compiled_call_that_is_torchs_has_torchs_operator_and_is_told(name: st
     assert path() == "torch"
     assert not any("portattn" in node for node in compiled.nodes)
     assert found.shape == tensors[0].shape
-    if name != "dropout":
-        torch.testing.assert_close(found, call(theirs, *tensors))
+    torch.testing.assert_close(found, call(theirs, *tensors))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled.run(*tensors)  # warned of while tracing, and once a cause
@@ -174,8 +172,7 @@ def test_a_recorded_call_that_is_torchs_has_torchs_operators(name: str, recorder
         assert not any("portattn" in str(node.target) for node in recorded.graph.nodes)
         if "export" in recorder:
             assert attention_nodes(recorded) == ["aten.scaled_dot_product_attention.default"]
-    if name != "dropout":
-        torch.testing.assert_close(recorded(*tensors), call(theirs, *tensors))
+    torch.testing.assert_close(recorded(*tensors), call(theirs, *tensors))
 
 
 def test_settings_that_forbid_torchs_operator() -> None:
@@ -306,14 +303,34 @@ def test_models_of_torch_compiled_and_trained(kind: str, dynamic: bool) -> None:
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
-def test_a_layer_that_drops_out_is_torchs_when_it_is_compiled() -> None:
+def test_a_layer_that_drops_out_is_portattns_when_it_is_compiled() -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
     x = torch.randn(2, 5, 16)
     with sdpa.replaced():
         compiled = Compiled(layer)
-        with pytest.warns(portattn.FallbackWarning, match="portattn's graphs have no dropout"):
-            compiled.run(x).sum().backward()
-    assert not any("portattn" in node for node in compiled.nodes)
+        compiled.run(x).sum().backward()
+    assert [node for node in compiled.nodes if "portattn" in node] == [OURS, BACKWARD]
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_recorded_call_drops_anew_in_each_run_and_as_often_as_asked(recorder: str) -> None:
+    """With the unit matrix as value the output is the probabilities: the generator of the run says which are left."""
+    unit = torch.eye(32).expand(2, 4, 32, 32).contiguous()
+    q, k = torch.randn(2, 4, 32, 8), torch.randn(2, 4, 32, 8)
+
+    def call(f: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return f(q, k, v, dropout_p=0.25)
+
+    recorded = RECORDERS[recorder](Model(call), (q, k, unit))
+    torch.manual_seed(5)
+    first, second = recorded(q, k, unit), recorded(q, k, unit)
+    torch.manual_seed(5)
+    assert torch.equal(recorded(q, k, unit), first)
+    assert not torch.equal(second, first)
+    weights = torch.softmax(q @ k.transpose(-1, -2) * 8**-0.5, -1)
+    kept = first != 0
+    torch.testing.assert_close(first[kept], (weights / 0.75)[kept])
+    assert 0.7 < kept.float().mean() < 0.8
 
 
 def test_what_dynamo_sees_whole_is_not_compiled_again_outside_of_the_block() -> None:
@@ -381,7 +398,7 @@ def test_route_tells_of_what_is_transformed() -> None:
         return q
 
     torch.vmap(program, randomness="different")(Q5)
-    assert told == [("portattn", "portattn"), ("torch", "torch")]
+    assert told == [("portattn", "portattn"), ("portattn", "portattn")]
 
 
 def test_forward_mode_is_torchs() -> None:

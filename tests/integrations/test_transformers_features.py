@@ -410,7 +410,7 @@ def test_packed_rows(models: dict[str, Any], family: str, how: str) -> None:
 
 
 def test_packed_rows_in_training() -> None:
-    """Gradients as eager's; and with dropout, which packed calls do not take, a mask is written out."""
+    """Gradients as eager's; dropout goes with packed calls, too."""
     model = build("Llama").train()
 
     def gradients() -> torch.Tensor:
@@ -424,7 +424,14 @@ def test_packed_rows_in_training() -> None:
         assert portattn.last_plan().problem.op == "varlen_attention"
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 1e-6  # so little that nothing is dropped
-        masked = gradients()
-        assert (portattn.last_plan().problem.op, portattn.last_plan().problem.mask) == ("attention", True)
-    for found in (ours, masked):
+        little = gradients()
+        assert (portattn.last_plan().problem.op, portattn.last_plan().problem.dropout) == ("varlen_attention", True)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        torch.manual_seed(3)
+        half = gradients()
+        torch.manual_seed(3)
+        assert torch.equal(gradients(), half)
+        assert not torch.allclose(half, ours, rtol=0, atol=1e-4 * ours.abs().max().item())
+    for found in (ours, little):
         torch.testing.assert_close(found, eager, rtol=0, atol=1e-4 * eager.abs().max().item())

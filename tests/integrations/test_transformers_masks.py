@@ -283,11 +283,18 @@ def test_refusals(models: dict[str, Any], case: str) -> None:
         model(tokens(), **arguments)
 
 
-def test_packed_sequences_with_dropout_need_position_ids() -> None:
-    model = build("Llama", attention_dropout=0.5).train()
-    packed = {"cu_seq_lens_q": torch.tensor([0, 5, 33]), "cu_seq_lens_k": torch.tensor([0, 5, 33])}
-    with using(model, "portattn"), pytest.raises(portattn.ArgumentError, match="takes no dropout and no bias; pack by"):
-        model(tokens(), **packed)
+def test_packed_sequences_with_a_bias_need_position_ids() -> None:
+    layer = build("Llama").model.layers[0].self_attn
+    forward = AttentionInterface()["portattn"]
+    q, kv, bias = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 4, 9, 9)
+    packed = {"cu_seq_lens_q": torch.tensor([0, 5, 9]), "cu_seq_lens_k": torch.tensor([0, 5, 9])}
+    whole = compact_mask(1, 9, 9)
+    with pytest.raises(portattn.ArgumentError, match="takes no bias; pack by position_ids"):
+        forward(layer, q, kv, kv, whole, position_bias=bias, **packed)
+    out, _ = forward(layer, q, kv, kv, whole, dropout=0.5, **packed)
+    assert portattn.last_plan().problem.op == "varlen_attention"
+    assert portattn.last_plan().problem.dropout
+    assert out.shape == (1, 9, 4, 8)
 
 
 def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -> None:

@@ -53,16 +53,70 @@ def test_gradients(models: dict[str, Any], family: str, name: str) -> None:
     assert portattn.last_plan().problem.needs_grad
 
 
-def test_training_on_a_gpu_says_that_it_falls_back(models: dict[str, Any]) -> None:
-    """The plan for the very problem that a training step asks for, on a GPU: not the core kernel, and why."""
-    with using(models["Llama"].train(), "portattn") as model:
+@pytest.mark.parametrize("name", ["none", "left", "packed"])
+def test_a_checkpointed_model_has_the_same_gradients(models: dict[str, Any], name: str) -> None:
+    """Plain rows run on a CPU by SDPA, padded and packed ones by the reference: each computes its forward again."""
+    model, ids = models["Llama"], tokens()
+    given: dict[str, Any] = {"input_ids": ids}
+    if name == "left":
+        given["attention_mask"] = padding("left")
+    if name == "packed":
+        places = torch.cat([torch.arange(LENGTH)] * ids.shape[0])
+        given = {"input_ids": ids.reshape(1, -1), "position_ids": places[None]}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(**given, use_cache=False).logits.sin().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    with using(model.train(), "portattn"):
+        plain = gradients()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            again = gradients()
+        finally:
+            model.gradient_checkpointing_disable()
+    model.eval().zero_grad()
+    for parameter, gradient in again.items():
+        assert torch.equal(gradient, plain[parameter]), parameter
+    assert plain["model.layers.0.self_attn.k_proj.weight"].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("chunks", [(LENGTH - 1, 1), (LENGTH - 3, 3)], ids=["one token", "a few"])
+def test_a_decoding_step_that_is_differentiated(models: dict[str, Any], chunks: tuple[int, ...]) -> None:
+    """By attention: decode_attention has no gradient, and serves the same step where none is asked for."""
+    model, ids, mask = models["Llama"], tokens(), None
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        in_chunks(model, ids, mask, CACHES["dynamic"](model), chunks)[:, -1].sin().sum().backward()
+        return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    eager = gradient()
+    with using(model, "portattn"):
+        ours = gradient()
+        asked = portattn.last_plan().problem
+        with torch.no_grad():
+            in_chunks(model, ids, mask, CACHES["dynamic"](model), chunks)
+    model.zero_grad()
+    assert (asked.op, asked.seq_q, asked.needs_grad) == ("attention", chunks[-1], True)
+    assert portattn.last_plan().problem.op == "decode_attention"
+    scale = eager.abs().max().item()
+    assert scale > 1e-4
+    torch.testing.assert_close(ours, eager, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_training_on_a_gpu_runs_kernels_forward_and_backward(dropout: float) -> None:
+    """The plan for the very problem that a training step asks for, on a GPU."""
+    with using(build("Llama", attention_dropout=dropout).train(), "portattn") as model:
         model(tokens(), attention_mask=padding("left"))
-    models["Llama"].eval()
     h100 = portattn.target("cuda:sm_90", toolchain="triton==3.6.0")
     plan = portattn.plan(portattn.last_plan().problem, h100)
-    assert plan.fell_back
-    assert plan.rejected[0].path == "triton"
-    assert "grad" in plan.rejected[0].reason
+    assert plan.problem.needs_grad
+    assert plan.problem.dropout == (dropout > 0.0)
+    assert (plan.path, plan.fell_back) == ("triton", False)
+    assert "gradients by triton" in plan.notes
 
 
 def test_dropout_is_applied_in_training_only() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from good_calls import LAID_OUT, OPS, good, perform, ragged, sparse_paged
+from opcalls import differentiable
 
 import portattn
 from portattn.api.ops import make_request
@@ -105,7 +106,7 @@ def test_every_differentiable_tensor_asks_for_gradients() -> None:
             given = good(op) | ({name: extra[name]} if name in extra else {})
             assert not portattn.plan(op, **given).problem.needs_grad
             given[name] = given[name].clone().requires_grad_()
-            assert portattn.plan(op, **given).problem.needs_grad, (op, name)
+            assert portattn.plan(op, **given, **differentiable(op)).problem.needs_grad, (op, name)
 
 
 def test_wants_gradients_sees_forward_mode_too() -> None:

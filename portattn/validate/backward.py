@@ -1,0 +1,93 @@
+"""Calls of the gradients of attention and varlen_attention: the forward's arguments, its results and their gradients.
+
+portattn itself makes these calls (api/backward.py); what a caller gave has been validated by the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from portattn.errors import ArgumentError
+from portattn.schema.call import Call
+from portattn.schema.ops import BACKWARD
+from portattn.schema.problem import Problem
+from portattn.validate.checks import aligned, is_large, reachable
+from portattn.validate.dense import dense_call
+from portattn.validate.varlen import packed, varlen_call
+
+
+def dense_backward_call(**given: Any) -> Call:
+    """attention_backward's arguments as a Call. Raises ArgumentError."""
+    swapped = given["layout"] == "bshd"
+    return _call(dense_call, given, lambda tensor: tensor.transpose(1, 2) if swapped else tensor, lambda lse: lse)
+
+
+def varlen_backward_call(**given: Any) -> Call:
+    """varlen_attention_backward's arguments as a Call. Raises ArgumentError."""
+    return _call(varlen_call, given, packed, lambda lse: lse[None])
+
+
+_RESULTS = ("forward_out", "grad_out", "grad_q", "grad_k", "grad_v")  # laid out as q, k and v are
+_BY_ROW = ("forward_lse", "grad_lse", "grad_slopes")
+
+
+def _call(
+    forward: Callable[..., Call],
+    given: Mapping[str, Any],
+    view: Callable[[torch.Tensor], torch.Tensor],
+    by_row: Callable[[torch.Tensor], torch.Tensor],
+) -> Call:
+    """The forward's Call with what the gradients are computed of.
+
+    view, by_row  tensors like q, and tensors of a number a row, as a Call has them
+    """
+    own = (*_RESULTS, *_BY_ROW, "grad_bias", "deterministic")
+    call = forward(**{name: value for name, value in given.items() if name not in own})
+    op = BACKWARD[call.problem.op]
+    tensors: dict[str, Any] = {name: view(given[name]) for name in _RESULTS}
+    tensors |= {name: None if given[name] is None else by_row(given[name]) for name in _BY_ROW}
+    tensors["grad_bias"] = given.get("grad_bias")
+    out, rows = (*call.q.shape[:3], call.v.shape[3]), tuple(call.q.shape[:3])
+    shapes = {
+        "forward_out": out, "grad_out": out, "grad_q": tuple(call.q.shape),
+        "grad_k": tuple(call.k.shape), "grad_v": tuple(call.v.shape),
+        "forward_lse": rows, "grad_lse": rows, "grad_slopes": rows,
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {shape}")
+        dtype = torch.float32 if name in _BY_ROW else call.q.dtype
+        if tensor.dtype != dtype:
+            raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be {dtype}")
+        if name in _BY_ROW and not tensor.is_contiguous():
+            raise ArgumentError(op, f"{name}.stride()", tensor.stride(), "must be contiguous")
+    for name in ("grad_q", "grad_k", "grad_v"):
+        if tensors[name].shape[3] > 1 and tensors[name].stride(3) != 1:
+            raise ArgumentError(op, f"{name}.stride(-1)", tensors[name].stride(3), "must be 1")
+    read = {name: reachable(tensors[name].resolve_neg()) for name in ("forward_out", "grad_out")}
+    copied = call.copied or any(read[name] is not tensors[name] for name in read)
+    tensors |= read
+    laid_out = [tensors[name] for name in _RESULTS]
+    made: Problem = msgspec.structs.replace(
+        call.problem,
+        op=op,
+        return_lse=False,
+        needs_grad=False,
+        aligned=call.problem.aligned and all(aligned(tensor) for tensor in laid_out),
+        large=call.problem.large or is_large(*laid_out),
+        grad_lse=tensors["grad_lse"] is not None,
+        grad_bias=tensors["grad_bias"] is not None,
+        grad_slopes=tensors["grad_slopes"] is not None,
+        deterministic=given["deterministic"],
+    )
+    for name, tensor in tensors.items():
+        setattr(call, name, tensor)
+    call.problem, call.copied = made, copied
+    return call

@@ -1,0 +1,493 @@
+"""Training calls: gradients by portattn's kernels through autograd, against those of the reference path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import Device
+from torch.utils import checkpoint
+
+import portattn
+from portattn.api import backward, dispatch, operator_kernels, training
+from portattn.api.request import request_from
+from portattn.config import Settings, current
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.schema.ops import BACKWARD, ROWS
+
+KERNELS = "interpreter"  # the path of these kernels on a CPU
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: Device) -> None:
+    if device.path != "interpreter":
+        pytest.skip("on an accelerator test_training_gpu.py has these")
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def qkv(heads_k: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [
+        leaf(2, 4, 9, 16, dtype=dtype),
+        leaf(2, heads_k, 13, 16, dtype=dtype),
+        leaf(2, heads_k, 13, 16, dtype=dtype),
+    ]
+
+
+def gradients(call: Callable[[str], Any], inputs: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
+    """Of a fixed random combination of the results."""
+    results = call(backend)
+    results = results if isinstance(results, tuple) else (results,)
+    generator = torch.Generator().manual_seed(3)
+    towards = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in results]
+    towards = [t.masked_fill(torch.isneginf(r), 0.0) for t, r in zip(towards, results, strict=True)]
+    return list(torch.autograd.grad(results, inputs, towards))
+
+
+def same(call: Callable[[str], Any], inputs: list[torch.Tensor], atol: float = 1e-5) -> None:
+    found, expected = gradients(call, inputs, KERNELS), gradients(call, inputs, "reference")
+    assert portattn.last_plan().path == "reference"
+    for ours, right, tensor in zip(found, expected, inputs, strict=True):
+        assert (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
+        torch.testing.assert_close(ours, right, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"causal": True}, {"causal": "top_left", "window": (4, 0)}, {"softcap": 3.0, "return_lse": True},
+               {"scale": -0.7}], ids=str,
+)  # fmt: skip
+def test_dense(fields: dict[str, Any], layout: str) -> None:
+    inputs = qkv()
+
+    def call(backend: str) -> Any:
+        given = inputs if layout == "bhsd" else [t.transpose(1, 2) for t in inputs]
+        return portattn.attention(*given, layout=layout, backend=backend, **fields)
+
+    same(call, inputs)
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_queries_that_a_mask_hides_from_all_keys_hold_nan(backend: str, sinks: bool) -> None:
+    """With a sink such a row attends something. What its query holds changes no bit of any gradient."""
+    inputs, mask = [*qkv(), leaf(4)], torch.ones(9, 13, dtype=torch.bool)
+    mask[2::5] = False
+    given = {"mask": mask, "sinks": inputs[3] if sinks else None, "backend": backend}
+    found = []
+    for value in (0.0, float("nan")):
+        with torch.no_grad():
+            inputs[0][:, :, 2::5] = value
+        out = portattn.attention(*inputs[:3], **given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs[:3] + inputs[3:] * sinks)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_a_sequence_s_nan_is_not_in_the_slopes_gradient_of_others(backend: str) -> None:
+    lengths, slopes = torch.tensor([0, 5, 5, 12, 20], dtype=torch.int32), leaf(4, 2)
+    inputs = [leaf(20, 2, 16), leaf(20, 2, 16), leaf(20, 2, 16)]
+    found = []
+    for value in (0.5, float("nan")):
+        with torch.no_grad():
+            inputs[0][7, 1, 3] = value
+        out = portattn.varlen_attention(*inputs, lengths, lengths, 8, 8, alibi_slopes=slopes, backend=backend)
+        found.append(torch.autograd.grad(out.sum(), slopes)[0])
+    right, spoilt = found
+    assert spoilt[2, 1].isnan()
+    assert (spoilt[1] == 0).all()
+    right[2, 1] = spoilt[2, 1] = 0.0
+    assert torch.equal(right, spoilt)
+
+
+def test_operations_that_are_interpreted_one_after_the_other() -> None:
+    """In a process where Triton came with the first of them: the modules of the others come later."""
+    program = """
+        import torch, portattn
+        q, k, v = (torch.randn(1, 2, 3, 16).requires_grad_() for _ in range(3))
+        portattn.attention(q, k, v, backend="interpreter").sum().backward()
+        with torch.no_grad():
+            portattn.decode_attention(q, k, v, torch.tensor([3], dtype=torch.int32), backend="interpreter")
+        assert portattn.last_plan().path == "interpreter"
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_slopes_and_sinks(shape: tuple[int, ...]) -> None:
+    inputs = [*qkv(1), torch.rand(shape).requires_grad_(), leaf(4)]
+    same(
+        lambda b: portattn.attention(
+            *inputs[:3], alibi_slopes=inputs[3], sinks=inputs[4], return_lse=True, causal=True, backend=b
+        ),
+        inputs, atol=1e-4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 13), (9, 13), (1, 4, 1, 13), (4, 1, 1), (2, 1, 9, 1), (1,)], ids=str)
+def test_a_bias_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
+    inputs = [*qkv(), leaf(*shape)]
+    same(lambda b: portattn.attention(*inputs[:3], bias=inputs[3], causal=True, backend=b), inputs, atol=3e-5)
+
+
+def test_a_bias_that_is_expanded_has_the_gradient_of_what_it_is() -> None:
+    small = leaf(1, 4, 1, 13)
+    q, k, v = (t.detach() for t in qkv())
+    same(lambda b: portattn.attention(q, k, v, bias=small.expand(2, 4, 9, 13), backend=b), [small], atol=3e-5)
+
+
+@pytest.mark.parametrize("slopes", [(4,), (3, 4)], ids=str)
+def test_packed(slopes: tuple[int, ...]) -> None:
+    inputs = [leaf(20, 4, 16), leaf(31, 2, 16), leaf(31, 2, 16), torch.rand(slopes).requires_grad_(), leaf(4)]
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 7, 7, 18], [0, 9, 14, 29]))
+    same(
+        lambda b: portattn.varlen_attention(
+            *inputs[:3], cu_q, cu_k, 11, 15, causal=True, alibi_slopes=inputs[3], sinks=inputs[4], return_lse=True,
+            backend=b,
+        ),
+        inputs, atol=1e-4,
+    )  # fmt: skip
+
+
+def test_padding_may_hold_nan() -> None:
+    q, k, v = qkv()
+    lengths = {
+        "seqlens_q": torch.tensor([9, 5], dtype=torch.int32),
+        "seqlens_k": torch.tensor([6, 13], dtype=torch.int32),
+    }
+    with torch.no_grad():
+        q[1, :, 5:], k[0, :, 6:], v[0, :, 6:] = (float("nan"),) * 3
+    found = gradients(lambda b: portattn.attention(q, k, v, causal=True, backend=b, **lengths), [q, k, v], KERNELS)
+    assert all(torch.isfinite(gradient).all() for gradient in found)
+    assert not found[0][1, :, 5:].any()
+    assert not found[1][0, :, 6:].any()
+    assert not found[2][0, :, 6:].any()
+
+
+def test_gradients_are_asked_of_some_alone() -> None:
+    q, k, v = qkv()
+    for inputs in ([q], [k], [v], [q, v]):
+        for tensor in (q, k, v):
+            tensor.requires_grad_(any(tensor is one for one in inputs))
+        same(lambda b: portattn.attention(q, k, v, causal=True, backend=b), inputs)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_the_gradient_of_the_lse_alone() -> None:
+    q, k, v = qkv()
+    same(lambda b: portattn.attention(q, k, v, causal=True, return_lse=True, backend=b)[1], [q, k])
+
+
+@pytest.mark.parametrize("result", ["out", "lse"])
+def test_gradients_that_are_views_to_be_negated(result: str) -> None:
+    q, k, v = qkv()
+    results = portattn.attention(q, k, v, return_lse=True, backend=KERNELS)
+    chosen = results[0] if result == "out" else results[1]
+    towards = torch.randn(chosen.shape)
+    view = torch._neg_view(towards)
+    assert view.is_neg()
+    assert view.is_contiguous()
+    found, expected = (torch.autograd.grad(chosen, (q, k), g, retain_graph=True) for g in (view, -towards))
+    for ours, right in zip(found, expected, strict=True):
+        assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
+def test_a_sum_has_a_gradient_without_strides(result: int) -> None:
+    q, k, v = qkv()
+    found, expected = (
+        torch.autograd.grad(portattn.attention(q, k, v, return_lse=True, backend=b)[result].sum(), (q, k))
+        for b in (KERNELS, "reference")
+    )
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """torch fills what it allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_keys_without_queries_have_gradients_of_zero() -> None:
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    k, v, bias = leaf(2, 2, 13, 16), leaf(2, 2, 13, 8), leaf(2, 4, 1, 13)
+    out = portattn.attention(leaf(2, 4, 0, 16), k, v, bias=bias, alibi_slopes=leaf(2, 4), backend=KERNELS)
+    for gradient, tensor in zip(torch.autograd.grad(out.sum(), (k, v, bias)), (k, v, bias), strict=True):
+        torch.testing.assert_close(gradient, torch.zeros_like(tensor))
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_packed_keys_without_queries_have_gradients_of_zero() -> None:
+    k, v, slopes, sinks = leaf(13, 2, 16), leaf(13, 2, 8), leaf(2, 4), leaf(4)
+    none, some = torch.tensor([0, 0, 0], dtype=torch.int32), torch.tensor([0, 9, 13], dtype=torch.int32)
+    out, lse = portattn.varlen_attention(
+        leaf(0, 4, 16), k, v, none, some, 0, 9, alibi_slopes=slopes, sinks=sinks, return_lse=True, backend=KERNELS
+    )
+    inputs = (k, v, slopes, sinks)
+    for gradient, tensor in zip(torch.autograd.grad((out.sum() + lse.sum()), inputs), inputs, strict=True):
+        torch.testing.assert_close(gradient, torch.zeros_like(tensor))
+
+
+def test_one_tensor_as_queries_keys_and_values() -> None:
+    x = leaf(2, 3, 8, 16)
+    same(lambda b: portattn.attention(x, x, x, causal=True, backend=b), [x])
+
+
+def test_second_derivatives_are_refused_by_name_and_the_reference_has_them() -> None:
+    q, k, v = qkv()
+    (first,) = torch.autograd.grad(portattn.attention(q, k, v, backend=KERNELS).sin().sum(), [q], create_graph=True)
+    with pytest.raises(portattn.TracingError, match=r"attention: second derivatives .* backend='reference'"):
+        first.square().sum().backward()
+    (first,) = torch.autograd.grad(portattn.attention(q, k, v, backend="reference").sin().sum(), [q], create_graph=True)
+    first.square().sum().backward()
+    assert torch.isfinite(q.grad).all()
+
+
+def test_dropout_drops_what_its_seed_says_forward_and_backward() -> None:
+    inputs, seed = qkv(), torch.tensor([41])
+    same(lambda b: portattn.attention(*inputs, dropout_p=0.4, dropout_seed=seed, causal=True, backend=b), inputs)
+    mask = portattn.dropout_mask(seed, 0.4, 2, 4, 9, 13)
+    q, k, v = (t.detach() for t in inputs)
+    v = v[:, :1].expand(2, 2, 13, 16)
+    p = torch.softmax(q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4.0, -1) * mask / 0.6
+    found = portattn.attention(q, k, v, dropout_p=0.4, dropout_seed=seed, backend=KERNELS)
+    torch.testing.assert_close(found, p @ v.repeat_interleave(2, 1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_seed_is_drawn_from_torchs_generator() -> None:
+    inputs = qkv()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(portattn.attention(*inputs, dropout_p=0.5, backend=KERNELS))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"dropout_p": 0.3}, {"softcap": 3.0}], ids=str)
+def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields: dict[str, Any], reentrant: bool) -> None:
+    q, k, v = qkv()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(q, k, v, causal=True, **fields)
+
+    found = []
+    for run in (call, lambda *given: checkpoint.checkpoint(call, *given, use_reentrant=reentrant)):
+        q.grad = k.grad = v.grad = None
+        torch.manual_seed(5)
+        run(q, k, v).square().sum().backward()
+        found.append([t.grad for t in (q, k, v)])
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_what_is_kept_for_the_backward_pass_is_fetched_once(backend: str) -> None:
+    """A hook may have moved it elsewhere: each time that it is fetched costs as much as the first."""
+    q, k, v = qkv()
+    packed: list[torch.Tensor] = []
+    unpacked: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: unpacked.append(t) or t):
+        out = portattn.attention(q, k, v, softcap=3.0, backend=backend)
+    out.sum().backward()
+    assert len(packed) == len(unpacked) > 0
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_a_checkpoint_drops_the_same_again(backend: str) -> None:
+    inputs = qkv()
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(*tensors, dropout_p=0.5, backend=backend)
+
+    torch.manual_seed(5)
+    expected = torch.autograd.grad(call(*inputs).sin().sum(), inputs)
+    torch.manual_seed(5)
+    found = torch.autograd.grad(checkpoint.checkpoint(call, *inputs, use_reentrant=False).sin().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_autocast_gives_gradients_in_the_dtypes_of_the_tensors() -> None:
+    inputs = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = portattn.attention(*inputs, causal=True, backend=KERNELS)
+    assert out.dtype is torch.bfloat16
+    found = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(gradient.dtype is torch.float32 for gradient in found)
+    expected = torch.autograd.grad(portattn.attention(*inputs, causal=True, backend="reference").sum(), inputs)
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right, atol=0.05, rtol=0.05)
+
+
+def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = qkv()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *t: portattn.attention(*t, causal=True, backend=KERNELS), fullgraph=True, backend="aot_eager"
+    )
+    expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend=KERNELS), inputs, "")
+    monkeypatch.setattr(operator_kernels, "differentiated", None)  # what computes the forward once more
+    found = gradients(lambda b: compiled(*inputs), inputs, "")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_gradients_of_several_results_at_once(backend: str) -> None:
+    q, k, v = qkv()
+    out, lse = portattn.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    towards, of_lse = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
+    found = torch.autograd.grad((out, lse), (q, k, v), (towards, of_lse), is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        expected = torch.autograd.grad((out, lse), (q, k, v), (towards[i], of_lse[i]), retain_graph=True)
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours[i], right, atol=1e-5, rtol=1e-4)
+
+
+def test_vmap_of_gradients() -> None:
+    inputs = [torch.randn(3, 1, 2, 5, 16) for _ in range(3)]
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(*tensors, causal=True, backend=KERNELS).sin().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*inputs)
+    each = [torch.func.grad(loss, argnums=(0, 1, 2))(*(t[i] for t in inputs)) for i in range(3)]
+    for ours, right in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(right), atol=1e-6, rtol=1e-5)
+
+
+def test_the_settings_of_the_call_hold_in_its_backward_pass() -> None:
+    """Torch runs a backward pass in threads of its own, and a block of settings is a thread's."""
+    q, k, v = qkv()
+    with portattn.settings(backend=KERNELS, canary="never"):
+        out = portattn.attention(q, k, v)
+    assert current().backend != KERNELS
+    seen: list[str] = []
+
+    def run() -> None:
+        out.sum().backward()
+        seen.append(portattn.last_plan().path)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [KERNELS]
+
+
+def test_a_training_call_keeps_its_inputs_its_result_and_an_lse() -> None:
+    q, k, v = qkv()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = portattn.attention(q, k, v, causal=True, backend=KERNELS)
+    kept = [t for t in saved if t is not None]
+    assert sum(t.numel() for t in kept) == q.numel() + k.numel() + v.numel() + out.numel() + 2 * 4 * 9
+
+
+def test_explain_says_what_computes_the_gradients() -> None:
+    q, k, v = qkv()
+    text = portattn.explain("attention", q, k, v, backend=KERNELS)
+    assert "gradients by interpreter" in text
+    with torch.no_grad():
+        assert "gradients by" not in portattn.explain("attention", q, k, v, backend=KERNELS)
+
+
+def test_a_seed_of_another_kind_is_refused() -> None:
+    q, k, v = qkv()
+    for seed, words in (
+        (7, r"dropout_seed is 'int', but must be an int64 torch\.Tensor"),
+        (torch.tensor([7], dtype=torch.int32), r"dropout_seed\.dtype is torch\.int32"),
+        (torch.tensor(7), r"dropout_seed\.shape is \(\), but must be \(1,\)"),
+    ):
+        with pytest.raises(portattn.ArgumentError, match=words):
+            portattn.attention(q, k, v, dropout_p=0.1, dropout_seed=seed)
+
+
+def test_a_run_of_a_handle_has_gradients() -> None:
+    inputs = qkv()
+    handle = portattn.prepare("attention", *inputs, causal=True, backend=KERNELS)
+    found = gradients(lambda b: handle.run(*inputs, causal=True, backend=KERNELS), inputs, "")
+    expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend=KERNELS), inputs, "")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_where_no_kernel_runs_the_backward_pass_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the forward's kernel has given; and it is said."""
+    inputs = qkv()
+    expected = gradients(lambda b: portattn.attention(*inputs, causal=True, backend="reference"), inputs, "")
+    out = portattn.attention(*inputs, causal=True, backend=KERNELS)
+    monkeypatch.setattr(backward, "own_path", lambda *given: "auto")  # of a CPU, where auto has no kernel
+    monkeypatch.setattr(backward, "_WAYS", {op: backward._Way(op) for op in BACKWARD})
+    found = gradients(lambda b: out, inputs, "")
+    assert (portattn.last_plan().path, portattn.last_plan().problem.op) == ("reference", BACKWARD["attention"])
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
+
+
+def test_leaves_inside_a_transform_of_other_tensors_keep_their_graph() -> None:
+    """Parameters that a function closes over, while torch.func differentiates by something else."""
+    inputs = qkv()
+
+    def loss(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = portattn.attention(*inputs, causal="bottom_right", backend=KERNELS)
+        return (factor * out).sum(), out
+
+    slope, out = torch.func.grad(loss, has_aux=True)(torch.tensor(2.0))
+    assert out.grad_fn is not None
+    with torch.no_grad():
+        expected = portattn.attention(*inputs, causal="bottom_right", backend="reference").sum()
+    torch.testing.assert_close(slope, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_class_without_kernels_is_planned_for_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel for the gradients of some sizes says nothing about others: their graph would be lost."""
+    training.forget()
+    request = request_from("attention", *_parts(qkv()))
+    none = types.SimpleNamespace(key="")
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch, "plan_call", lambda *given: none)
+        assert not training.planned(request)
+    assert training.planned(request)
+
+
+def _parts(inputs: list[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    row = ROWS["attention"]
+    given = {"q": inputs[0], "k": inputs[1], "v": inputs[2]}
+    values = {"causal": "bottom_right", "return_lse": False, "layout": "bhsd", "dropout_p": 0.0}
+    fixed = (*(values.get(name) for name in row.fixed), KERNELS, None)
+    return tuple(given.get(name) for name in row.tensors), fixed, ()
+
+
+def test_a_result_that_would_have_no_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "planned", lambda request: False)
+    with pytest.raises(RuntimeError, match="records no gradients"):
+        portattn.attention(*qkv(), causal="bottom_right", backend=KERNELS)
+
+
+def test_gradients_of_calls_with_sinks_are_the_cores() -> None:
+    """A variant tells rows that attend nothing by their LSE, which is the sink there."""
+    fields = {"batch": 1, "heads_q": 2, "heads_k": 2, "seq_q": 100, "seq_k": 70, "head_dim": 64, "dtype": "bf16"}
+    problem = portattn.Problem(op="attention", **fields, causal="bottom_right", needs_grad=True, return_lse=True)
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
+    with_sinks = msgspec.structs.replace(problem, sinks=True)
+    assert "gradients by gluon_backward" in plan(problem, target, settings=Settings()).notes
+    assert "gradients by triton" in plan(with_sinks, target, settings=Settings()).notes

@@ -1,0 +1,231 @@
+"""examples/train_llama.py, short: with transformers' attention and with portattn's a model is trained alike, step by
+step, in every mode; and a gradient that is wrong by a thousandth is seen.
+
+A loss is seen to a few units in its last place. AdamW takes no notice of a gradient's scale, so the norms of the
+projections' gradients are compared as well. Both are held to float32's rounding: transformers' attention with weights
+that are one unit in the last place apart differs by up to 5e-7 in losses and 2e-6 in norms over these steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+
+pytestmark = pytest.mark.transformers
+pytest.importorskip("transformers", reason="the transformers package is not installed")
+
+from portattn.integrations import transformers as integration  # noqa: E402
+
+PAGE = ROOT / "docs" / "training.md"
+STEPS = 10
+LOSS, NORM = 5e-6, 2e-5  # absolute, of losses of 2 to 3; relative
+PATHS = {"plain": "sdpa", "checkpointing": "sdpa", "padded": "reference", "packed": "reference", "compiled": "sdpa"}
+OPERATIONS = {"packed": "varlen_attention"}  # of modes; elsewhere attention
+PLANTED = 1.001
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+example = _module(ROOT / "examples" / "train_llama.py")
+curves = _module(ROOT / "scripts" / "training_curves.py")
+
+
+def trained(tmp_path: Path, mode: str, *more: str) -> dict[str, dict[str, Any]]:
+    """The curves by their attention."""
+    path = tmp_path / "curves.json"
+    common = ["--device", "cpu", "--compile-backend", "aot_eager", "--json", str(path)]
+    assert example.main(["--mode", mode, "--steps", str(STEPS), *common, *more]) == 0
+    return {curve["attention"]: curve for curve in json.loads(path.read_text(encoding="utf-8"))["curves"]}
+
+
+def off(ours: dict[str, Any], eager: dict[str, Any]) -> list[str]:
+    """What is further apart than rounding: "losses", names of projections."""
+    found = []
+    if max(curves.differences(ours, eager)) > LOSS:
+        found.append("losses")
+    for name, norms in eager["gradient_norms"].items():
+        pairs = zip(ours["gradient_norms"][name], norms, strict=True)
+        if max(abs(a - b) / b for a, b in pairs) > NORM:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("mode", example.MODES)
+def test_the_same_curve_with_both_attentions(mode: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, mode)
+    ours, eager = found["portattn"], found["eager"]
+    assert off(ours, eager) == []
+    assert len(ours["losses"]) == STEPS
+    assert set(ours["gradient_norms"]) == {"q_proj", "k_proj", "v_proj"}
+    assert min(min(norms) for norms in eager["gradient_norms"].values()) > 1e-4  # a gradient of zero proves nothing
+    assert eager["losses"][-1] < eager["losses"][0] - 0.1  # it learns
+    assert not eager["ran"]
+    assert [line.partition(" q ")[0] for line in ours["ran"]] == [f"{PATHS[mode]}: {OPERATIONS.get(mode, 'attention')}"]
+
+
+class _Wrong(torch.autograd.Function):
+    """The tensor itself; its gradient is a thousandth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * PLANTED
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["dQ", "dK", "dV"])
+@pytest.mark.parametrize("mode", ["plain", "checkpointing", "padded", "packed"])
+def test_a_gradient_that_is_a_thousandth_too_large_is_seen(
+    mode: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = OPERATIONS.get(mode, "attention")
+    right = getattr(integration.ops, name)
+
+    def wrong(*tensors: Any, **options: Any) -> Any:
+        given = list(tensors)
+        given[place] = _Wrong.apply(given[place])
+        return right(*given, **options)
+
+    monkeypatch.setattr(integration.ops, name, wrong)
+    found = trained(tmp_path, mode)
+    assert "qkv"[place] + "_proj" in off(found["portattn"], found["eager"])
+
+
+@pytest.mark.parametrize(("mode", "argument"), [("padded", "leftpad_k"), ("plain", "causal")])
+def test_a_mask_that_is_lost_is_seen(mode: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = integration.ops.attention
+    lost = {"leftpad_k": None, "causal": False}
+    monkeypatch.setattr(
+        integration.ops, "attention", lambda *t, **options: right(*t, **options | {argument: lost[argument]})
+    )
+    found = trained(tmp_path, mode)
+    assert "losses" in off(found["portattn"], found["eager"])
+
+
+def test_sequences_that_see_each_other_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows as one sequence."""
+    right = integration.ops.varlen_attention
+
+    def together(
+        q: Any, k: Any, v: Any, begin_q: Any, begin_k: Any, longest_q: Any, longest_k: Any, **more: Any
+    ) -> Any:
+        ends = begin_q[[0, -1]].contiguous()
+        return right(q, k, v, ends, ends, q.shape[0], k.shape[0], **more)
+
+    monkeypatch.setattr(integration.ops, "varlen_attention", together)
+    found = trained(tmp_path, "packed")
+    assert "losses" in off(found["portattn"], found["eager"])
+
+
+def test_the_text_can_be_learnt_and_is_the_same_again() -> None:
+    texts = [example.Text(3).rows(4, 60) for _ in range(2)]
+    assert torch.equal(*texts)
+    assert not torch.equal(texts[0], example.Text(4).rows(4, 60))
+    assert 0.0 < example.Text(3).entropy < torch.tensor(float(example.SUCCESSORS)).log() + 1e-6
+
+
+def test_labels_of_padded_and_packed_batches_are_predictable() -> None:
+    """Each label is predicted by a row of its own sequence, and no token but the first of a sequence lacks one."""
+    padded = next(example.batches("padded", 0, 6, 30))
+    mask, labels = padded["attention_mask"].bool(), padded["labels"]
+    assert {tuple(row[[0, -1]].tolist()) for row in mask} == {(True, False), (False, True)}
+    assert torch.equal(labels[:, 1:] != example.IGNORED, mask[:, 1:] & mask[:, :-1])
+    packed = next(example.batches("packed", 0, 6, 30))
+    assert packed["input_ids"].shape == packed["position_ids"].shape == packed["labels"].shape
+    assert torch.equal(packed["labels"] == example.IGNORED, packed["position_ids"] == 0)
+    assert int((packed["position_ids"] == 0).sum()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps is 0, but must be at least 1"),
+        (["--length", "9"], "--length is 9, but must be more than 9"),
+        (["--device", "cuda:97"], "--device is cuda:97, on which torch has no tensors"),
+        (["--json", "/nowhere/at/all.json"], "but there is no folder /nowhere/at"),
+        (["--mode", "backwards"], "invalid choice: 'backwards'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        example.main(arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "curves.json"
+    arguments = ["--steps", "40", "--lr", "1e30", "--device", "cpu", "--json", str(path)]
+    assert example.main(arguments) == 1
+    assert "train_llama: plain, eager: the loss of step " in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_an_interrupt_keeps_what_was_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = example.train
+
+    def train(mode: str, attention: str, options: Any) -> Any:
+        if attention == "portattn":
+            raise KeyboardInterrupt
+        return right(mode, attention, options)
+
+    monkeypatch.setattr(example, "train", train)
+    path = tmp_path / "curves.json"
+    assert example.main(["--steps", "2", "--device", "cpu", "--json", str(path)]) == 130
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == "train_llama: interrupted"
+    assert "plain, eager: step 1 of 2, loss " in said.err
+    assert [curve["attention"] for curve in json.loads(path.read_text(encoding="utf-8"))["curves"]] == ["eager"]
+    assert not integration._registered
+
+
+def test_without_transformers_the_example_says_how_to_install_it(tmp_path: Path) -> None:
+    """In a process that cannot import it."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n", encoding="utf-8")
+    places = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "train_llama.py"), "--steps", "1"],
+        env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "needs transformers, which is not installed: pip install" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_data_of_the_page_is_of_every_mode_and_holds_what_the_page_says() -> None:
+    """docs/training/loss-curves.json: a run of the example, whole, in which the curves are the same to rounding."""
+    result = json.loads((ROOT / "docs" / "training" / "loss-curves.json").read_text(encoding="utf-8"))
+    assert result["apart"] == curves.apart(result)
+    modes = curves.by_mode(result)
+    assert tuple(modes) == example.MODES
+    for mode, found in modes.items():
+        assert tuple(found) == example.ATTENTIONS
+        assert all(len(curve["losses"]) == result["about"]["steps"] == 200 for curve in found.values())
+        assert found["eager"]["losses"][-1] < 0.5 * found["eager"]["losses"][0], mode
+        facts = {name: result["apart"][mode][name]["largest difference of losses"] for name in result["apart"][mode]}
+        assert facts["portattn"] <= 10 * max(facts["eager, one ulp"], 1e-6), mode
+        shown = [f"{facts[name]:.1e}" for name in ("portattn", "eager, one ulp")]
+        assert re.search(rf"^\| {mode} \|.*\| {shown[0]} \| {shown[1]} \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert (ROOT / "docs" / "training" / "loss-curves.svg").read_text(encoding="utf-8").startswith("<?xml")
