@@ -106,6 +106,12 @@ def _toolchains() -> Values:
     return [(name, "installed" if name == here else "") for name in dict.fromkeys((*TOOLCHAINS, here))]
 
 
+def _fail_on() -> Values:
+    from portattn.tools.matrix.verdict import FAIL_ON
+
+    return [(word, "") for word in FAIL_ON]
+
+
 OP = Completed("op", _words(*OPS), missing=True)
 DTYPE = Completed("dtype", _words(*DTYPES))
 CAUSAL = Completed("causal", _words(*ALIGNMENTS))
@@ -118,3 +124,4 @@ OVERRIDES = Completed("overrides", _quirks, signs="+-", listed=True)
 SYMPTOM = Completed("symptom", _symptoms)
 KIND = Completed("kind", _words("workaround", "limit"))
 TOOLCHAIN = Completed("toolchain", _toolchains)
+FAIL_ON = Completed("words", _fail_on, listed=True)

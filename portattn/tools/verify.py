@@ -188,7 +188,7 @@ def _compiled(variant: Variant, made: Plan, target: Target, compilers: _Compiler
         reason = f"{function}: {failed.kind} at {failed.stage}: {first_line(failed.message)}"
         assert failed.outcome != "ok"
         return Numerics(outcome=failed.outcome, where=where, problem=problem, reason=reason)
-    broken = [str(gate) for gate in variants.check(variant, problem, target, kernels) if not gate.passed]
+    broken = variants.broken(variants.check(variant, problem, target, kernels))
     return Numerics(outcome="fail" if broken else "pass", where=where, problem=problem, reason="; ".join(broken))
 
 

@@ -76,7 +76,10 @@ def test_help_imports_neither_torch_nor_triton():
         ((*PLAN, *SHAPES, "--backend", "cudnn"), "backend is 'cudnn', but rocm knows"),
         ((*PLAN, *SHAPES, "--quirks=+rocm-0999-x"), "'+rocm-0999-x' names no quirk; did you mean rocm-0"),
         ((*PLAN, *SHAPES, "--quirks=rocm"), "'rocm' must start with +"),
-        (("plan", "sdpa", *SHAPES), "OP is 'sdpa', but must be one of attention, varlen_attention, decode_"),
+        (
+            ("plan", "sdpa", *SHAPES),
+            "OP is 'sdpa', but must be one of attention, varlen_attention, attention_backward,",
+        ),
         (("plan",), "Missing argument 'OP'. It is one of attention, varlen_attention"),
         (
             ("plan", "attention", "--target", "mi400x", *SHAPES),

@@ -21,7 +21,7 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--c
     [
         ("ascend:ascend910b2", "triton-ascend==3.1.0"),
         ("rocm:gfx942", "triton==3.6.0"),
-        ("cuda:sm_90", "triton==3.9.0"),
+        ("cuda:sm_89", "triton==3.9.0"),
     ],
 )
 def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
@@ -94,7 +94,8 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
-    parameters = set(inspect.signature(getattr(library, op)).parameters)
+    """Gradients take what the function takes that is differentiated."""
+    parameters = set(inspect.signature(getattr(library, ROWS[op].gradient_of or op)).parameters)
     known = {name for row in ROWS.values() for name in row.options}
     assert set(ROWS[op].options) == {name for name in known if PARAMETERS.get(name, name) in parameters}
 
@@ -317,3 +318,15 @@ def test_a_plan_that_takes_the_vendors_path_says_why_each_variant_is_passed_over
     assert made.path not in ("triton", "gluon_forward")
     assert any(note.startswith("not gluon_forward: ") for note in made.notes)
     assert "triton" in [no.path for no in made.rejected]
+
+
+@pytest.mark.parametrize(("toolchain", "told"), [("triton==3.8.0", True), ("triton==3.6.0", False)])
+def test_a_release_that_nobody_has_run_a_variant_with_is_said(portattn, toolchain, told):
+    line = ("plan", "attention", "--target", "cuda:sm_90", "--toolchain", toolchain, *SHAPES)
+    made = msgspec.convert(portattn(*line, "--json").json, Plan)
+    assert made.path == "gluon_forward"
+    text = portattn(*line).out
+    assert "gluon_forward path" in text
+    said = f"nobody is known to have run gluon_forward on sm_90 with {toolchain}: its canaries"
+    assert any(said in note for note in made.notes) is told
+    assert (said in " ".join(text.split())) is told

@@ -27,6 +27,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     magicpig       its K and L, if the chosen tokens were sampled so
     window         keys before and after its own position that a query sees
     scale          None for 1/√head_dim
+    backward       the gradients of q, k and v are what is computed and timed, the forward once before
+    dropout        probability with which an attended pair is left out of a training call
+    deterministic  gradients under torch.use_deterministic_algorithms: the same bits in every run
     timing         how device time is taken (clock.py): calls back to back, each after the L2 was flushed, or as
                    triton.testing.do_bench defines it
     """
@@ -50,6 +53,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     magicpig: tuple[int, int] | None = None
     scale: float | None = None
+    backward: bool = False
+    dropout: float = 0.0
+    deterministic: bool = False
     timing: Timing = "hot"
 
     @property
@@ -81,14 +87,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in CACHE_OPS
 
     def flops(self) -> int:
-        """Operations on what is attended: 2·D a score and 2·Dv a value. Padding and what is masked count nothing."""
+        """Operations on what is attended: 2·D a score and 2·Dv a value. Padding and what is masked count nothing.
+
+        A backward has 2.5 times as many: five products where the forward has two (FlashAttention-2's paper, section 4).
+        """
         pairs = self.batch * self.tokens or sum(seen[0] for seen in self._seen())
-        return 2 * self.heads_q * pairs * (self.head_dim + self.width_v)
+        forward = 2 * self.heads_q * pairs * (self.head_dim + self.width_v)
+        return forward * 5 // 2 if self.backward else forward
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that are attended: the least that has to be read, but for the queries.
 
-        Each counts once for all query heads of its group, and a latent row once. Chosen tokens count as often as they
+        Each counts once for all query heads of its group, and a latent row once; of a backward, which reads and writes
+        more than these, they are a part. Chosen tokens count as often as they
         differ on average among the heads of a group, each of which chooses at random.
         """
         row = self.head_dim if self.op == "mla_attention" else self.head_dim + self.width_v

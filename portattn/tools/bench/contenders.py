@@ -13,9 +13,9 @@ import portattn
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.tensors import Tensors
 
-Run = Callable[[], torch.Tensor]
-OURS, PREPARED, CORE = "portattn", "portattn prepared", "portattn core"
-MINE = (OURS, PREPARED, CORE)
+Run = Callable[[], Any]  # a tensor; of a backward, the gradients of q, k and v
+OURS, PREPARED, CORE, UNORDERED = "portattn", "portattn prepared", "portattn core", "portattn unordered"
+MINE = (OURS, PREPARED, CORE, UNORDERED)
 CORE_PATH = "triton"
 
 
@@ -31,12 +31,14 @@ class Contender:
     shaped  brings what it returns into the form (B, Hq, Sq, Dv), of packed queries (Tq, Hq, Dv); not timed
     around  a context for all of its calls, entered before the clock starts
     path    of portattn's own: the plan's path
+    result_bytes  memory of what a call returns, where that is told apart from what else it allocates
     """
 
     run: Run
     shaped: Callable[[torch.Tensor], torch.Tensor] = as_is
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     path: str = ""
+    result_bytes: int = 0
 
 
 Build = Callable[[], Contender]  # raises where the contender cannot run the case
@@ -56,6 +58,8 @@ def arguments(case: Case, t: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         options["window"] = case.window
     if case.scale is not None:
         options["scale"] = case.scale
+    if case.dropout:
+        options["dropout_p"] = case.dropout
     if case.op == "attention":
         return (t.q, t.k, t.v), options | {"seqlens_q": t.seqlens_q, "seqlens_k": t.seqlens_k}
     if case.op == "varlen_attention":

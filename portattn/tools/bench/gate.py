@@ -15,6 +15,7 @@ from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import budget, same_dtype
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender, arguments
+from portattn.tools.bench.gradgate import GradientGate
 from portattn.tools.bench.tensors import Tensors, rows_of
 
 CHECKED_PARTS = 32  # pairs of a sequence and a key/value head that are compared with the float64 oracle
@@ -87,6 +88,10 @@ class Gate:
             worst.append(difference.max())
         return float(torch.stack(worst).max())
 
+    def refusal(self, error: float) -> str:
+        """Why a contender with this error is not timed."""
+        return f"error {error:.2e} is over the budget {self.budget:.2e}: not timed"
+
 
 def sample(case: Case) -> list[tuple[int, int]]:
     """(sequence, key/value head) of the parts that are checked."""
@@ -111,7 +116,7 @@ def admit(case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], s
 
     Raises DeviceLost.
     """
-    gate = Gate(case, t)
+    gate = GradientGate(case, t) if case.backward else Gate(case, t)
     found = Admitted(gate.budget)
     for name, build in builds.items():
         try:
@@ -127,7 +132,7 @@ def admit(case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], s
         if error <= gate.budget:
             found.contenders[name] = contender
         else:
-            found.refused[name] = f"error {error:.2e} is over the budget {gate.budget:.2e}: not timed"
+            found.refused[name] = gate.refusal(error)
     return found
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import CORE, OURS
+from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
 from portattn.tools.bench.firstcall import COLD_START
-from portattn.tools.bench.results import Figures, Result, Row, fastest
+from portattn.tools.bench.results import Figures, Result, Row, quickest
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.timing import ratio
 
@@ -28,7 +28,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     metric   ratio: the peer's device time over ours · host_us: time to enqueue a call · host_ratio: the peer's over
              ours · first_s: seconds of the first call
     take     the limit holds for every cell, or for the geometric mean of all
-    against  libraries of which the fastest counts; none named: the fastest of all that can do the case
+    against  libraries of which the fastest counts, or another contender of ours; none named: the fastest of all peers
+             that can do the case
     mine     which of our contenders
     limit    at least this (a ratio), or at most (a time); done: with which it counts as done, if that is less
     """
@@ -56,6 +57,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DENSE_PEERS = ("sdpa-cudnn", "fa3")
+SDPA = ("sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient")
 GOALS = (
     Goal(name="dense forward, every cell", sets=("dense18",), against=DENSE_PEERS, limit=1.0, done=0.97),
     Goal(
@@ -80,6 +82,24 @@ GOALS = (
     Goal(name="small, fp16", sets=("small",), only="fp16", against=("sdpa",), limit=1.0),
     Goal(name="enqueue time, µs", sets=("host",), metric="host_us", limit=10.0),
     Goal(name="enqueue time below SDPA's", sets=("host",), metric="host_ratio", against=("sdpa",), limit=1.0),
+    Goal(name="backward, every cell", sets=("backward18",), limit=1.05, done=0.98),
+    Goal(name="backward, geomean", sets=("backward18",), take="geomean", limit=1.08),
+    Goal(
+        name="backward, portable core of cuDNN", sets=("backward18",), take="geomean", against=("sdpa-cudnn",),
+        mine=CORE, limit=0.75,
+    ),
+    Goal(
+        name="backward, portable core of FlexAttention", sets=("backward18",), take="geomean", against=("flex",),
+        mine=CORE, limit=1.15,
+    ),
+    Goal(name="backward, GQA 8:1", sets=("backward_more",), only="gqa", limit=1.0),
+    Goal(name="backward, packed", sets=("backward_more",), only="packed", limit=1.0),
+    Goal(name="backward, window of 1k", sets=("backward_more",), only="window", limit=1.0),
+    Goal(name="backward, fp32", sets=("backward_more",), only="fp32", against=SDPA, limit=1.0),
+    Goal(
+        name="backward, deterministic in 1.15 of the other's time", sets=("backward_more",), only="deterministic",
+        against=(UNORDERED,), limit=1 / 1.15,
+    ),
     Goal(name="first call, s", sets=(COLD_START,), metric="first_s", limit=3.0),
 )  # fmt: skip
 
@@ -164,7 +184,7 @@ def _value(goal: Goal, set_: str, case: Case, result: Result) -> Value | str:
         return f"{goal.mine} {'refused: ' + mine.refused if mine else 'was not measured'}"
     if goal.metric in ("host_us", "host_ratio"):
         return _host(goal, row, mine, result)
-    peer = fastest(rivals(row, goal.against))
+    peer = quickest(rivals(row, goal.against))
     if peer is None:
         return f"no figures of {' or '.join(goal.against) or 'any peer'}"
     if not mine.rounds_ms:
@@ -187,8 +207,8 @@ def _host(goal: Goal, row: Row, mine: Figures, result: Result) -> Value | str:
 
 
 def rivals(row: Row, libraries: tuple[str, ...] = ()) -> list[Figures]:
-    """A row's peers that were not refused: those of the libraries, or all."""
-    return [f for f in row.contenders if f.peer and not f.refused and (not libraries or f.library in libraries)]
+    """A row's contenders that were not refused: those of the libraries, or all peers."""
+    return [f for f in row.contenders if not f.refused and (f.library in libraries if libraries else f.peer)]
 
 
 def geomean(values: Iterable[float]) -> float:

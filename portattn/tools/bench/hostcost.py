@@ -1,5 +1,5 @@
 """What a call costs the host, as a serving loop pays it: the same call again, lengths never seen before, many shapes in
-turn, other tiles and splits, and the first call of a class of shapes.
+turn, other tiles and splits, and the first call of a class of shapes; and as a training loop does, with its backward.
 
     python -m portattn.tools.bench.hostcost --seconds 150 --out host.json --markdown host.md [--peer-libs FOLDER]
 
@@ -35,6 +35,7 @@ from portattn.tools.bench.gate import FAILURES, reason
 from portattn.tools.bench.hostshapes import PARTS, WARM, Sizes, Workload, workloads
 from portattn.tools.bench.peers.libraries import load
 from portattn.tools.bench.provenance import command, git_commit
+from portattn.tools.bench.tensors import Tensors
 
 QUEUE = 16  # calls until the host waits for the device: fewer than its queue takes
 CALLS = 400  # timed calls of a line at most
@@ -185,13 +186,17 @@ def _lines(made: Sequence[Workload]) -> Iterator[tuple[Workload, str]]:
 
 
 def _others(workload: Workload) -> list[str]:
-    """Who else is timed: the same call by a handle, and the peers that are here. Part e is about portattn alone."""
+    """Who else is timed: the same call by a handle, and the peers that are here; in part f those with gradients. Part e
+    is about portattn alone."""
     case, t = workload.case(0), workload.tensors(0)
     if workload.part == "e":
         return []
     ours = [PREPARED] if workload.part == "a" else []
-    builds = peers.contenders(case, t, PEERS)
+    wanted = [name for name in PEERS if name in peers.DIFFERENTIABLE] if workload.trains else PEERS
+    builds = peers.contenders(case, t, wanted)
     names = [name for name in builds if name not in LEFT_OUT]
+    if workload.trains:
+        return names
     return ours + (names if workload.part in "ab" else [name for name in names if name == "sdpa" or "fa3" in name])
 
 
@@ -207,7 +212,7 @@ def _line(workload: Workload, contender: str, calls: int, warm: int, seconds: fl
         else:
             prepare = _peer(workload, contender)
             around = _built(workload, contender, 0).around()
-        with around:
+        with around, torch.set_grad_enabled(workload.trains):
             for index in range(max(workload.needed, min(workload.warm_calls, warm))):
                 if time.monotonic() - begun > seconds and index >= workload.needed:
                     break
@@ -224,10 +229,16 @@ def _ours(workload: Workload) -> Callable[[int], Callable[[], Any]]:
 
     def prepare(index: int) -> Callable[[], Any]:
         case, t = workload.case(index), workload.tensors(index)
+        if workload.trains:
+            t = t.leaves()
         op, (args, options) = getattr(portattn, case.op), arguments(case, t)
         if workload.forgets:
             dispatch.forget_plans()
-        return lambda: op(*args, **options)
+
+        def forward() -> Any:
+            return op(*args, **options)
+
+        return _training(t, forward, like=t.q) if workload.trains else forward
 
     return prepare
 
@@ -241,7 +252,25 @@ def _handle(workload: Workload) -> Callable[[int], Callable[[], Any]]:
 
 
 def _peer(workload: Workload, contender: str) -> Callable[[int], Callable[[], Any]]:
-    return lambda index: _built(workload, contender, index).run
+    if not workload.trains:
+        return lambda index: _built(workload, contender, index).run
+
+    def prepare(index: int) -> Callable[[], Any]:
+        t = workload.tensors(index).leaves()
+        built = peers.contenders(workload.case(index), t, PEERS)[contender]()
+        return _training(t, lambda: built.shaped(built.run()), like=t.q)
+
+    return prepare
+
+
+def _training(t: Tensors, forward: Callable[[], Any], like: torch.Tensor) -> Callable[[], Any]:
+    """A forward and the gradients of q, k and v. like: of its result's shape."""
+    grad_out = torch.ones_like(like)
+
+    def call() -> Any:
+        return torch.autograd.grad(forward(), (t.q, t.k, t.v), grad_out)
+
+    return call
 
 
 def _built(workload: Workload, contender: str, index: int) -> Contender:

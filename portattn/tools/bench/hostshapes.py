@@ -19,6 +19,7 @@ PARTS = {
     "c": "n shapes in turn",
     "d": "Two classes of shapes in turn, each call of another length",
     "e": "The first call of a class, its kernels loaded",
+    "f": "The same training call again: forward and backward",
 }
 GROWING, RANDOM = "one key more each call", "a random length"
 WARM = 40  # calls of other lengths before the first that is timed: they compile what lengths of all kinds need
@@ -53,6 +54,7 @@ class Workload:
     most           calls at most; 0 for no limit
     forgets        all that is kept of calls and plans is forgotten before each
     warm_calls, needed   calls before the times, and how many of them there have to be
+    trains         a call is a forward of tensors that require gradients, and then torch.autograd.grad of them
     """
 
     part: str
@@ -63,6 +65,7 @@ class Workload:
     forgets: bool = False
     warm_calls: int = WARM
     needed: int = NEEDED
+    trains: bool = False
 
 
 def workloads(device: str, sizes: Sizes) -> list[Workload]:
@@ -100,6 +103,9 @@ def workloads(device: str, sizes: Sizes) -> list[Workload]:
     for name, make, length in ones:
         one = _fixed(name, make, length)
         found.append(Workload("e", name, one.case, one.tensors, most=60, forgets=True, warm_calls=3, needed=3))
+    for name, make in (("attention", made.dense), ("varlen", made.packed)):
+        one = _fixed(name, make, sizes.prefill)
+        found.append(Workload("f", name, one.case, one.tensors, trains=True))
     return found
 
 

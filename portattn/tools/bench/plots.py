@@ -9,7 +9,7 @@ from typing import Any
 from portattn.errors import PortattnError
 from portattn.source_tree import install_extra
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import CORE, OURS, PREPARED
+from portattn.tools.bench.contenders import CORE, MINE, OURS, PREPARED, UNORDERED
 from portattn.tools.bench.peers import REFERENCES
 from portattn.tools.bench.results import Figures, Result, Row
 
@@ -20,6 +20,7 @@ STYLES: dict[str, tuple[str, str, str]] = {
     OURS: ("#000000", "o", "-"),
     PREPARED: ("#000000", "s", ":"),
     CORE: ("#777777", "o", "--"),
+    UNORDERED: ("#777777", "s", ":"),
     "sdpa": ("#88CCEE", "x", ":"),
     "sdpa-cudnn": ("#0072B2", "^", "-"),
     "sdpa-flash": ("#56B4E9", "v", "-"),
@@ -79,7 +80,7 @@ def lines(rows: Iterable[Row]) -> dict[str, dict[Position, float]]:
             line = found.setdefault(figures.library if figures.peer else figures.name, {})
             place = _position(row.case)
             line[place] = max(value, line.get(place, 0.0))
-    return dict(sorted(found.items(), key=lambda item: item[0] in (OURS, PREPARED, CORE)))
+    return dict(sorted(found.items(), key=lambda item: item[0] in MINE))
 
 
 def panels(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
@@ -108,6 +109,12 @@ def _facet(case: Case) -> str:
         words.append("window")
     if case.magicpig:
         words.append("magicpig")
+    if case.backward:
+        words.append("backward")
+    if case.dropout:
+        words.append("dropout")
+    if case.deterministic:
+        words.append("deterministic")
     return ", ".join(words)
 
 

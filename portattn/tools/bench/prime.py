@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from portattn.tools.bench.backward import own_builds
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import own
 from portattn.tools.bench.gate import FAILURES, reason
 from portattn.tools.bench.order import spread
 from portattn.tools.bench.tensors import Tensors
@@ -49,7 +49,7 @@ def prime(asked: Primed) -> str:
 def _run(asked: Primed, device: torch.device) -> str:
     failed = ""
     t = Tensors.random(asked.case, device)
-    for name, build in own(asked.case, t, asked.backend, asked.core).items():
+    for name, build in own_builds(asked.case, t, asked.backend, asked.core).items():
         try:
             build().run()
             if device.type == "cuda":

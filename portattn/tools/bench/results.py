@@ -72,11 +72,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     path          of portattn's own: the plan's path
     refused       why it was not timed; empty where it was
-    error         its largest error against float64; None where it is infinite or never came to be
+    error         its largest error against float64; None where it is infinite or never came to be. Of a backward: in
+                  parts of the budget, the largest of the result and the three gradients
     rounds_ms     device time of one call, round by round, in milliseconds; graph_ms: replayed from a graph
     no_graph      why there is no graph
     host_us       time to enqueue one call, in microseconds
-    extra_bytes   memory allocated at the peak of a call
+    extra_bytes   memory allocated at the peak of a call (of our own only); of a backward, beyond the gradients, of all
     ms, tflops    median of rounds_ms, and what follows: tflops, and of ops that read a cache tbs
     of_floor      the least time that the case can take on this card, over the time
     ratio         the best peer's time over this one's, of the same round: the median (of our own only)
@@ -123,7 +124,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
 
     run         index among the result's runs
     floor_ms    the larger of flops over the GEMM ceiling and read_bytes over the copy ceiling; limit: which one it is
-    budget      what an error may be
+    budget      what an error may be; 1 of a backward, whose errors are parts of their budgets
     best_peer   the fastest peer's contender; best_graph: of graphs
     plan        what portattn's plan says of itself
     state       the device while the rounds were going
@@ -160,7 +161,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
 
 def fastest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
     """The fastest peer, by medians of device time."""
-    timed = [f for f in contenders if f.peer and (f.graph_ms if graphs else f.rounds_ms)]
+    return quickest((f for f in contenders if f.peer), graphs)
+
+
+def quickest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
+    """The fastest of all that were timed, by medians of device time."""
+    timed = [f for f in contenders if (f.graph_ms if graphs else f.rounds_ms)]
     return min(timed, key=lambda f: statistics.median(f.graph_ms if graphs else f.rounds_ms), default=None)
 
 

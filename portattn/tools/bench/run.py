@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from portattn.tools.bench import firstcall, peers, results, timing
+from portattn.tools.bench.backward import Differentiated, own_builds
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Clock
-from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, own, plan_of
+from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, plan_of
 from portattn.tools.bench.gate import FAILURES, Admitted, DeviceLost, admit, reason
 from portattn.tools.bench.order import Cell
 from portattn.tools.bench.peers import PEERS, Peer
@@ -53,7 +54,8 @@ def run_case(
     begun = time.monotonic()
     try:
         t = Tensors.random(case, device)
-        builds = own(case, t, options.backend, options.core) | peers.contenders(case, t, options.wanted, options.others)
+        builds = own_builds(case, t, options.backend, options.core)
+        builds |= peers.contenders(case, t, options.wanted, options.others)
         admitted = admit(case, t, builds, clock.lost)
     except torch.OutOfMemoryError as failure:
         empty = {OURS: Figures(name=OURS, refused=reason(failure))}
@@ -62,19 +64,28 @@ def run_case(
     measured, probe = _timed(case, admitted, clock, options)
     if same:  # the plan takes the core anyway
         measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE)
-    plan: Iterable[str] = ()
-    if OURS in admitted.contenders:
-        plan = plan_of(case, t, options.backend).explain().splitlines()
+    plan = _explained(case, t, admitted.contenders.get(OURS), options.backend)
     return results.row(
-        set_, case, index, limits, admitted.budget, measured, plan=tuple(plan), state=probe.read()[0],
+        set_, case, index, limits, admitted.budget, measured, plan=plan, state=probe.read()[0],
         seconds=time.monotonic() - begun,
     )  # fmt: skip
 
 
+def _explained(case: Case, t: Tensors, ours: Contender | None, backend: str) -> tuple[str, ...]:
+    """What portattn's plan says of itself; of a backward the forward's and, where it tells one, its own."""
+    if ours is None:
+        return ()
+    with ours.around():
+        plans = [plan_of(case, t.leaves() if case.backward else t, backend)]
+    if isinstance(ours, Differentiated) and ours.plan is not None:
+        plans.append(ours.plan)
+    return tuple(line for plan in plans for line in plan.explain().splitlines())
+
+
 def _same_path(admitted: Admitted) -> bool:
-    """Whether the core is what the plan chose; it is not timed twice then."""
+    """Whether the core is what the plan chose; it is not timed twice then. A backward may not tell its path."""
     ours, core = (admitted.contenders.get(name) for name in (OURS, CORE))
-    if ours is None or core is None or ours.path != core.path:
+    if ours is None or core is None or not ours.path or ours.path != core.path:
         return False
     del admitted.contenders[CORE]
     return True
@@ -99,12 +110,17 @@ def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tu
         with contender.around():
             taken = turns.ms.get(name) or [clock.turn_ms(contender.run, "hot", 1, 0.0)]
             host = clock.host_us(contender.run, min(taken))
-            extra = clock.peak_extra_bytes(contender.run) if name in MINE else None
+            extra = _extra_bytes(contender, clock) if name in MINE or case.backward else None
         measured[name] = Figures(
             name=name, path=contender.path, error=admitted.errors[name], rounds_ms=tuple(turns.ms.get(name, ())),
             graph_ms=tuple(graphs.ms.get(name, ())), no_graph=no_graph.get(name, ""), host_us=host, extra_bytes=extra,
         )  # fmt: skip
     return measured, probe
+
+
+def _extra_bytes(contender: Contender, clock: Clock) -> int:
+    """What a call allocates at its peak: a forward's result with it, without a backward's gradients."""
+    return max(clock.peak_extra_bytes(contender.run) - contender.result_bytes, 0)
 
 
 def _graphs(
@@ -113,6 +129,9 @@ def _graphs(
     """The same calls replayed from graphs, taking turns too; and why some have none."""
     replays, without = {}, {}
     for name, contender in contenders.items():
+        if case.backward:
+            without[name] = "not captured: autograd runs a backward on its forward's stream"
+            continue
         if min(turns.ms[name]) > GRAPH_BELOW_MS:
             without[name] = f"not captured: longer than {GRAPH_BELOW_MS:g} ms"
             continue

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from portattn.tools.bench import sets_cache, sets_dense
+from portattn.tools.bench import sets_backward, sets_cache, sets_dense
 from portattn.tools.bench.cases import Case, Timing
 from portattn.tools.bench.firstcall import CASES as FIRST_CALLS
 from portattn.tools.bench.firstcall import COLD_START
@@ -35,4 +35,6 @@ SETS: dict[str, list[Case]] = {
     COLD_START: list(FIRST_CALLS),
     "padded": sets_dense.ragged("padded") + sets_dense.ragged("even"),
     "prefill": sets_dense.prefill(),
+    "backward18": sets_backward.backward(),
+    "backward_more": sets_backward.more(),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.tools.bench.contenders import CORE, OURS, PREPARED
+from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.goals import geomean, goal_results
 from portattn.tools.bench.results import SCHEMA, Result, Row
 
@@ -37,7 +37,7 @@ def summaries(result: Result) -> list[SetSummary]:
     made = []
     for name in result.sets:
         rows = result.of(name)
-        for contender in (OURS, PREPARED, CORE):
+        for contender in MINE:
             found = [f for f in (r.figures(contender) for r in rows) if f is not None and f.rounds_ms]
             if not found:
                 continue

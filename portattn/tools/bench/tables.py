@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from portattn.tools.bench.clock import Spread
-from portattn.tools.bench.contenders import CORE, OURS, PREPARED
+from portattn.tools.bench.contenders import MINE, OURS
 from portattn.tools.bench.goals import GoalResult, goal_results
 from portattn.tools.bench.results import Figures, Result, Row
 from portattn.tools.bench.summary import summaries
@@ -118,9 +118,10 @@ def _against(row: Row) -> str:
 
 
 def set_table(rows: Sequence[Row]) -> str:
-    """A set's cases: time and rate of each of ours and of each peer, ratios and fractions of ours."""
+    """A set's cases: time and rate of each of ours and of each peer, ratios and fractions of ours; and of backwards the
+    memory that they take beyond the gradients."""
     names = list(dict.fromkeys(f.name for row in rows for f in row.contenders if not f.refused))
-    mine = [name for name in (OURS, PREPARED, CORE) if name in names]
+    mine = [name for name in MINE if name in names]
     theirs = [name for name in names if name not in mine]
     columns = ["case", *mine, "of the best peer", "of the floor", "from a graph", "host µs", *theirs]
     lines = []
@@ -148,7 +149,10 @@ def _shown(row: Row, name: str) -> str:
         return "refused"
     if figures.ms is None:
         return host(figures.host_us) and f"host {host(figures.host_us)}"
-    return f"{figures.ms * 1e3:.1f} µs, {rate(row, figures)}"
+    extra = ""
+    if row.case.backward and figures.extra_bytes is not None:
+        extra = f", +{figures.extra_bytes / 2**20:.1f} MiB"
+    return f"{figures.ms * 1e3:.1f} µs, {rate(row, figures)}{extra}"
 
 
 def rate(row: Row, figures: Figures) -> str:

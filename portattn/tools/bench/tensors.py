@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import msgspec
@@ -22,6 +22,7 @@ class Tensors:
           mla_attention latent rows (P, page, R + E), of which v is a view
     The rest int32: seqlens (B,), cu_seqlens (B + 1,), page_table (B, pages a sequence), indices (B, Hq, tokens),
     counts (B, Hq)
+    grad_out  of a backward case: what its result's gradient is, shaped as that is
     """
 
     q: torch.Tensor
@@ -34,6 +35,7 @@ class Tensors:
     page_table: torch.Tensor | None = None
     indices: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    grad_out: torch.Tensor | None = None
 
     @classmethod
     def random(cls, case: Case, device: torch.device, seed: int = 0) -> Tensors:
@@ -77,7 +79,14 @@ class Tensors:
         if case.tokens:
             made.indices = _chosen(case, generator, device)
             made.counts = torch.full((case.batch, case.heads_q), case.tokens, dtype=torch.int32, device=device)
+        if case.backward:
+            made.grad_out = normal(*q.shape[:-1], case.width_v)
         return made
+
+    def leaves(self) -> Tensors:
+        """The same memory as tensors of their own, with q, k and v that require gradients."""
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
 
     def part(self, case: Case, sequence: int, head: int) -> tuple[Case, Tensors]:
         """One sequence and one key/value head with its group, without padding or packing: a case of its own.
@@ -103,12 +112,11 @@ class Tensors:
             k, v = self.k, self.v
         elif case.page_size:
             k, v = self.k[:, :, those], self.v[:, :, those]
-        elif case.op == "varlen_attention":
-            begin = sum(case.keys[:sequence])
-            k, v = (t[begin : begin + keys, those].transpose(0, 1)[None] for t in (self.k, self.v))
         else:
-            k, v = self.k[this, those, :keys], self.v[this, those, :keys]
+            k, v = (keys_of(case, x, sequence, head) for x in (self.k, self.v))
         made = Tensors(q, k, v)
+        if self.grad_out is not None:
+            made.grad_out = slot_of(case, self.grad_out, sequence, group)
         if self.page_table is not None and self.seqlens_k is not None:
             made.page_table = self.page_table[this, : -(-keys // case.page_size)]
             made.seqlens_k = self.seqlens_k[this]
@@ -126,6 +134,29 @@ def rows_of(case: Case, out: torch.Tensor, sequence: int, head: int, rows: torch
     if case.packed:
         return out[sum(case.queries[:sequence]) + rows, group].transpose(0, 1)[None]
     return out[sequence : sequence + 1, group].index_select(2, rows)
+
+
+def slot_of(case: Case, x: torch.Tensor, sequence: int, heads: slice) -> torch.Tensor:
+    """Heads of one sequence's own query rows, (1, heads, rows, width): a view.
+
+    x  (B, Hq, Sq, width); of packed queries (Tq, Hq, width)
+    """
+    if case.packed:
+        begin = sum(case.queries[:sequence])
+        return x[begin : begin + case.queries[sequence], heads].transpose(0, 1)[None]
+    return x[sequence : sequence + 1, heads, : case.queries[sequence]]
+
+
+def keys_of(case: Case, x: torch.Tensor, sequence: int, head: int) -> torch.Tensor:
+    """One key/value head of one sequence's own keys, (1, 1, keys, width): a view.
+
+    x  (B, Hk, Sk, width); of varlen_attention (Tk, Hk, width)
+    """
+    those = slice(head, head + 1)
+    if case.op == "varlen_attention":
+        begin = sum(case.keys[:sequence])
+        return x[begin : begin + case.keys[sequence], those].transpose(0, 1)[None]
+    return x[sequence : sequence + 1, those, : case.keys[sequence]]
 
 
 def _pages(case: Case) -> int:

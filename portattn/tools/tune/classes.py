@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+from packaging.version import Version
 
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import conditions
 from portattn.schema.features import EVERY_SCORE
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Tuning
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.tunable import Tunable
@@ -41,18 +43,22 @@ class Class(msgspec.Struct, frozen=True, kw_only=True):
     """Problems that will share one choice.
 
     kernel, when  of the entry that is looked for: the conditions of today's entry, and those that tell the class
+    toolchain     ranges of the compilers that the entry will be for; empty: all
     position      of today's entry in the tuning file; None where there is none
     incumbent     today's choice
     measured      whether today's choice was timed on the chip
+    timed_with    the compiler that it was timed with, where that is another one than the target's; else empty
     """
 
     kernel: str
     op: str
     when: tuple[str, ...]
     workloads: tuple[Workload, ...]
+    toolchain: dict[str, str] = {}
     position: int | None = None
     incumbent: Choice | None = None
     measured: bool = False
+    timed_with: str = ""
 
     @property
     def name(self) -> str:
@@ -97,12 +103,14 @@ def classes(
             if load.problem.op not in tunable.ops:
                 continue
             features = load.problem.features()
-            if variant and tuning is not None and tuning.left_to_core(tunable.name, features):
+            if variant and tuning is not None and tuning.left_to_core(tunable.name, features, target.toolchain):
                 continue  # an entry that is found here would never be asked for
-            position = None if tuning is None else tuning.position(tunable.name, features, variant)
+            position = None if tuning is None else tuning.position(tunable.name, features, target.toolchain, variant)
             entry = None if tuning is None or position is None else tuning.entry[position]
             kinds = conditions_of(load.problem, several_ops=len(tunable.ops) > 1)
             when = tuple(dict.fromkeys((*(entry.when if entry else ()), *kinds)))
+            timed_with = tuning.timed_with(entry) if tuning is not None and entry is not None else ""
+            timed_with = "" if timed_with == str(target.toolchain) else timed_with
             key = (tunable.name, load.problem.op, when)
             made = Class(
                 kernel=tunable.name,
@@ -112,12 +120,28 @@ def classes(
                 position=position,
                 incumbent=tunable.today(load.problem, target) if entry is None else choice_of(entry),
                 measured=tuning is not None and entry is not None and tuning.measured(entry),
+                timed_with=timed_with,
+                toolchain=_range(timed_with, target) or (dict(entry.toolchain) if entry else {}),
             )
             before = found.get(key)
             if before is not None:
                 made = msgspec.structs.replace(before, workloads=(*before.workloads, load))
             found[key] = made
     return list(found.values())
+
+
+def _range(timed_with: str, target: Target) -> dict[str, str]:
+    """For which compilers a choice is that stands beside one that was timed with another; empty without such a one.
+
+    Of a newer release, for it and those after it; of an older one, for those before the other.
+    """
+    if not timed_with:
+        return {}
+    own, other = target.toolchain, Toolchain.parse(timed_with)
+    if own.distribution != other.distribution:
+        return {own.distribution: ">=0"}
+    newer = Version(own.version) > Version(other.version)
+    return {own.distribution: f">={Version(own.version).base_version}" if newer else f"<{other.version}"}
 
 
 def choice_of(entry: Entry) -> Choice:

@@ -13,6 +13,7 @@ from portattn.files import write_whole
 from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import toml_reader
+from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import SPLIT_THRESHOLD, Tuning
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.records import Origin, Outcome
@@ -86,21 +87,24 @@ class TuningFile:
         write_whole(self.path, text.encode())
 
     def _worth(self, of: Class, outcome: Outcome) -> bool:
-        """A new choice; or one that stays, and was timed now and not before, or has an entry of its own."""
+        """A new choice; or one that stays, and was timed now and not before with this compiler, or has an entry of its
+        own."""
         if outcome.replaces or of.incumbent is None:
             return True
         own = any(_is(e, of) for e in self.document.get("entry", ()))
-        return outcome.measured and (own or not of.measured)
+        return outcome.measured and (own or not of.measured or bool(of.timed_with))
 
     def _place(self, of: Class) -> int | None:
         """The number of the entry that holds for the class in the document as it is now."""
         # tomlkit's types are subclasses of the plain ones, which msgspec does not take.
         tuning = toml_reader.convert(self.document.unwrap(), Tuning, self.path, "")
-        return tuning.position(of.kernel, of.workloads[0].problem.features(), variant=of.kernel not in KERNEL_NAMES)
+        features, toolchain = of.workloads[0].problem.features(), Toolchain.parse(self.origin.toolchain)
+        return tuning.position(of.kernel, features, toolchain, variant=of.kernel not in KERNEL_NAMES)
 
 
 def _is(table: Any, of: Class) -> bool:
-    return table.get("kernel") == of.kernel and set(table.get("when", ())) == set(of.when)
+    same = table.get("kernel") == of.kernel and set(table.get("when", ())) == set(of.when)
+    return same and dict(table.get("toolchain", {})) == of.toolchain
 
 
 def _replace(table: Table, made: Table) -> None:
@@ -119,6 +123,8 @@ def entry(of: Class, outcome: Outcome, origin: Origin) -> Table:
     made = tomlkit.table()
     made.add("kernel", of.kernel)
     made.add("when", list(of.when))
+    if of.toolchain:
+        made.add("toolchain", _inline(of.toolchain))
     for name in ("launch", "lowering", "flags"):
         settings = getattr(choice, name)
         if settings:

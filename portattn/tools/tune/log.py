@@ -205,6 +205,8 @@ def sentence(outcome: Outcome) -> str:
     text = f"{'chosen' if outcome.replaces else 'kept'}, {how}: {outcome.choice}"
     if outcome.ratio is not None and outcome.incumbent is not None:
         text += f" ({outcome.ratio:.3f} of the incumbent's time, noise {outcome.noise or 0:.1%})"
+    if outcome.timed_with:
+        text += f"; what was the best with {outcome.timed_with} {'no longer is' if outcome.replaces else 'still is'}"
     text += f"; {outcome.reason}" if outcome.reason else ""
     return text if outcome.complete else f"{text}; the budget was spent before all candidates were looked at"
 

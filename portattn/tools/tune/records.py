@@ -117,6 +117,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     replaces   whether that is another choice than the tuning file's
     ratio      its mean time over the incumbent's; noise: what it had to beat 1 by
     complete   False: the budget was spent, and not every candidate was looked at
+    timed_with  the compiler that the incumbent was timed with, where that is another one; else empty
     """
 
     name: str
@@ -135,6 +136,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     reason: str = ""
     complete: bool = True
     seconds: float = 0.0
+    timed_with: str = ""
 
 
 Record = Origin | Code | Trying | Stopped | Candidate | Outcome

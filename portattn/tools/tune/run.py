@@ -285,7 +285,8 @@ class Tuner:
         return Outcome(
             name=of.name, choice=best.choice, replaces=best is not own, measured=True, incumbent=of.incumbent,
             runner_up=other.choice if other else None, ratio=ratio, noise=noise, results=results,
-            counts=_counts(entrants, ground), complete=runs.complete, **facts_of(best.built[names[0]], self.codes),
+            counts=_counts(entrants, ground), complete=runs.complete, timed_with=of.timed_with if own else "",
+            **facts_of(best.built[names[0]], self.codes),
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import msgspec
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.problem import OPS, Problem
+from portattn.schema.ops import PUBLIC
+from portattn.schema.problem import Problem
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import as_call
@@ -31,13 +32,23 @@ def workload(case: Case) -> Workload:
     return Workload(case=case, problem=as_call(case, shapes(case)).problem)
 
 
+def tunable_sets() -> list[str]:
+    """The sets with cases to tune for."""
+    return [name for name, cases in SETS.items() if not all(case.backward for case in cases)]
+
+
 def from_sets(names: tuple[str, ...], only: str | None) -> list[Case]:
-    """The cases of named sets whose names hold a text. Raises ArgumentError on an unknown set or text."""
-    wanted = list(SETS) if "all" in names else list(dict.fromkeys(names))
+    """The cases of named sets whose names hold a text. Raises ArgumentError on an unknown set or text.
+
+    Backward cases are left out: the call of one is that of its forward, which stands in another set.
+    """
+    known = tunable_sets()
+    wanted = known if "all" in names else list(dict.fromkeys(names))
     for name in wanted:
-        if name not in SETS:
-            raise ArgumentError("tune", "--set", name, f"must be one of {', '.join([*SETS, 'all'])}")
-    found = {case.name: case for name in wanted for case in SETS[name] if only is None or only in case.name}
+        if name not in known:
+            raise ArgumentError("tune", "--set", name, f"must be one of {', '.join([*known, 'all'])}")
+    cases = [case for name in wanted for case in SETS[name] if not case.backward]
+    found = {case.name: case for case in cases if only is None or only in case.name}
     if names and not found:
         raise ArgumentError("tune", "--only", only, f"must match a case of {', '.join(wanted)}")
     return list(found.values())
@@ -60,8 +71,8 @@ def parse(text: str) -> Case:
         return ArgumentError("tune", "--problem", text, limit)
 
     op, *words = text.split()
-    if op not in OPS:
-        raise bad(f"its first word must be one of {', '.join(OPS)}")
+    if op not in PUBLIC:
+        raise bad(f"its first word must be one of {', '.join(PUBLIC)}")
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     fields: dict[str, Any] = {"name": text, "op": op, "dtype": given.pop("dtype", "bf16")}
     try:

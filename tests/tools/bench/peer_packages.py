@@ -57,18 +57,28 @@ def rows_of_pages(pages: Any, ids: Any) -> Any:
     return pages[ids.long()].flatten(0, 1)
 
 
-def flash_attn(pages: str, page: int, with_lse: bool = False) -> types.SimpleNamespace:
-    """flash_attn 2.8, or flash_attn_interface of FlashAttention-3. pages: its name of a page table."""
+def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] | None = None) -> types.SimpleNamespace:
+    """flash_attn 2.8, or flash_attn_interface of FlashAttention-3. pages: its name of a page table.
+
+    asked: gets what `deterministic` was in each call that has it.
+    """
 
     def answer(out: Any) -> Any:
         return (out, out.float()) if with_lse else out
 
-    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    def told(deterministic: bool) -> None:
+        if asked is not None:
+            asked.append(deterministic)
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False):
+        told(deterministic)
         return answer(torch.stack([attend(*x, softmax_scale, causal, window_size) for x in zip(q, k, v, strict=True)]))
 
     def flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, causal=False, window_size=(-1, -1), block_table=None
-    ):
+        q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, causal=False, window_size=(-1, -1), block_table=None,
+        deterministic=False,
+    ):  # fmt: skip
+        told(deterministic)
         assert max_q == int(cu_q.diff().max())
         assert max_k == int(cu_k.diff().max())
         if block_table is None:

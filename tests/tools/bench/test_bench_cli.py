@@ -97,6 +97,35 @@ def test_a_set_is_timed(tmp_path):
     assert "Goals" in text
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # SDPA says why each kernel cannot run
+@pytest.mark.usefixtures("device")
+def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
+    chosen = ("--set", "backward18", "--set", "backward_more", "--only", "D=128 S=4096 causal", "--peer", "sdpa")
+    where = ("--out", str(tmp_path), "--rounds", "1")
+    once = bench(*chosen, *where, "--json", "--budget", "0.0001")
+    assert once.exit_code == 0, once.output
+    first = json.loads(once.stdout)["rows"]
+    assert len(first) == 1
+    assert "1/4]" in once.stderr
+    assert "3 cells are left" in once.stderr
+    again = bench(*chosen, *where, "--json", "--resume")
+    assert again.exit_code == 0, again.output
+    told = json.loads(again.stdout)
+    assert told["rows"][0] == first[0]
+    cases = [case for name in ("backward18", "backward_more") for case in SETS[name] if chosen[5] in case.name]
+    assert sorted(row["case"]["name"] for row in told["rows"]) == sorted(case.name for case in cases)
+    for row in told["rows"]:
+        timed = [f for f in row["contenders"] if not f["refused"]]
+        assert {"portattn", "sdpa"} <= {f["name"] for f in timed}
+        assert any(f["name"] == "portattn unordered" for f in timed) == row["case"]["deterministic"]
+        assert {f["extra_bytes"] for f in timed} == {0}  # the clock's 64 bytes are less than the gradients
+    verdicts = {goal["goal"]["name"]: goal["status"] for goal in told["goals"]}
+    assert verdicts["backward, every cell"] in ("missed", "incomplete")
+    report = click.testing.CliRunner().invoke(main, ["bench", "report", str(tmp_path)])
+    assert report.exit_code == 0
+    assert "portattn" in report.stdout
+
+
 @pytest.mark.usefixtures("device")
 def test_several_sets_with_a_budget_take_turns(tmp_path):
     called = bench(

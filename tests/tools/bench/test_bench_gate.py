@@ -13,7 +13,7 @@ from portattn.tools.bench.contenders import CORE, OURS, PREPARED, Contender, our
 from portattn.tools.bench.tensors import Tensors
 
 CPU = torch.device("cpu")
-KINDS = {case.name: case for case in distinct()}
+KINDS = {case.name: case for case in distinct() if not case.backward}  # those: test_bench_backward.py
 
 
 @pytest.fixture(params=KINDS)

@@ -133,11 +133,48 @@ def test_a_run_on_the_cpu(small_run: hostcost.HostRun) -> None:
     for line in ours:
         assert line.median_us is not None
         assert 0 < line.median_us <= line.p99_us <= line.most_us
-        assert line.path == "sdpa"
+        assert line.path in ("sdpa", "reference") if line.part == "f" else line.path == "sdpa"
         assert line.compiled == 0
     assert {"sdpa", "portattn prepared"} <= {line.contender for line in small_run.lines if not line.failed}
     text = msgspec.json.encode(small_run)
     assert len(msgspec.json.decode(text, type=hostcost.HostRun).lines) == len(small_run.lines)
+
+
+def test_a_training_call_is_a_forward_and_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours and of peers; the tensors of other parts stay without gradients, and nothing is added up."""
+    found = {w.name: w for w in hostshapes.workloads("cpu", Sizes.small()) if w.trains}
+    assert set(found) == {"attention", "varlen"}
+    calls = []
+    forward = portattn.attention
+    monkeypatch.setattr(portattn, "attention", lambda *args, **named: calls.append(1) or forward(*args, **named))
+    t = found["attention"].tensors(0)
+    whole = t.leaves()
+    out = portattn.attention(whole.q, whole.k, whole.v, causal="bottom_right")
+    expected = torch.autograd.grad(out, (whole.q, whole.k, whole.v), torch.ones_like(out))
+    calls.clear()
+    for prepare in (hostcost._ours(found["attention"]), hostcost._peer(found["attention"], "sdpa")):
+        call = prepare(0)
+        for _ in range(2):
+            for one, other in zip(call(), expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    assert len(calls) == 2
+    assert not t.q.requires_grad
+    assert hostcost._others(found["attention"])[0] == "sdpa"
+    assert not hostcost._line(found["attention"], OURS, 2, 0, 60.0).failed
+    assert len(calls) > 4
+
+
+def test_gradients_are_recorded_in_training_calls_alone() -> None:
+    for workload in hostshapes.workloads("cpu", dataclasses.replace(Sizes.small(), turns=(4,))):
+        seen = []
+
+        def prepare(index: int, seen: list[bool] = seen) -> Any:
+            return lambda: seen.append(torch.is_grad_enabled())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hostcost, "_ours", lambda workload, prepare=prepare: prepare)
+            hostcost._line(workload, OURS, 1, 0, 5.0)
+        assert set(seen) == {workload.trains}
 
 
 def test_the_table(small_run: hostcost.HostRun) -> None:

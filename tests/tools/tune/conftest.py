@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from faketunable import FILE, SMALL, FakeClock, NoWorker
@@ -14,6 +16,7 @@ from planted import planted as planted
 from portattn.planning.data_files import load_tuning
 from portattn.planning.registry import parse_target
 from portattn.schema.target import Target
+from portattn.schema.toolchain import Toolchain
 from portattn.tools.tune.classes import Class, classes
 from portattn.tools.tune.log import History
 from portattn.tools.tune.records import Origin, Outcome, Record
@@ -32,16 +35,27 @@ def base() -> str:
 
 
 @pytest.fixture
-def class_of(tmp_path, target) -> Callable[..., Class]:
+def class_of(class_with, target) -> Callable[..., Class]:
     """The class of some problems, which a file (FILE unless another is named) has an incumbent for."""
+    return functools.partial(class_with, target.toolchain)
 
-    def make(tunable: Any, *texts: str, file: str | None = FILE) -> Class:
+
+@pytest.fixture
+def class_with(tmp_path, target) -> Callable[..., Class]:
+    """As class_of, with a compiler."""
+
+    def make(toolchain: Toolchain, tunable: Any, *texts: str, file: str | None = FILE) -> Class:
         tuning = None
         if file is not None:
             path = tmp_path / "made.toml"
             path.write_text(file)
             tuning = load_tuning(path, "cuda")
-        found = classes([tunable], [workload(parse(text)) for text in texts or (SMALL,)], tuning, target)
+        found = classes(
+            [tunable],
+            [workload(parse(text)) for text in texts or (SMALL,)],
+            tuning,
+            msgspec.structs.replace(target, toolchain=toolchain),
+        )
         assert len(found) == 1
         return found[0]
 

@@ -12,10 +12,12 @@ from portattn.errors import DataError
 from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, parse_target
+from portattn.schema.toolchain import Toolchain
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import classes
 from portattn.tools.tune.core import CoreTunable
 from portattn.tools.tune.entries import TuningFile
+from portattn.tools.tune.log import sentence
 from portattn.tools.tune.race import Times
 from portattn.tools.tune.records import Outcome, Result
 from portattn.tools.tune.tunables import tunables
@@ -25,6 +27,7 @@ TIMES = Times(least=10.0, median=12.3456, most=20.0)
 
 
 NEW = choice(128)
+TRITON = Toolchain.parse("triton==3.6.0")
 
 
 def outcome(of, chosen=NEW, measured=True, **changes):
@@ -58,10 +61,10 @@ def test_a_new_entry_goes_before_todays_and_everything_else_stays(tmp_path, base
     assert "launch = { block_m = 64, block_n = 128 }" in lines
     tuning = load_tuning(path, "cuda")
     features = of.workloads[0].problem.features()
-    entry = tuning.find("dense_forward", features)
+    entry = tuning.find("dense_forward", features, TRITON)
     assert entry.launch == {"block_m": 64, "block_n": 128}
     assert set(entry.when) >= {"widest<=64", "causal", "dtype!=fp32"}
-    assert tuning.find("varlen_forward", features).launch["block_n"] == 64
+    assert tuning.find("varlen_forward", features, TRITON).launch["block_n"] == 64
     assert tuning.measured(entry)
     source = tuning.source(entry)
     assert (source.chip, source.ptxas, source.commit) == ("NVIDIA H200", "12.8.93", "1234567")
@@ -81,7 +84,38 @@ def test_writing_it_again_changes_nothing_and_a_better_one_takes_its_place(tmp_p
     assert path.read_text() == first
     assert file.put(of, outcome(of, choice(32)))
     assert path.read_text().count("[[entry]]") == first.count("[[entry]]")
-    assert load_tuning(path, "cuda").find("dense_forward", of.workloads[0].problem.features()).launch["block_n"] == 32
+    entry = load_tuning(path, "cuda").find("dense_forward", of.workloads[0].problem.features(), TRITON)
+    assert entry.launch["block_n"] == 32
+
+
+@pytest.mark.parametrize(
+    ("release", "its_range", "others"), [("3.8.0", ">=3.8.0", ("3.6.0", "3.7.1")), ("3.4.0", "<3.6.0", ("3.6.0",))]
+)
+@pytest.mark.parametrize("chosen", [64, 128], ids=["still the best", "no longer the best"])
+def test_a_choice_of_another_release_stands_beside_todays(
+    tmp_path, base, class_with, tunable, origin, release, its_range, others, chosen
+):
+    """The file's choices were timed with 3.6.0, for which they stay."""
+    path, toolchain = tmp_path / "sm_90.toml", Toolchain.parse(f"triton=={release}")
+    of = class_with(toolchain, tunable)
+    assert (of.timed_with, of.toolchain) == ("triton==3.6.0", {"triton": its_range})
+    made = outcome(of, choice(chosen), timed_with=of.timed_with)
+    assert ("no longer is" if chosen == 128 else "still is") in sentence(made)
+    file = TuningFile(path, base, origin(of.name, toolchain=str(toolchain)), "cuda")
+    assert file.put(of, made)
+    added(base, path.read_text())
+    features, after = of.workloads[0].problem.features(), load_tuning(path, "cuda")
+    entry = after.find("dense_forward", features, toolchain)
+    assert (entry.launch["block_n"], after.timed_with(entry)) == (chosen, f"triton=={release}")
+    before = load_tuning(tmp_path / "made.toml", "cuda")
+    for other in others:
+        other = Toolchain.parse(f"triton=={other}")
+        assert after.find("dense_forward", features, other) == before.find("dense_forward", features, other)
+    first = path.read_text()
+    again = class_with(toolchain, tunable, file=first)
+    assert not again.timed_with
+    assert TuningFile(path, first, origin(of.name, toolchain=str(toolchain)), "cuda").put(of, made)
+    assert path.read_text() == first
 
 
 def test_an_incumbent_that_stays_is_written_only_where_that_says_something_new(
@@ -95,7 +129,7 @@ def test_an_incumbent_that_stays_is_written_only_where_that_says_something_new(
     assert not wide.measured
     assert TuningFile(path, base, origin(wide.name), "cuda").put(wide, outcome(wide, wide.incumbent))
     tuning = load_tuning(path, "cuda")
-    entry = tuning.find("dense_forward", wide.workloads[0].problem.features())
+    entry = tuning.find("dense_forward", wide.workloads[0].problem.features(), TRITON)
     assert entry.launch == {"block_m": 32, "block_n": 32}
     assert tuning.measured(entry)
 
@@ -137,8 +171,8 @@ def test_a_variants_entry_has_flags_and_no_glob_finds_it(tmp_path, base, class_o
     chosen = Choice(flags={"turns": True, "stages": 2})
     TuningFile(path, base, origin(of.name), "cuda").put(of, outcome(of, chosen))
     tuning, features = load_tuning(path, "cuda"), of.workloads[0].problem.features()
-    assert tuning.find("gluon_forward", features, variant=True).flags == {"turns": True, "stages": 2}
-    assert tuning.find("dense_forward", features).launch["block_n"] == 64
+    assert tuning.find("gluon_forward", features, TRITON, variant=True).flags == {"turns": True, "stages": 2}
+    assert tuning.find("dense_forward", features, TRITON).launch["block_n"] == 64
     again = classes([Variant({})], of.workloads, tuning, target)
     assert again[0].incumbent == chosen
     assert again[0].when == of.when
@@ -171,7 +205,7 @@ def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, bac
     after = load_tuning(tmp_path / f"{arch}.toml", backend)
     for number, of in enumerate(found):
         for load in of.workloads:
-            entry = after.find(of.kernel, load.problem.features())
+            entry = after.find(of.kernel, load.problem.features(), TRITON)
             assert entry.launch["num_stages"] == number + 1
     assert [e for e in after.entry if e in tuning.entry] == list(tuning.entry)
     for index, entry in enumerate(after.entry):

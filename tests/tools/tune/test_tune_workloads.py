@@ -10,7 +10,7 @@ from portattn.errors import ArgumentError
 from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune.workloads import from_sets, parse, workload
+from portattn.tools.tune.workloads import from_sets, parse, tunable_sets, workload
 
 TEXTS = [
     "attention q=2,4,20,16 kv=2,2,37,16 dtype=fp16 causal",
@@ -41,10 +41,17 @@ def test_lengths_are_part_of_the_problem():
 
 
 def test_every_set_can_be_tuned():
-    for name in SETS:
+    for name in tunable_sets():
         for case in from_sets((name,), None):
             assert workload(case).problem.op == case.op
-    assert len(from_sets(("all",), None)) == len({case.name for cases in SETS.values() for case in cases})
+    names = {case.name for cases in SETS.values() for case in cases if not case.backward}
+    assert len(from_sets(("all",), None)) == len(names)
+
+
+def test_backward_cases_are_not_tuned_for_as_forwards():
+    assert set(SETS) - set(tunable_sets()) == {"backward18", "backward_more"}
+    with pytest.raises(ArgumentError, match="--set is 'backward18', but must be one of dense18"):
+        from_sets(("backward18",), None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from portattn.errors import ArgumentError
+from portattn.tools.bench.backward import differentiated
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build
 from portattn.tools.bench.peers import (
@@ -36,7 +37,8 @@ class Peer(Protocol):
     def contenders(self, case: Case, t: Tensors) -> dict[str, Build]:
         """Its ways to compute the case, by contender's name; none where the case is not its subject.
 
-        A layout that it asks for is made before the timed call; what the call itself converts is timed.
+        A layout that it asks for is made before the timed call; what the call itself converts is timed. Of a backward
+        case they compute the forward, from tensors that require gradients: `differentiated` does the rest.
         """
         ...
 
@@ -54,6 +56,8 @@ PEERS: dict[str, Peer] = {
     "flag_gems": flaggems,
     "sage": sage,
 }
+# Whose calls autograd records: the others have no part in backward cases. A file's peer is asked for all cases.
+DIFFERENTIABLE = ("sdpa", "torch", "flex", "flash_attn", "flash_attn_interface")
 # Timed to be seen beside the others: never the best peer, and no goal is held against them.
 REFERENCES = (sdpa.MATH,)
 
@@ -68,10 +72,12 @@ def contenders(
 ) -> dict[str, Build]:
     """Every contender of the wanted peers that are here; others: peers that files have brought, by name."""
     found: dict[str, Build] = {}
-    for peer in (*(PEERS[name] for name in wanted), *(others or {}).values()):
+    asked = [name for name in wanted if name in DIFFERENTIABLE or not case.backward]
+    given = t.leaves() if case.backward else t
+    for peer in (*(PEERS[name] for name in asked), *(others or {}).values()):
         if not peer.absent():
-            found |= peer.contenders(case, t)
-    return found
+            found |= peer.contenders(case, given)
+    return differentiated(given, found, case.deterministic) if case.backward else found
 
 
 def presence(wanted: Iterable[str], others: Mapping[str, Peer]) -> dict[str, str]:

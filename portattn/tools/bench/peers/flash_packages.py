@@ -24,32 +24,45 @@ WIDEST = 256
 class Package:
     """One of the two.
 
-    pages  its name for a page table
-    page   tokens of which a page has a multiple
+    places   where its module may be; the first that is installed counts
+    pages    its name for a page table
+    page     tokens of which a page has a multiple
+    dropout  whether its functions have dropout_p
     """
 
     name: str
-    package: str
+    places: tuple[str, ...]
     pages: str
     page: int
+    dropout: bool = False
 
     def absent(self) -> str:
-        return missing(self.package)
+        """Of several places the first one's reason."""
+        return "" if self._place() else missing(self.places[0])
+
+    def _place(self) -> str:
+        return next((place for place in self.places if not missing(place)), "")
 
     def contenders(self, case: Case, t: Tensors) -> dict[str, Build]:
         latent_or_chosen = case.op in ("mla_attention", "sparse_attention")
         if latent_or_chosen or case.dtype == "fp32" or case.head_dim > WIDEST or case.page_size % self.page:
+            return {}
+        if case.dropout and not self.dropout:
             return {}
         if case.op == "attention" and case.lengths_q:  # padded queries: neither has lengths of queries for full slots
             return {}
         return {self.name: functools.partial(self._build, case, t)}
 
     def _build(self, case: Case, t: Tensors) -> Contender:
-        functions: Any = module(self.package)
+        functions: Any = module(self._place())
         left, right = (-1 if side is None else side for side in case.window)
         options: dict[str, Any] = {
             "softmax_scale": case.scale, "causal": case.causal != "none", "window_size": (left, right),
         }  # fmt: skip
+        if case.dropout:
+            options["dropout_p"] = case.dropout
+        if case.deterministic:
+            options["deterministic"] = True
         longest = max(case.queries), max(case.keys)
         if case.op == "attention":
             given = tuple(swapped(x) for x in (t.q, t.k, t.v))
@@ -88,5 +101,6 @@ def _out(result: Any) -> torch.Tensor:
     return out
 
 
-FA2 = Package("flash_attn", "flash_attn", "block_table", 256)
-FA3 = Package("fa3/interface", "flash_attn_interface", "page_table", 1)
+FA2 = Package("flash_attn", ("flash_attn",), "block_table", 256, dropout=True)
+# Its module is one by itself; some builds have it in their package.
+FA3 = Package("fa3/interface", ("flash_attn_interface", "flash_attn_3.flash_attn_interface"), "page_table", 1)

@@ -24,6 +24,8 @@ def contenders(case: Case, t: Tensors) -> dict[str, Build]:
     if case.op == "sparse_attention" and case.magicpig is None:
         return {"torch-gather": functools.partial(_gather, case, t)}
     paged = case.op == "paged_attention" and case.page_size % PAGE == 0 and (case.packed or case.seq_q == 1)
+    if case.dropout:  # it has none
+        return {}
     if (case.op == "varlen_attention" or paged) and case.dtype != "fp32" and _function():
         return {"torch-varlen": functools.partial(_varlen, case, t)}
     return {}

@@ -1,0 +1,172 @@
+"""Backward cases: peers' gradients, rows, tables and goals, on the CPU."""
+
+from __future__ import annotations
+
+import types
+
+import peer_packages
+import pytest
+import torch
+from benchfakes import LIMITS, FakeClock, a_result, figures, made
+from tiny import CASES, distinct
+
+import portattn
+from portattn.tools.bench import backward, gate, goals, peers, run, tables
+from portattn.tools.bench.backward import own_builds
+from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
+from portattn.tools.bench.goals import GOALS, goal_results
+from portattn.tools.bench.peers import flash_packages, flex
+from portattn.tools.bench.run import Options, run_case
+from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.tensors import Tensors
+
+CPU = torch.device("cpu")
+KINDS = {case.name: case for case in distinct() if case.backward}
+DENSE = CASES["backward bf16 D=64 S=1024 causal"]
+PACKED = CASES["backward packed D=128 causal"]
+DROPPED = CASES["backward bf16 D=128 S=4096 causal dropout=0.1"]
+GRADIENTS = ("q", "k", "v")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SDPA says why each kernel cannot run
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
+def test_flash_packages_are_differentiated(name):
+    """Through the gate, every case that they have; deterministic ones say so to them."""
+    asked: list[bool] = []
+    modules = {name: peer_packages.flash_attn("block_table", 1, with_lse="interface" in name, asked=asked)}
+    adapter = flash_packages.FA3 if "interface" in name else flash_packages.FA2
+    with peer_packages.installed(**modules):
+        for case in KINDS.values():
+            tensors = Tensors.random(case, CPU)
+            builds = peers.contenders(case, tensors, (name,))
+            assert set(builds) == (
+                set() if case.dtype == "fp32" or (case.dropout and not adapter.dropout) else {adapter.name}
+            )
+            if not case.dropout:
+                asked.clear()
+                assert gate.admit(case, tensors, builds).refused == {}, case.name
+                assert set(asked) == ({case.deterministic} if builds else set())
+
+
+def test_fa3_may_lie_in_its_own_package():
+    assert flash_packages.FA3.absent() == "no package flash_attn_interface is installed"
+    modules = {"flash_attn_3": types.SimpleNamespace()}
+    modules["flash_attn_3__flash_attn_interface"] = peer_packages.flash_attn("page_table", 1)
+    with peer_packages.installed(**modules):
+        assert flash_packages.FA3.absent() == ""
+        tensors = Tensors.random(DENSE, CPU)
+        builds = peers.contenders(DENSE, tensors, ("flash_attn_interface",))
+        assert list(gate.admit(DENSE, tensors, builds).contenders) == ["fa3/interface"]
+
+
+@pytest.mark.parametrize("name", [name for name, case in KINDS.items() if not case.dropout])
+def test_flex_is_differentiated(name, monkeypatch):
+    """Eagerly, with the whole scores, which autograd differentiates on a CPU as well; compiled, it is a GPU's alone."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda q, k, v: None)
+    tensors = Tensors.random(KINDS[name], CPU)
+    builds = peers.contenders(KINDS[name], tensors, ("flex",))
+    assert list(gate.admit(KINDS[name], tensors, builds).contenders) == ["flex"]
+
+
+def test_flex_keeps_what_its_backward_needs():
+    """torch refuses a second run of a compiled backward that was given its forward's buffers to write over."""
+    import torch._functorch.config as functorch
+
+    assert functorch.donated_buffer
+    tensors = Tensors.random(DENSE, CPU)
+    around = flex._compiled(DENSE, (tensors.q, tensors.k, tensors.v), None).around
+    with around():
+        assert not functorch.donated_buffer
+    assert functorch.donated_buffer
+
+
+def test_peers_without_gradients_have_no_part():
+    assert set(peers.contenders(DENSE, Tensors.random(DENSE, CPU), ("sdpa",))) == {
+        "sdpa",
+        "sdpa-cudnn",
+        "sdpa-flash",
+        "sdpa-efficient",
+    }
+    assert set(peers.contenders(DROPPED, Tensors.random(DROPPED, CPU), ("flex", "torch", "fa3", "sage"))) == set()
+    assert set(peers.contenders(PACKED, Tensors.random(PACKED, CPU), ("sdpa", "torch", "flex"))) <= {
+        "torch-varlen",
+        "flex",
+    }
+
+
+class OtherBytes(FakeClock):
+    """A call takes 1000 bytes more than its results."""
+
+    def peak_extra_bytes(self, run):
+        return sum(x.nbytes for x in run()) + 1000
+
+
+def test_rows_have_the_memory_beyond_the_gradients():
+    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(0.5), LIMITS, Options(rounds=2, wanted=("sdpa",)))
+    assert {f.extra_bytes for f in row.contenders if not f.refused} == {1000}
+    assert {f.name for f in row.contenders if not f.refused} == {OURS, "sdpa", "sdpa-flash"}
+    mine = row.figures(OURS)
+    assert mine.rounds_ms == (0.5, 0.5)
+    assert mine.tflops == pytest.approx(DENSE.flops() / 0.5e9)
+    assert mine.graph_ms == ()
+    assert "autograd runs a backward" in mine.no_graph
+    assert row.plan[0].startswith("attention")
+    assert row.budget == 1.0
+    assert not row.failed
+    text = tables.set_table([row])
+    assert text.count("+0.0 MiB") == 3
+
+
+def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):
+    monkeypatch.setattr("portattn.tools.bench.backward.CORE_PATH", "sdpa")
+    row = run_case("backward18", DENSE, 0, CPU, OtherBytes(), LIMITS, Options(rounds=2, wanted=(), core=True))
+    assert [f.name for f in row.contenders if not f.refused] == [OURS, CORE]
+    plan = portattn.plan("attention", *(getattr(Tensors.random(DENSE, CPU), name) for name in GRADIENTS))
+    monkeypatch.setattr(backward, "backward_plan", lambda out, pull: plan)
+    clock = OtherBytes()
+    row = run_case("backward18", DENSE, 0, CPU, clock, LIMITS, Options(rounds=2, wanted=(), core=True))
+    assert [f.name for f in row.contenders] == [OURS, CORE]
+    assert len({run for run, _, _ in clock.turns}) == 1
+
+
+def test_goals_of_the_backward():
+    rows = []
+    for case in SETS["backward18"]:
+        rows.append(
+            made(
+                "backward18", case, figures(OURS, 1.0), figures(CORE, 1.25), figures("sdpa-cudnn", 1.1),
+                figures("flex", 1.5),
+            )
+        )  # fmt: skip
+    for case in SETS["backward_more"]:
+        others = [figures(UNORDERED, 0.9), figures("sdpa-flash", 1.2)] if case.deterministic else []
+        rows.append(made("backward_more", case, figures(OURS, 1.0), *others, figures("sdpa-cudnn", 0.99)))
+    found = {one.goal.name: one for one in goal_results(a_result(*rows)) if one.goal.name.startswith("backward")}
+    assert len(found) == 9
+    assert {goal for name in ("backward18", "backward_more") for goal in found if name in found[goal].goal.sets} == set(
+        found
+    )
+    values = {name: (round(one.value, 3), one.status, one.cells) for name, one in found.items()}
+    assert values["backward, every cell"] == (1.1, "met", 18)
+    assert values["backward, geomean"] == (1.1, "met", 18)
+    assert values["backward, portable core of cuDNN"] == (0.88, "met", 18)
+    assert values["backward, portable core of FlexAttention"] == (1.2, "met", 18)
+    assert values["backward, GQA 8:1"] == (0.99, "missed", 2)
+    assert values["backward, fp32"] == (0.99, "missed", 4)
+    assert values["backward, deterministic in 1.15 of the other's time"] == (0.9, "met", 2)
+    assert {one.worst.peer for one in found.values()} == {"sdpa-cudnn", "flex", UNORDERED}
+    slow = a_result(
+        *(made("backward_more", c, figures(OURS, 1.2), figures(UNORDERED, 1.0)) for c in SETS["backward_more"])
+    )
+    (verdict,) = goal_results(slow, [goal for goal in GOALS if UNORDERED in goal.against])
+    assert verdict.status == "missed"
+    assert goals.rivals(rows[0], ("flex",))[0].name == "flex"
+    assert [f.name for f in goals.rivals(rows[-1])] == ["sdpa-flash", "sdpa-cudnn"]
+
+
+def test_a_child_compiles_backwards_too():
+    from portattn.tools.bench import prime
+
+    assert prime.prime(prime.Primed(case=PACKED, backend="auto", core=False, device="cpu")) == ""
+    assert run.own_builds is own_builds
