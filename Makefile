@@ -37,9 +37,10 @@ slice: $(READY)
 	$(PY) -m portattn.cli quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
 	$(PY) -m portattn.cli quirks audit
 
-# Every form of the Hopper forward, compiled for sm_90: about ten minutes on two cores.
+# Every form of the Hopper forward and backward, compiled for sm_90: about ten minutes on two cores. RELEASE=triton==3.9.0:
+# by the Triton of that release in the lab, not by the installed one.
 forms: $(READY)
-	$(PY) -m pytest -n $(JOBS) --forms tests/backends/cuda/test_gluon_forms.py
+	$(PY) -m pytest -n $(JOBS) --forms $(if $(RELEASE),--release $(RELEASE)) tests/backends/cuda/test_gluon_forms.py tests/backends/cuda/test_gluon_backward.py
 
 # ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
 fuzz: $(READY)

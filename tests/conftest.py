@@ -109,6 +109,10 @@ def _nothing_left_over() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forms", action="store_true", help="compile every form of the variants' kernels, not a handful")
     parser.addoption(
+        "--release", default="", metavar="triton==VERSION",
+        help="compile the variants' kernels with this release, of the lab if it is not the installed one",
+    )  # fmt: skip
+    parser.addoption(
         "--soak", type=int, default=200, metavar="N", help="calls of each form in the soak tests; 200 unless told"
     )
 
@@ -130,14 +134,28 @@ def sm_90(monkeypatch: pytest.MonkeyPatch) -> Target:
 
 
 @pytest.fixture(scope="module")
-def gluon_compiler() -> Iterator[Any]:
-    """A Worker of the Triton that the scheduled kernels are for."""
+def gluon_target(request: pytest.FixtureRequest) -> Target:
+    """sm_90 with the release of Triton that compiles the scheduled kernels: the installed one, or that of --release."""
     from portattn.schema.toolchain import installed
+
+    release = request.config.getoption("--release") or str(installed())
+    target = parse_target("cuda:sm_90", release)
+    if not target.toolchain.within("triton", ">=3.6"):
+        pytest.skip(f"the kernels need Triton 3.6 or newer, and this is {release}")
+    return target
+
+
+@pytest.fixture(scope="module")
+def gluon_compiler(gluon_target: Target) -> Iterator[Any]:
+    """A Worker of that release: this Python's, or the lab's."""
+    from portattn.schema.toolchain import installed
+    from portattn.tools import lab
     from portattn.worker.client import Worker
 
-    if str(installed()) != "triton==3.6.0":
-        pytest.skip(f"the kernel is for Triton 3.6.0, and this is {installed() or 'none'}")
-    with Worker() as worker:
+    release = str(gluon_target.toolchain)
+    if release != str(installed()) and lab.find(release) is None:
+        pytest.skip(f"the lab has no {release}: `portattn lab create {release}` makes it")
+    with Worker() if release == str(installed()) else lab.worker(release) as worker:
         yield worker
 
 

@@ -445,7 +445,7 @@ def together() -> None:
 SETTINGS: Any = {"isolate": "never", "canary": "never", "validate": "never"}
 cache.Kind.match = counted  # type: ignore[method-assign]
 PARTS = [arguments, modes, gradients, twins, lengths, lengths_not_given, prepared, sizes, together]
-PARTS += [maps] if triton.__version__ == "3.6.0" else []
+PARTS += [maps] if triton_compat.version() >= (3, 6) else []
 wanted = sys.argv[1:] or [part.__name__ for part in PARTS]
 with portattn.settings(**SETTINGS):
     for part in PARTS:

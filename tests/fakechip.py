@@ -13,9 +13,10 @@ import opcalls
 import torch
 
 import portattn.launch.cached_launch
-from portattn.api import dispatch
+from portattn.api import backward, dispatch
 from portattn.backends.cuda import counters
 from portattn.launch import devices, triton_compat
+from portattn.planning import gradients
 from portattn.planning.registry import parse_target
 
 
@@ -44,6 +45,7 @@ def pretend(
 
     target = parse_target("cuda:sm_90", f"triton=={triton.__version__}")
     dispatch.detect_target = lambda device_type, index: (target, "")  # type: ignore[assignment]
+    backward.own_path = lambda backend, device_type: gradients.own_path(backend, "cuda")  # type: ignore[assignment]
     fakedriver.keep_everywhere()
     runtime = devices.Runtime(current=current, stream=stream, empty=empty)
     devices.runtime = portattn.launch.cached_launch.runtime = lambda device_type: runtime  # type: ignore[assignment]

@@ -27,7 +27,7 @@ from fakechip import Chip
 
 import portattn
 from portattn.api import request
-from portattn.launch import cache
+from portattn.launch import cache, triton_compat
 
 chip = Chip(fake)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -119,7 +119,7 @@ def cases() -> dict[str, Iterator[Any]]:
         "paged, packed": grown(paged, *[(b, n, 9, 16, 64, q) for b, q, n in squares(12)], causal=True),
         "sparse": grown(sparse, *[(b, n + 8, q) for b, q, n in squares(16)]),
     }
-    if triton.__version__ == "3.6.0":
+    if triton_compat.version() >= (3, 6):
         found |= {
             "attention gluon": grown(attention, *squares(30), d=128),
             "attention gluon, causal": grown(attention, *squares(20), d=128, causal=True),

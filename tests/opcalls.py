@@ -19,6 +19,7 @@ from portattn.planning.registry import Registry, parse_target
 from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED, Problem
 from portattn.schema.tensors import spans
 from portattn.testing import tolerance
@@ -96,6 +97,11 @@ def _keys(p: Problem, k: torch.Tensor) -> torch.Tensor:
 
 def perform(op: str, arguments: dict[str, Any], **changes: Any) -> Any:
     return getattr(portattn, op)(**(arguments | changes))
+
+
+def differentiable(op: str) -> dict[str, Any]:
+    """What to add to a call's arguments for gradients: some operations have one on the reference path alone."""
+    return {"backend": "reference"} if ROWS[op].trained_by else {}
 
 
 def changed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def _begins(line: str, whole: str) -> bool:
     return whole.startswith(line[:-1].rstrip()) if line.endswith("…") else whole == line
 
 
-@pytest.mark.parametrize(("page", "least"), [("operations", 7), ("serving", 3), ("choosing-a-backend", 2)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("operations", 7), ("serving", 3), ("training", 6), ("choosing-a-backend", 2)]
+)
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:
     """In a process that sees no accelerator, whatever this machine has: the page shows what a CPU does."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")

@@ -313,6 +313,34 @@ def test_the_first_interpreted_call_of_a_process_runs() -> None:
     assert said.splitlines()[-1] == "True"
 
 
+def test_calls_after_the_first_interpreted_one_run_with_kernels_of_other_modules() -> None:
+    """Each module of kernels is imported when it is first launched, and its functions decide then."""
+    pytest.importorskip("triton")
+    said = python("""
+        import os
+        os.environ.pop("TRITON_INTERPRET", None)
+        import torch, portattn
+        torch.manual_seed(0)
+        q = torch.randn(1, 2, 4, 16, requires_grad=True)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        try:
+            portattn.attention(q, q, q, backend="interpreter").square().sum().backward()
+        except portattn.PathUnavailable as error:
+            print("unavailable:", str(error).splitlines()[-1])
+            raise SystemExit
+        (right,) = torch.autograd.grad(attention(q, q, q).square().sum(), q)
+        print(torch.allclose(q.grad, right, atol=1e-5, rtol=1e-5))
+        with torch.no_grad():
+            lengths = torch.tensor([4], dtype=torch.int32)
+            out = portattn.decode_attention(q[:, :, -1:], q, q, lengths, backend="interpreter")
+            print((out - attention(q, q, q)[:, :, -1:]).abs().max().item() < 1e-5)
+        print("TRITON_INTERPRET" in os.environ)
+    """)
+    if said.startswith("unavailable"):
+        pytest.skip(said)
+    assert said.split() == ["True", "True", "False"]
+
+
 @pytest.mark.parametrize("package", ["click", "rich", "tomlkit"])
 def test_the_command_line_names_the_extra_that_it_needs(package: str) -> None:
     """A call needs none of these packages; the command says which extra brings them."""

@@ -14,11 +14,11 @@ import torch
 import portattn
 from portattn.api.other_libraries import TABLES, Row, Table
 from portattn.api.unknown_arguments import operation, require, unknown_argument
-from portattn.schema.problem import OPS
+from portattn.schema.ops import PUBLIC
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 ROWS = [(table, row) for table in TABLES for row in table.rows]
-ALL = (*OPS, "merge_states")
+ALL = (*PUBLIC, "merge_states")
 Q = torch.zeros(1, 2, 3, 8)
 INTS = torch.zeros(1, dtype=torch.int32)
 
@@ -78,7 +78,7 @@ WRITTEN = [
     ("attention", "out", "portattn.prepare('attention', ...).run(..., out=out)"),
     ("attention", "sclae", "did you mean scale?"),
     ("attention", "zzz", "it takes q, k, v, scale, causal, window"),
-    ("varlen_attention", "dropout_p", "an argument of attention"),
+    ("decode_attention", "dropout_p", "an argument of attention, varlen_attention"),
     ("decode_attention", "cache_seqlens", "-> seqlens_k"),
     ("decode_attention", "k", "or did you mean k_cache?"),
     ("decode_attention", "block_table", "-> page_table, of paged_attention"),
@@ -92,14 +92,14 @@ WRITTEN = [
     ("attention", "block_mask", "-> mask; better causal, window or seqlens_k"),
     ("attention", "attention_mask", "mask=attention_mask[:, None, None, :].bool()"),
     ("attention", "key_padding_mask", "mask=~key_padding_mask[:, None, None, :]"),
-    ("attention", "deterministic", "no: it is about flash-attn's backward pass"),
+    ("attention", "deterministic", "no: torch.use_deterministic_algorithms(True)"),
     ("attention", "return_attn_probs", "-> return_lse=True"),
     ("attention", "s_aux", "-> sinks"),
     ("attention", "p", "from xformers: p -> dropout_p"),
     ("attention", "k_cache", "an argument of decode_attention"),
     ("varlen_attention", "learnable_sink", "-> sinks"),
     ("varlen_attention", "scaling", "-> scale"),
-    ("varlen_attention", "p", "dropout_p is an argument of attention, not of varlen_attention"),
+    ("varlen_attention", "p", "from xformers: p -> dropout_p"),
     ("varlen_attention", "seqused_k", "with packed queries, of paged_attention"),
     ("varlen_attention", "block_tables", "page_table is an argument of paged_attention"),
     ("varlen_attention", "num_splits", "an argument of decode_attention, paged_attention"),
