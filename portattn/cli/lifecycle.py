@@ -12,6 +12,7 @@ import click
 from portattn.cli.errors import RED
 from portattn.cli.named import quirk_of
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural, table
+from portattn.cli.upgrade_sections import entry_line, show_carried
 from portattn.errors import ArgumentError
 from portattn.schema import quirk_names
 from portattn.tools import shell_values
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from portattn.schema.outcome import Incident
     from portattn.tools.quirks.lifecycle.bisect import Tested
     from portattn.tools.quirks.lifecycle.reduce import Reduced, Subject, Tried
-    from portattn.tools.quirks.lifecycle.upgrade import Entry
 
 LARGEST_LOG = 64 * 2**20  # bytes; a larger file is no compiler's output but a whole build's, to be cut first
 
@@ -360,10 +360,17 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
     metavar="BACKEND:ARCH",
     help="A chip; may be given several times.",
 )
-@click.option("--strict", is_flag=True, help="An entry that no probe has looked at on the new compiler is red too.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Red too: an entry that no probe has looked at on the new compiler, and a variant that refuses what it took.",
+)
 @json_option
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
     """Say what another compiler changes: entries that fall away, stay or newly apply, and plans that are not the same.
+
+    It also says which variants carry over, are tried by their canaries or refuse, which schedules were timed with which
+    compiler, and which published figures were measured with the new one.
 
     The plans are those of `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan.
     """
@@ -382,22 +389,17 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
         for change in ("falls away", "newly applies", "stays"):
             found = [entry for entry in made.entries if entry.change == change]
             heading(f"{change}: {len(found)}")
-            pairs((entry.id, _entry_line(entry)) for entry in found)
+            pairs((entry.id, entry_line(entry)) for entry in found)
         heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
         for moved in made.moved:
             click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
             for line in moved.differs:
                 click.echo(f"    {line}")
+        show_carried(made)
         if unverified:
             click.echo(f"\nunverified on {made.after}: {len(unverified)}")
-    if made.lost or (strict and unverified):
+    if made.lost or (strict and (unverified or any(one.refuses for one in made.variants))):
         raise click.exceptions.Exit(RED)
-
-
-def _entry_line(entry: Entry) -> str:
-    seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
-    where = ", ".join(entry.targets) if len(entry.targets) <= 3 else plural(len(entry.targets), "target")
-    return "; ".join(part for part in (entry.title, where, seen, entry.note) if part)
 
 
 _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}

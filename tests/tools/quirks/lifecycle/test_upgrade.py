@@ -9,6 +9,7 @@ from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.tools.matrix.problems import quick
 from portattn.tools.quirks.lifecycle import upgrade
+from portattn.tools.upgrade.plans import NO_PLAN
 
 OPEN = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01'
 BLOCK = """
@@ -96,7 +97,7 @@ def test_two_entries_that_contradict_each_other_on_the_new_one_leave_no_plan(tmp
     quirk_files.plant(tmp_path, "cuda-0902-one", "launch = { num_stages = 1 }", when=when(">=3.9,<3.10"))
     known = quirk_files.registry(tmp_path)
     made = upgrade.upgrade("triton==3.6.0", "triton==3.9.0", known, ("cuda:sm_90",))
-    assert {one.after for one in made.moved} == {upgrade.NO_PLAN}
+    assert {one.after for one in made.moved} == {NO_PLAN}
     assert made.lost
     assert any("cuda-0901-two and cuda-0902-one" in line for line in made.moved[0].differs)
     back = upgrade.upgrade("triton==3.9.0", "triton==3.6.0", known, ("cuda:sm_90",))

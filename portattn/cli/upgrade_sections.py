@@ -1,0 +1,56 @@
+"""What `portattn quirks upgrade` and `portattn ci` print alike: variants, schedules and figures that carry over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portattn.cli.output import heading, pairs, plural
+
+if TYPE_CHECKING:
+    from portattn.tools.upgrade.compare import Upgrade
+    from portattn.tools.upgrade.entries import Entry
+    from portattn.tools.upgrade.figures import Figures
+    from portattn.tools.upgrade.schedules import Timed
+    from portattn.tools.upgrade.variants import Carried
+
+NAMED = 3  # targets and problems that a line names; of more it gives the number
+
+
+def show_carried(made: Upgrade) -> None:
+    """Variants, schedules and figures, a line each; what never was timed on any chip is counted alone."""
+    heading(f"variants: {len(made.variants)}")
+    pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
+    timed = [one for one in made.schedules if one.timed_with]
+    never = len(made.schedules) - len(timed)
+    heading(f"schedules that were timed: {sum(one.carries for one in timed)} of {len(timed)} carry over")
+    pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
+    if never:
+        pairs([("never timed on the chip", plural(never, "schedule"))])
+    heading(f"figures: {sum(one.carries for one in made.figures)} of {len(made.figures)} carry over")
+    pairs((one.page, figures_line(one)) for one in made.figures)
+
+
+def entry_line(entry: Entry) -> str:
+    seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
+    return "; ".join(part for part in (entry.title, named(entry.targets, "target"), seen, entry.note) if part)
+
+
+def variant_line(one: Carried) -> str:
+    why = next(iter(one.refuses.values()), "")
+    return f"{one.said}: {why}" if why else one.said
+
+
+def schedule_line(one: Timed, after: str) -> str:
+    where = named(one.problems, "problem")
+    return (
+        f"timed with {one.timed_with}; {where}" if one.carries else f"timed with {one.timed_with}, not {after}; {where}"
+    )
+
+
+def figures_line(one: Figures) -> str:
+    carries = "carries over" if one.carries else "does not carry over"
+    return f"{carries}: measured with {one.measured_with} on {one.target}; {one.what}"
+
+
+def named(names: tuple[str, ...], noun: str) -> str:
+    return ", ".join(names) if len(names) <= NAMED else plural(len(names), noun)

@@ -1,0 +1,92 @@
+"""Quirks between two compilers: those that fall away, stay or newly apply, and what probes saw on the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.schema.quirk import Quirk
+from portattn.schema.target import Target
+from portattn.tools.upgrade.sides import Pair, Side
+
+Change = Literal["falls away", "stays", "newly applies"]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One quirk that holds on one of the two compilers or on both.
+
+    targets   those that it concerns
+    verified  targets on which a probe looked on the new compiler, with what it saw: "cuda:sm_90: pass"
+    note      why the new compiler is in doubt; empty where it is not
+    """
+
+    id: str
+    title: str
+    symptom: str
+    change: Change
+    targets: tuple[str, ...]
+    verified: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def unverified(self) -> bool:
+        """Whether it applies on the new compiler, or stops to, and no probe has looked there."""
+        return not self.verified
+
+    @property
+    def assumed(self) -> bool:
+        """Whether it applies on the new compiler, and no probe has looked there."""
+        return self.unverified and self.change != "falls away"
+
+
+def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
+    """The quirks of both sides that concern the targets, in the registry's order."""
+    known = {name: quirk for pair in pairs for side in pair for name, quirk in side.registry.quirks.items()}
+    for quirk in known.values():
+        changes: dict[Change, list[Target]] = {}
+        for old, new in pairs:
+            change = _change(_holds(quirk, old), _holds(quirk, new))
+            if change:
+                changes.setdefault(change, []).append(new.target)
+        for change, where in changes.items():
+            yield Entry(
+                id=quirk.id,
+                title=quirk.title,
+                symptom=quirk.symptom,
+                change=change,
+                targets=tuple(target.name for target in where),
+                verified=tuple(_verified(quirk, where)),
+                note=_note(quirk, change, where[0]),
+            )
+
+
+def _holds(quirk: Quirk, side: Side) -> bool:
+    """Whether a side has the quirk, and its compiler is in the quirk's range."""
+    concerned = quirk.id in side.registry.quirks and any(quirk.concerns(kernel, side.target) for kernel in KERNEL_NAMES)
+    return concerned and quirk.in_range(side.target.toolchain)
+
+
+def _change(before: bool, after: bool) -> Change | None:
+    if before and after:
+        return "stays"
+    return "falls away" if before else "newly applies" if after else None
+
+
+def _verified(quirk: Quirk, where: list[Target]) -> Iterator[str]:
+    names = {target.name for target in where}
+    compiler = str(where[0].toolchain)
+    for seen in quirk.verified:
+        if seen.toolchain == compiler and seen.target in names:
+            yield f"{seen.target}: {seen.off}"
+
+
+def _note(quirk: Quirk, change: Change, target: Target) -> str:
+    if quirk.assumed(target.toolchain):
+        return "assumed: a version that its range asks about is not known"
+    if quirk.newer_than_seen(target.toolchain):
+        kept = "is left out" if change == "falls away" else "applies to be safe"
+        return f"last seen on {quirk.evidence.last_seen}; {kept}"
+    return ""
