@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": ("portattn.cli.plan:plan", "How a problem would run on any target, and why."),
     "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, why, audit, new, probe, …"),
     "matrix": ("portattn.cli.matrix:matrix", "Ops × targets: plan, compile, check and report every cell."),
+    "ci": ("portattn.cli.ci:ci", "What breaks with another compiler, for a library's CI."),
     "lab": ("portattn.cli.lab:lab", "Environments of other compilers: list, create, remove."),
     "verify": ("portattn.cli.verify:verify", "The kernels by every means that is here, and which one differs."),
     "warmup": ("portattn.cli.warmup:warmup", "Compile what calls will need, before they are made."),

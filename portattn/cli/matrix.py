@@ -141,11 +141,11 @@ def run(
         raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     tell_unknown(select.toolchains(toolchain))
-    where = select.targets(_targets(targets), select.toolchains(toolchain, all_toolchains), ascend, which)
+    where = select.targets(select.globs(targets), select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
     if create:
         _create(select.missing(where, pythons))
-    specs = select.specs(select.problems(which, _commas(ops)), where)
+    specs = select.specs(select.problems(which, select.commas(ops)), where)
     here = tuple(devices())
     if run_ptx_compat:
         _older(where, here)
@@ -189,7 +189,7 @@ def run(
     cells.sort(key=lambda cell: cell.index)
     changes = None
     if before is not None and not interrupted:
-        narrowed = Narrowed(where, _targets(targets), _commas(ops), all_toolchains)
+        narrowed = Narrowed(where, select.globs(targets), select.commas(ops), all_toolchains)
         changes = _compared(before, made, cells, out, narrowed)
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
     matrix_verdict.write_junit(junit, made, cells, verdict)
@@ -332,24 +332,3 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
             if c.red
         ],
     }
-
-
-def _targets(texts: tuple[str, ...]) -> list[str]:
-    """The globs of targets, with names of chips as the targets that they mean."""
-    from portattn.errors import ArgumentError
-    from portattn.planning.registry import Registry
-
-    registry, found = Registry.load(), []
-    for text in _commas(texts):
-        try:
-            found.append(registry.target(text, "none").name)
-        except ArgumentError as error:
-            known = text in registry.backends or registry.family(text) or set("*?[") & set(text)
-            if not known:
-                raise ArgumentError("matrix run", "--targets", text, error.limit) from None
-            found.append(text)  # a glob; one that matches nothing is refused with all that could be meant
-    return found
-
-
-def _commas(texts: tuple[str, ...]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]

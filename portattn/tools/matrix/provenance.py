@@ -45,6 +45,7 @@ def this_run(
     seconds: float = 0.0,
     left_out: Sequence[str] = (),
     host: str = "",
+    registry: Registry | None = None,
 ) -> Run:
     """The Run that these cells would make here and now.
 
@@ -52,6 +53,7 @@ def this_run(
     seconds    the time limit of each compile and each check of numbers
     left_out   names of executors that are not asked
     host       what the machine is called
+    registry   what cells are planned by; None: what comes with portattn and with installed packages
     """
     elsewhere = elsewhere or {}
     versions = {"python": platform.python_version()}
@@ -67,7 +69,7 @@ def this_run(
     environments = {e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made}
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     commit, dirty = git_commit(Path(portattn.__file__).parent)
-    registry = Registry.load()
+    registry = registry or Registry.load()
     identity = Identity(
         portattn=__version__,
         commit=commit,

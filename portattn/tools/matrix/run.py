@@ -39,6 +39,7 @@ STATUS_OF_OUTCOME = {"error": "ERROR", "crash": "CRASH", "hang": "TIMEOUT"}
 STATUS_OF_NUMERICS = {"fail": "FAIL", "error": "FAIL", "crash": "CRASH", "hang": "TIMEOUT"}
 TAIL = 4000  # characters of a failed compile's output that a cell keeps
 LOWERED = "lowers to {}; not run here"
+PLANNED = "planned, not compiled"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pythons        toolchain -> the interpreter that compiles with it; any other is the installed one, or the lab's
     here           targets that are devices of this machine
     left_out       names of executors (portattn/testing/executor.py) that are not asked
+    registry       what cells are planned by; None: what comes with portattn and with installed packages
     """
 
     seconds: float = 120.0
@@ -56,6 +58,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pythons: Mapping[str, str] = {}
     here: tuple[Target, ...] = ()
     left_out: tuple[str, ...] = ()
+    registry: Registry | None = None
 
 
 class Workers:
@@ -148,12 +151,12 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
 def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers) -> Cell:
     """Make one cell. What goes wrong in planning or compiling is what the cell says."""
     begun = time.monotonic()
-    registry = Registry.load()
+    registry = options.registry or Registry.load()
     fields: dict[str, Any]
     try:
         made = plan(spec.named.problem, spec.target, registry)
     except PortattnError as error:
-        fields = {"status": "ERROR", "level": "declared", "reason": f"no plan: {error}", "stage": "plan"}
+        fields = _no_plan(error)
     else:
         core = core_of(made, spec.target, registry)
         fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
@@ -162,6 +165,29 @@ def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers
         causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
         explained = (footnote(quirk, "explains", registry) for quirk in causes)
         fields["footnotes"] = (*fields["footnotes"], *explained)
+    return _cell(spec, begun, fields)
+
+
+def planned_cell(spec: Spec, registry: Registry) -> Cell:
+    """A cell that is planned alone: nothing is compiled, and it says so."""
+    begun = time.monotonic()
+    fields: dict[str, Any]
+    try:
+        made = plan(spec.named.problem, spec.target, registry)
+    except PortattnError as error:
+        fields = _no_plan(error)
+    else:
+        core = core_of(made, spec.target, registry)
+        fields = {"status": "NOT_RUN", "level": "declared", "reason": PLANNED}
+        fields |= {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
+    return _cell(spec, begun, fields)
+
+
+def _no_plan(error: PortattnError) -> dict[str, Any]:
+    return {"status": "ERROR", "level": "declared", "reason": f"no plan: {error}", "stage": "plan"}
+
+
+def _cell(spec: Spec, begun: float, fields: dict[str, Any]) -> Cell:
     return Cell(
         id=spec.id,
         index=spec.index,

@@ -51,6 +51,25 @@ def wanted_name(op: str, name: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(op, glob) or fnmatch.fnmatchcase(name, glob)
 
 
+def commas(texts: Sequence[str]) -> list[str]:
+    """The parts of texts that may hold commas."""
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def globs(texts: Sequence[str]) -> list[str]:
+    """The globs of targets that texts name, with names of chips as the targets that they mean. Raises ArgumentError."""
+    registry, found = Registry.load(), []
+    for text in commas(texts):
+        try:
+            found.append(registry.target(text, "none").name)
+        except ArgumentError as error:
+            known = text in registry.backends or registry.family(text) or set("*?[") & set(text)
+            if not known:
+                raise ArgumentError(OP, "--targets", text, error.limit) from None
+            found.append(text)  # a glob; one that matches nothing is refused with all that could be meant
+    return found
+
+
 def targets(
     globs: Sequence[str],
     toolchains: Sequence[Toolchain],

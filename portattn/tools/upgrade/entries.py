@@ -65,7 +65,11 @@ def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
 
 def _holds(quirk: Quirk, side: Side) -> bool:
     """Whether a side has the quirk, and its compiler is in the quirk's range."""
-    concerned = quirk.id in side.registry.quirks and any(quirk.concerns(kernel, side.target) for kernel in KERNEL_NAMES)
+    if quirk.id not in side.registry.quirks:
+        return False
+    variants = side.registry.backends[side.target.backend].variants
+    names = (*KERNEL_NAMES, *(variant.name for variant in variants if side.target.arch.name in variant.arches))
+    concerned = any(quirk.concerns(name, side.target) for name in names)
     return concerned and quirk.in_range(side.target.toolchain)
 
 
