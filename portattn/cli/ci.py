@@ -153,11 +153,13 @@ def ci(
     )  # fmt: skip
     for option, folder in (("--summary", summary.parent if summary else None), ("--out", out)):
         _writable(option, folder)
+    if summary and summary.exists() and not summary.is_file():
+        raise ArgumentError("ci", "--summary", str(summary), "must be a file: it is written whole, by renaming")
     options = Options(seconds=seconds, jobs=jobs, left_out=_left_out(emulate))
     if compiled:
         _need_compilers(what, create)
     try:
-        found = _compared(what, options, compiled, out, targets, red, listed, matrix_verdict.today(today))
+        found = _compared(what, options, compiled, out, targets, problems, red, listed, matrix_verdict.today(today))
     except KeyboardInterrupt:
         kept = f"; what was finished is in {out}" if out and compiled else ""
         click.echo(f"interrupted{kept}", err=True)
@@ -217,7 +219,8 @@ def _compared(
     options: Options,
     compiled: bool,
     out: Path | None,
-    globs: tuple[str, ...],
+    targets: tuple[str, ...],
+    problems: tuple[str, ...],
     red: frozenset[str],
     listed: Sequence[Expected],
     today: datetime.date | None,
@@ -242,7 +245,7 @@ def _compared(
         old = snapshot(sides[BEFORE].run, sides[BEFORE].cells, str(what.old))
     else:
         old = what.baseline if compiled else cells.as_planned(what.baseline)
-    diff = compare(old, new, lambda entry: counts(what, entry, globs))
+    diff = compare(old, new, lambda entry: counts(what, entry, targets, problems))
     upgrade = upgraded(what.pairs, what.problems)
     return report(what, diff, after, upgrade, compiled=compiled, fail_on=red, expected=listed, today=today)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import click
+
 from portattn.cli.output import heading, pairs, plural
 
 if TYPE_CHECKING:
@@ -18,16 +20,18 @@ NAMED = 3  # targets and problems that a line names; of more it gives the number
 
 def show_carried(made: Upgrade) -> None:
     """Variants, schedules and figures, a line each; what never was timed on any chip is counted alone."""
-    heading(f"variants: {len(made.variants)}")
-    pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
+    if made.variants:
+        heading(f"variants: {len(made.variants)}")
+        pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
     timed = [one for one in made.schedules if one.timed_with]
-    never = len(made.schedules) - len(timed)
-    heading(f"schedules that were timed: {sum(one.carries for one in timed)} of {len(timed)} carry over")
-    pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
-    if never:
-        pairs([("never timed on the chip", plural(never, "schedule"))])
-    heading(f"figures: {sum(one.carries for one in made.figures)} of {len(made.figures)} carry over")
-    pairs((one.page, figures_line(one)) for one in made.figures)
+    if timed:
+        heading(f"schedules that were timed: {sum(one.carries for one in timed)} of {len(timed)} carry over")
+        pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
+    if never := len(made.schedules) - len(timed):
+        click.echo(f"\n{plural(never, 'schedule')} never timed on the chip")
+    if made.figures:
+        heading(f"figures: {sum(one.carries for one in made.figures)} of {len(made.figures)} carry over")
+        pairs((one.page, figures_line(one)) for one in made.figures)
 
 
 def entry_line(entry: Entry) -> str:

@@ -31,7 +31,6 @@ class Asked(NamedTuple):
     pairs      each target under both, with the registry of that side
     problems   of the set `which`
     baseline   what the old side is read from; None: it is made
-    gone       cells of the baseline that were asked for, on targets that are no more
     own        ids of the quirks that the user's folder adds to the new side
     """
 
@@ -63,7 +62,7 @@ def asked(
     before    the compiler that is left; None: the baseline's, or the installed one
     after     the compiler that comes; None: the installed one, where there is something else to compare it with
     targets   globs, as of `matrix run`; none: the baseline's targets, or those of the quick set
-    problems  globs on ops and names of problems; none: all of the set
+    problems  globs on ops and names of problems; none: the baseline's, or all of the set
     which     the set of problems; None: the baseline's, or the quick one
     quirks    folder with quirk files of the user's own, which hold on the new side
 
@@ -82,7 +81,12 @@ def asked(
     added = with_quirks(registry, quirks) if quirks else registry
     with _named():
         named = select.problems(chosen, select.commas(problems))
+        if kept is not None and not problems:
+            named = [one for one in named if one.name in kept.problems]
         names = _targets(select.globs(targets), new, registry, chosen, kept, str(old))
+    if baseline and not (names and named):
+        limit = f"has no cell of {old} whose target and problem are known here: write it anew"
+        raise ArgumentError(OP, "--baseline", str(baseline), limit)
     pairs = tuple(
         Pair(Side(registry.target(name, old), registry), Side(added.target(name, new), added)) for name in names
     )
@@ -90,13 +94,13 @@ def asked(
     return Asked(old=old, new=new, pairs=pairs, problems=tuple(named), which=chosen, baseline=kept, own=own)
 
 
-def counts(what: Asked, entry: Entry, globs: Sequence[str]) -> bool:
-    """Whether a cell of the baseline was asked for: also on a target that is none any more, where all were."""
+def counts(what: Asked, entry: Entry, targets: Sequence[str], problems: Sequence[str]) -> bool:
+    """Whether a cell of the baseline was asked for by globs: without any, also one whose target or problem is gone."""
     names = {named.name for named in what.problems}
     return (
         entry.toolchain == str(what.old)
-        and (entry.target in what.targets or not globs)
-        and (entry.name in names or len(what.problems) == len(select.problems(what.which, [])))
+        and (entry.target in what.targets or not targets)
+        and (entry.name in names or not problems)
     )
 
 

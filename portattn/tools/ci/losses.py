@@ -84,13 +84,13 @@ def _todo(
     if kind == "canaries":
         return "run the tests on the chip; until then canaries decide before the first call"
     if kind == "schedules":
-        return f"`portattn tune {on}` on the chip: this concerns speed alone"
+        return f"`portattn tune --set all {on}` on the chip: this concerns speed alone"
     if kind == "figures":
         return "measure again with `portattn bench` before the figures are quoted"
     if set(kinds) & {"core", "variant"}:
         return f"`portattn quirks why {' '.join(targets[:1])} --toolchain {new}` says more"
     if "spilled" in what or "spills" in what:
-        return f"`portattn tune {on} --compile-only` looks for tiles that fit"
+        return f"`portattn tune --set all {on} --compile-only` looks for tiles that fit"
     if set(kinds) & {"level", "red"}:
         return "`portattn quirks new --from-log FILE` drafts a quirk of what the compiler printed"
     return f"`portattn matrix run --targets {','.join(targets[:1])} --toolchain {new}` shows the cells"

@@ -23,9 +23,10 @@ def render(report: Report, limit: int = LIMIT) -> str:
 
 def verdict(report: Report) -> str:
     """One sentence: what is lost, of how much, and how that was looked at."""
-    how = "compiled and compared" if report.compiled else "compared by their plans; nothing was compiled"
+    how = "compiled and compared" if report.compiled else "compared"
     against = f" with {report.against}" if report.against else ""
-    cells = f"{_plural(report.compared, 'cell')} of {_plural(len(report.targets), 'target')} {how}{against}"
+    only = "" if report.compiled else " by their plans; nothing was compiled"
+    cells = f"{_plural(report.compared, 'cell')} of {_plural(len(report.targets), 'target')} {how}{against}{only}"
     if not report.losses:
         return f"Nothing is lost: {cells}"
     inside = f" in {_plural(report.cells_lost, 'cell')}" if report.cells_lost else ""
