@@ -1,0 +1,340 @@
+"""`portattn ci`: what another compiler breaks is red with its cause, and what it does not is green and short."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from quirk_files import plant
+
+from portattn.schema.toolchain import installed
+from portattn.testing import numerics
+from portattn.tools.ci import cells, github, summary
+from portattn.tools.ci.report import FAIL_ON, LESS_SURE
+from portattn.tools.matrix import run
+from portattn.tools.matrix.problems import quick
+
+BUMP = ("ci", "--from", "triton==3.6.0", "--to", "triton==3.9.0")
+BOTH = ("--targets", "cuda:sm_90,rocm:gfx942")
+
+
+@pytest.fixture(autouse=True)
+def _no_runner(monkeypatch):
+    """The tests themselves may run on one."""
+    for name in (github.ACTIONS, github.SUMMARY):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def takes_rocm(tmp_path):
+    """A folder with a quirk of the user's own, which takes the core kernels from all of ROCm."""
+    folder = tmp_path / "own"
+    plant(folder, "rocm-0901-takes", 'path = "reference"', 'toolchain = { triton = "<4" }')
+    return folder
+
+
+def test_an_upgrade_that_loses_no_path_is_green_and_says_what_is_less_sure(portattn):
+    called = portattn(*BUMP, *BOTH)
+    assert called.status == 0, called.out
+    cells_ = 2 * len(quick())
+    assert called.out.splitlines()[-1] == (
+        f"Nothing is lost: {cells_} cells of 2 targets compared by their plans; nothing was compiled"
+    )
+    assert "gluon_forward on cuda:sm_90   is tried by its canaries" in called.out
+    assert re.search(r"schedules that were timed: 0 of \d+ carry over", called.out)
+    assert re.search(r"figures: 0 of \d+ carry over", called.out)
+    found = portattn(*BUMP, *BOTH, "--json").json
+    changes = {entry["id"]: entry["change"] for entry in found["upgrade"]["entries"]}
+    assert changes["any-0001-no-block-pointers"] == "newly applies"
+    assert changes["rocm-0007-guarded-loop"] == "falls away"
+    assert (found["lost"], found["losses"], found["compiled"]) == (0, [], False)
+
+
+def test_and_back_again(portattn):
+    called = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.6.0", *BOTH, "--json")
+    assert called.status == 0
+    changes = {entry["id"]: entry["change"] for entry in called.json["upgrade"]["entries"]}
+    assert changes["any-0001-no-block-pointers"] == "falls away"
+    assert changes["rocm-0007-guarded-loop"] == "newly applies"
+    assert {one["after"] for one in called.json["upgrade"]["variants"]} == {"run"}
+
+
+def test_a_downgrade_below_a_version_gate_is_red_with_the_quirk_and_what_to_do(portattn):
+    called = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.5.1", *BOTH, "--json")
+    assert called.status == 1
+    losses = called.json["losses"]
+    assert {one["quirk"] for one in losses} == {"cuda-0016-gluon-aggregates"}
+    assert all(one["kinds"] == ["variant"] and one["targets"] == ["cuda:sm_90"] for one in losses)
+    lost = [name for one in losses for name in one["problems"]]
+    assert len(lost) == len(set(lost)) == 7
+    assert all("rules out the path" in one["cause"] for one in losses)
+    assert all("portattn quirks probe cuda-0016" in one["todo"] for one in losses)
+
+
+def test_a_quirk_of_ones_own_that_takes_all_of_rocm_is_red_and_named(portattn, takes_rocm):
+    called = portattn(*BUMP, "--targets", "rocm", "--quirk-folder", str(takes_rocm))
+    assert called.status == 1
+    assert "LOST  core: path triton → reference" in called.out
+    assert "quirk rocm-0901-takes rules out the path triton" in called.out
+    assert f"narrow `[when]` of {takes_rocm}/rocm/rocm-0901-takes.toml" in called.out
+    green = portattn(*BUMP, "--targets", "cuda", "--quirk-folder", str(takes_rocm))
+    assert green.status == 0, "it is ROCm's alone"
+    assert portattn(*BUMP, "--targets", "rocm").status == 0, "and not there without the folder"
+    flat = portattn(*BUMP, "--targets", "gfx942", "--quirk-folder", str(takes_rocm / "rocm"))
+    assert flat.status == 1, "the files may lie in the folder itself"
+    same = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.6.0", "--targets", "gfx942", "--quirk-folder",
+                    str(takes_rocm))  # fmt: skip
+    assert same.status == 1, "what it costs, whatever the compiler"
+
+
+def test_a_bump_that_changes_nothing_is_green_and_short(portattn, tmp_path):
+    same = ("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", "--targets", "gfx950")
+    called = portattn(*same, "--summary", str(tmp_path / "s.md"))
+    assert called.status == 0
+    assert len(called.out.splitlines()) <= 12
+    assert "LOST" not in called.out
+    assert "changed" not in called.out
+    text = (tmp_path / "s.md").read_text(encoding="utf-8")
+    assert "**Nothing is lost: 11 cells of 1 target compared by their plans; nothing was compiled.**" in text
+    assert "| lost |" not in text
+    assert len(text.splitlines()) <= 20
+
+
+def test_contradicting_quirks_leave_no_plan(portattn, tmp_path):
+    for stages in (1, 2):
+        plant(tmp_path / "own", f"cuda-090{stages}-x", f"launch = {{ num_stages = {stages} }}", 'arch = ["sm_80"]')
+    called = portattn(*BUMP, "--targets", "sm_80", "--quirk-folder", str(tmp_path / "own"), "--json")
+    assert called.status == 1
+    loss = next(one for one in called.json["losses"] if "no plan" in one["what"])
+    assert "cuda-0901-x and cuda-0902-x" in loss["what"]
+    assert loss["todo"].startswith("two quirks contradict each other")
+
+
+def test_less_sure_is_red_where_it_is_asked_for(portattn):
+    for kind in LESS_SURE:
+        called = portattn(*BUMP, "--targets", "sm_90,gfx942", "--fail-on", kind, "--json")
+        assert called.status == 1, kind
+        assert {tuple(one["kinds"]) for one in called.json["losses"]} == {(kind,)}
+    probed = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.6.0", "--targets", "sm_90", "--fail-on",
+                      "canaries,schedules,figures")  # fmt: skip
+    assert probed.status == 0, "with 3.6.0 all three are there"
+
+
+def test_every_word_of_the_help_is_one_and_the_others_are_red_by_themselves(portattn):
+    text = " ".join(portattn("ci", "--help").out.split())
+    listed = re.search(r"What else is red: (.*?)\. Repeat", text)[1]
+    words = set(re.findall(r"\w+", listed)) - {"and", "of", "what", "is", "less", "sure"}
+    assert words == set(FAIL_ON) - {"gone", "level", "core", "variant", "interpreter"}
+
+
+def test_versions_nobody_knows_are_planned_and_said(portattn):
+    called = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.99", "--targets", "gfx942")
+    assert called.status == 0
+    assert "note: triton==3.99 is no known release" in called.out
+    assert "nobody is known to have run it" in called.out
+    own = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.6.0+git1234", "--targets", "sm_90", "--json")
+    assert {one["after"] for one in own.json["upgrade"]["variants"]} == {"tried"}, "3.6.0's evidence is not its own"
+    dev = portattn("ci", "--from", "triton==3.6.0", "--to", "triton==3.7.0.dev20260101", "--targets", "gfx942")
+    assert "comes before 3.7.0 in the ranges" in dev.out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("--from", "3.6", "--to", "triton==3.9.0"), "--from is '3.6', but '3.6' is not NAME==VERSION"),
+        (("--from", "triton==3.6.0", "--to", "triton-ascend==3.2.0"), "must be a release of triton, as --from is"),
+        (("--from", "triton==3.6.0", "--to", "none"), "--to is 'none', but must be a compiler"),
+        ((), "--to is '', but must be named where neither --from nor --baseline is"),
+        ((*BUMP[1:], "--targets", "ascend"), "--targets is 'ascend', but must match a target that triton compiles for"),
+        ((*BUMP[1:], "--targets", "t4"), "is not supported"),
+        ((*BUMP[1:], "--problems", "nix"), "--problems is 'nix', but must match an op"),
+        ((*BUMP[1:], "--fail-on", "bogus"), "--fail-on is 'bogus', but must be one of note,"),
+        ((*BUMP[1:], "--fail-on", "facts"), "--fail-on is 'facts', but is about compiled cells, and needs --compile"),
+        ((*BUMP[1:], "--quick", "--full"), "goes without --quick"),
+        ((*BUMP[1:], "--create"), "--create is 'on', but goes with --compile"),
+        ((*BUMP[1:], "--quirk-folder", "/nowhere"), "must be a folder with quirk files"),
+        ((*BUMP[1:], "--baseline", "/nowhere.toml"), "/nowhere.toml"),
+        ((*BUMP[1:], "--expected", "/nowhere.toml"), "/nowhere.toml"),
+        ((*BUMP[1:], "--summary", "/dev/null/x.md"), "--summary is '/dev/null', but cannot be written"),
+        ((*BUMP[1:], "--summary", "/dev/null"), "must be a file"),
+        (("--from", "triton==3.9.0", "--to", "triton==3.99", "--compile"), "is neither installed nor in the lab"),
+        (("--from", "flagtree==0.3.0", "--to", "flagtree==0.4.0", "--compile"), "the lab cannot install it"),
+    ],
+)
+def test_bad_input_is_one_line(portattn, line, message):
+    called = portattn("ci", *line)
+    assert called.status == 2
+    assert called.out == ""
+    assert message in called.err
+    assert len(called.err.splitlines()) == 1
+
+
+def test_quirks_whose_id_is_taken_and_folders_without_any_are_refused(portattn, tmp_path):
+    (tmp_path / "empty").mkdir()
+    plant(tmp_path / "taken", "any-0001-no-block-pointers", 'path = "reference"')
+    for name, words in (("empty", "must have quirk files"), ("taken", "whose id is taken: any-0001-no-block-pointers")):
+        called = portattn(*BUMP, "--quirk-folder", str(tmp_path / name))
+        assert called.status == 2
+        assert words in called.err
+
+
+@pytest.fixture
+def kept(portattn, tmp_path):
+    """A baseline of plans with Triton 3.6.0."""
+    same = ("ci", "--from", "triton==3.6.0", "--to", "triton==3.6.0", *BOTH)
+    assert portattn(*same, "--problems", "dense*,MLA*", "--out", str(tmp_path / "out")).status == 0
+    assert portattn("matrix", "baseline", str(tmp_path / "out" / "after"), str(tmp_path / "b.toml")).status == 0
+    return tmp_path / "b.toml"
+
+
+def test_a_baseline_in_place_of_the_old_side(portattn, kept, takes_rocm, tmp_path):
+    """It brings its compiler, its targets and its problems."""
+    line = ("ci", "--baseline", str(kept), "--to")
+    green = portattn(*line, "triton==3.9.0", "--json")
+    assert green.status == 0
+    assert (green.json["before"], green.json["targets"]) == ("triton==3.6.0", ["rocm:gfx942", "cuda:sm_90"][::-1])
+    assert green.json["compared"] == 2 * len(green.json["problems"]) == 2 * 5
+    assert portattn(*line, "triton==3.5.1").status == 1
+    red = portattn(*line, "triton==3.6.0", "--quirk-folder", str(takes_rocm))
+    assert red.status == 1
+    assert "quirk rocm-0901-takes rules out the path triton" in red.out
+    other = portattn(*line, "triton==3.9.0", "--from", "triton==3.4.0")
+    assert other.status == 2
+    assert "must be a compiler of" in other.err
+    assert portattn(*line, "triton==3.9.0", "--full").status == 2, "of another set"
+    text = kept.read_text(encoding="utf-8")
+    kept.write_text(text.replace('"dense full fp32 D=64" = ', '"dense no more" = '), encoding="utf-8")
+    gone = portattn(*line, "triton==3.9.0")
+    assert gone.status == 1
+    assert "LOST  gone: the cell is gone" in gone.out
+    assert portattn(*line, "triton==3.9.0", "--problems", "MLA*").status == 0, "that one was not asked for"
+
+
+def test_a_baseline_of_compiled_cells_is_compared_by_what_plans_say(portattn, kept):
+    text = kept.read_text(encoding="utf-8")
+    kept.write_text(text.replace('status = "NOT_RUN", level = "declared"', 'level = "measured"'), encoding="utf-8")
+    assert 'level = "measured"' in kept.read_text(encoding="utf-8")
+    assert portattn("ci", "--baseline", str(kept), "--to", "triton==3.9.0").status == 0, "no level is lost unseen"
+
+
+def test_what_is_kept_can_be_compared_again(portattn, kept, tmp_path):
+    out = tmp_path / "out"
+    assert portattn("matrix", "diff", str(out / "before"), str(out / "after")).status == 0
+    assert (out / "after" / "index.html").exists()
+
+
+@pytest.fixture
+def compilers(monkeypatch, planted, tmp_path):
+    """Two planted compilers: under 3.9.0 sm_90 is refused, under 3.6.0 it is not."""
+    newer = tmp_path / "newer-compiler"
+    with open(planted, encoding="utf-8") as file:
+        text = file.read()
+    assert 'arch == "89"' in text
+    newer.write_text(text.replace('arch == "89"', 'arch == "90"'), encoding="utf-8")
+    newer.chmod(0o755)
+    pythons = {"triton==3.6.0": planted, "triton==3.9.0": str(newer)}
+    real = run.Options
+    monkeypatch.setattr(run, "Options", lambda **options: real(**options | {"pythons": pythons}))
+    monkeypatch.setattr(cells, "missing", lambda sides: [])
+    monkeypatch.setattr(numerics, "interpreter_missing", lambda: "left out by this test")
+
+
+COMPILE = (*BUMP, "--problems", "dense*fp32*", "--compile", "--no-emulate")
+
+
+@pytest.mark.compiles
+def test_compiled_a_refusal_of_the_new_compiler_is_red_and_can_be_expected(portattn, compilers, tmp_path):
+    called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"), "--json")
+    assert called.status == 1
+    (loss,) = called.json["losses"]
+    assert (loss["kinds"], loss["targets"]) == (["level"], ["cuda:sm_90"])
+    assert "compiles → ERROR" in loss["what"]
+    assert "planted refusal" in loss["what"]
+    assert "toolchain triton==3.6.0 → triton==3.9.0" in loss["cause"]
+    assert "2 cells of 2 targets compiled and compared" in called.json["verdict"]
+    assert "[4/4]" in called.err, "progress"
+    expected = tmp_path / "expected.toml"
+    expected.write_text(
+        '[[expected]]\ntarget = "cuda:sm_90"\nproblem = "*"\nsignature = "planted refusal"\nreason = "planted"\n'
+        'owner = "tests"\nexpires = 2026-12-31\n'
+    )
+    excused = (*COMPILE, "--targets", "sm_90", "--expected", str(expected))
+    assert portattn(*excused, "--today", "2026-12-31").status == 0
+    late = portattn(*excused, "--today", "2027-01-01")
+    assert late.status == 1
+    assert "expired" in late.out
+    again = portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", *COMPILE[5:], "--targets", "sm_90")
+    assert again.status == 0, "as red as before is not lost"
+    assert portattn("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", *COMPILE[5:], "--targets", "sm_90",
+                    "--fail-on", "red").status == 1  # fmt: skip
+
+
+@pytest.mark.compiles
+def test_ctrl_c_keeps_what_was_finished(portattn, compilers, monkeypatch, tmp_path):
+    real = cells.execute
+
+    def interrupted(specs, options, done):
+        real(specs[:1], options, done)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells, "execute", interrupted)
+    called = portattn(*COMPILE, *BOTH, "--out", str(tmp_path / "out"))
+    assert called.status == 130
+    assert called.out == ""
+    assert f"interrupted; what was finished is in {tmp_path / 'out'}" in called.err
+    checked = portattn("matrix", "check", str(tmp_path / "out" / "before"))
+    assert "1 of 2 cells are missing" in checked.out
+
+
+def test_a_compiler_that_is_missing_is_made_where_that_is_asked_for(portattn, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "portattn.cli.lab.create_all", lambda names: (made.extend(names), dict.fromkeys(names, "no room"))
+    )
+    missing = next(name for name in ("triton==3.3.1", "triton==3.4.0") if name != str(installed()))
+    called = portattn("ci", "--from", str(installed()), "--to", missing, "--compile", "--create", "--targets", "sm_90")
+    assert made == [missing]
+    assert called.status == 2
+    assert "no room" in called.err
+
+
+def test_on_a_runner_there_is_a_summary_and_annotations(portattn, takes_rocm, monkeypatch, tmp_path):
+    step = tmp_path / "step.md"
+    step.write_text("earlier\n", encoding="utf-8")
+    monkeypatch.setenv(github.SUMMARY, str(step))
+    line = (*BUMP, "--targets", "gfx942", "--quirk-folder", str(takes_rocm))
+    assert "::" not in portattn(*line).out, "a summary's file alone is no runner"
+    monkeypatch.setenv(github.ACTIONS, "true")
+    called = portattn(*line)
+    text = step.read_text(encoding="utf-8")
+    assert text.startswith("earlier\n## portattn ci: triton==3.6.0 → triton==3.9.0")
+    assert text.count("## portattn ci") == 2, "each call appends"
+    annotations = [one for one in called.out.splitlines() if one.startswith("::")]
+    assert len(annotations) == 1
+    assert annotations[0].startswith("::error title=portattn ci%3A triton==3.6.0 to triton==3.9.0::core: path triton")
+    assert "%0Aquirk rocm-0901-takes rules out" in annotations[0]
+    as_json = portattn(*line, "--json", "--summary", str(tmp_path / "own.md"))
+    assert as_json.json["lost"] == 1, "standard output is one document"
+    assert "::error title=" in as_json.err
+    assert step.read_text(encoding="utf-8").count("## portattn ci") == 2, "--summary takes its place"
+    assert (tmp_path / "own.md").read_text(encoding="utf-8").startswith("## portattn ci")
+
+
+def test_a_full_summary_and_one_that_cannot_be_written_are_said(portattn, monkeypatch, tmp_path):
+    step = tmp_path / "step.md"
+    monkeypatch.setenv(github.SUMMARY, str(step))
+    step.write_bytes(b"x" * (summary.LIMIT - 100))
+    full = portattn(*BUMP, "--targets", "gfx942")
+    assert full.status == 0
+    assert "the step's summary is full" in full.err
+    assert step.stat().st_size == summary.LIMIT - 100
+    monkeypatch.setenv(github.SUMMARY, str(tmp_path))
+    broken = portattn(*BUMP, "--targets", "gfx942")
+    assert broken.status == 2
+    assert "the summary cannot be written" in broken.err
+
+
+def test_the_document_has_the_whole_report(portattn):
+    found = portattn(*BUMP, "--targets", "sm_90", "--json").json
+    assert set(found) >= {"verdict", "lost", "before", "after", "findings", "losses", "changes", "upgrade", "notes"}
+    assert found["verdict"] == "Nothing is lost: 11 cells of 1 target compared by their plans; nothing was compiled"

@@ -1,0 +1,155 @@
+"""What of variants, schedules and figures carries over from one compiler to another."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+import pytest
+import quirk_files
+from places import DOCS, ROOT
+
+from portattn.errors import ArgumentError
+from portattn.planning.planner import plan
+from portattn.planning.registry import Registry
+from portattn.schema.toolchain import Toolchain
+from portattn.tools.matrix.problems import quick
+from portattn.tools.upgrade.compare import Upgrade, compare
+from portattn.tools.upgrade.compilers import cautions, parsed
+from portattn.tools.upgrade.figures import published
+from portattn.tools.upgrade.sides import Pair, Side
+
+
+def upgraded(before: str, after: str, *targets: str, new: Registry | None = None) -> Upgrade:
+    known = Registry.load()
+    pairs = [Pair(Side(known.target(t, before), known), Side(known.target(t, after), new or known)) for t in targets]
+    return compare(pairs, quick())
+
+
+def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_canaries():
+    made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90", "rocm:gfx942")
+    found = {one.name: one for one in made.variants}
+    assert set(found) == {"gluon_forward", "gluon_backward", "gluon_mla"}, "sm_90's alone"
+    assert all((one.before, one.after, one.refuses) == ("run", "tried", {}) for one in made.variants)
+    assert all(one.less_sure and "canaries" in one.said for one in made.variants)
+
+
+def test_back_on_the_compiler_that_they_were_run_with_they_carry_over():
+    made = upgraded("triton==3.9.0", "triton==3.6.0", "cuda:sm_90")
+    assert {one.said for one in made.variants} == {"carries over"}
+    assert not any(one.less_sure for one in made.variants)
+    timed = [one for one in made.schedules if one.timed_with]
+    assert len(timed) >= 5
+    assert all(one.carries and not one.lost for one in timed)
+    assert all(one.carries and not one.lost for one in made.figures)
+
+
+def test_a_version_gate_refuses_with_its_quirk_and_the_core_is_what_changes():
+    made = upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90")
+    assert {one.said for one in made.variants} == {"refuses"}
+    for one in made.variants:
+        assert one.takes == ()
+        assert all("[cuda-0016-gluon-aggregates]" in why for why in one.refuses.values())
+    newly = {entry.id for entry in made.entries if entry.change == "newly applies"}
+    assert "cuda-0016-gluon-aggregates" in newly, "also a quirk that concerns variants alone"
+    assert {(one.before, one.after) for one in made.moved} >= {("gluon_forward", "triton"), ("gluon_mla", "triton")}
+
+
+def test_a_variant_that_refuses_some_says_how_many(tmp_path):
+    file = quirk_files.plant(
+        tmp_path, "cuda-0901-some", 'path = "core"', 'kernels = ["gluon_forward"]\nfeatures = ["dtype=fp16"]'
+    )
+    known = Registry.load()
+    added = Registry.read(known.backends, tmp_path).quirks
+    assert str(file) == added["cuda-0901-some"].file
+    new = msgspec.structs.replace(known, quirks=known.quirks | added)
+    made = upgraded("triton==3.6.0", "triton==3.6.0", "cuda:sm_90", new=new)
+    forward = next(one for one in made.variants if one.name == "gluon_forward")
+    assert forward.said == "carries over, and refuses 2 that it took"
+    assert all("planted [cuda-0901-some]" in why for why in forward.refuses.values())
+
+
+def test_schedules_are_what_the_plans_say_of_their_timing():
+    """A schedule carries over exactly where the plan has no note that it was timed with another compiler, or never."""
+    for compiler in ("triton==3.6.0", "triton==3.9.0"):
+        made = upgraded("triton==3.6.0", compiler, "cuda:sm_90", "cuda:sm_80", "rocm:gfx942")
+        known, seen = Registry.load(), 0
+        for one in made.schedules:
+            for named in (named for named in quick() if named.name in one.problems):
+                notes = " ".join(plan(named.problem, known.target(one.target, compiler), known).notes)
+                assert one.carries == ("timed" not in notes)
+                assert bool(one.timed_with) == ("nobody has timed" not in notes)
+                seen += 1
+        assert seen == 3 * len(quick())
+
+
+def test_a_schedule_is_lost_only_where_it_was_timed_with_the_old_compiler():
+    lost = {one.kernel for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").schedules if one.lost}
+    assert {"gluon_forward", "decode_split"} <= lost
+    assert "paged_split" not in lost, "nobody has timed it with any"
+    later = upgraded("triton==3.7.1", "triton==3.9.0", "cuda:sm_90")
+    assert not any(one.lost or one.carries for one in later.schedules)
+    assert not any(one.lost or one.carries for one in later.figures)
+
+
+def test_a_plan_that_keeps_its_path_and_changes_its_schedule_is_told(monkeypatch):
+    variant = Registry.load().backends["cuda"].variants[0]
+    real = type(variant).describe
+    calls: list[int] = []
+    # Each plan gets another schedule, and so both sides of a problem.
+    monkeypatch.setattr(
+        type(variant), "describe", lambda self, p: real(self, p) | {"keys": (calls.append(1), len(calls))[1]}
+    )
+    made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90")
+    (line,) = {one.differs[0].partition(":")[0] for one in made.moved if one.before == variant.name}
+    assert line == "keys"
+
+
+def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
+    pages = [DOCS / "performance.md", *sorted((DOCS / "performance").rglob("*.md"))]
+    named = {}
+    for page in pages:
+        found = re.search(r"[Tt]riton(?: |==)(\d+\.\d+\.\d+)", page.read_text(encoding="utf-8"))
+        if found:
+            named[page.relative_to(ROOT).as_posix()] = f"triton=={found[1]}"
+    assert len(named) >= 5
+    assert named == {one.page: one.toolchain for one in published()}
+
+
+@pytest.mark.parametrize(
+    ("file", "pages"),
+    [("results.json", {"docs/performance.md", "docs/performance/tables.md"}),
+     ("host-cost.json", {"docs/performance/host-cost.md"})],
+)  # fmt: skip
+def test_listed_figures_are_those_of_the_results(file, pages):
+    found = json.loads((DOCS / "performance" / file).read_text(encoding="utf-8"))
+    runs = found.get("runs", [found])
+    mine = [one for one in published() if one.page in pages]
+    assert {one.page for one in mine} == pages
+    assert {one.toolchain for one in mine} == {run["toolchain"] for run in runs}
+    assert {str(one.date) for one in mine} == {run["date"][:10] for run in runs}
+
+
+def test_versions_as_they_are_given():
+    assert str(parsed("ci", "--to", "triton==3.9")) == "triton==3.9.0", "as the lab and the records write it"
+    assert parsed("ci", "--to", "triton==3.9.0,ptxas==13.3.33").component("ptxas") == "13.3.33"
+    for text in ("triton", "none", "triton==three", "jax==1.0"):
+        with pytest.raises(ArgumentError) as refused:
+            parsed("ci", "--to", text)
+        assert (refused.value.argument, refused.value.value) == ("--to", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("triton==3.9.0", []),
+        ("triton==3.99", ["nobody is known to have run it"]),
+        ("triton==3.7.0.dev20260101", ["no known release", "comes before 3.7.0"]),
+        ("triton==3.6.0+git1234", ["a build of its own: nothing that was seen with 3.6.0"]),
+    ],
+)
+def test_what_is_to_be_known_of_a_version(text, words):
+    found = list(cautions(Toolchain.parse(text)))
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found, strict=True))
