@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PATH = click.Path(path_type=Path)
 BEFORE, AFTER = "before", "after"  # folders of --out
 COMMAND = "portattn ci"
+MANY = 1000  # cells that take seconds to plan, and not a fraction of one
 
 
 def _kinds() -> Iterator[tuple[str, str]]:
@@ -256,7 +257,9 @@ def _make(sides: dict[str, Made], options: Options, compiled: bool, out: Path | 
     from portattn.tools.ci import cells
 
     if not compiled:
-        for made in sides.values():
+        for name, made in sides.items():
+            if len(made.specs) > MANY:
+                click.echo(f"planning {len(made.specs)} cells of {name}", err=True)
             cells.plan_all(made)
         _keep(sides, out)
         return

@@ -11,7 +11,7 @@ from portattn.schema.toolchain import installed
 from portattn.testing import numerics
 from portattn.tools.ci import cells, github, summary
 from portattn.tools.ci.report import FAIL_ON, LESS_SURE
-from portattn.tools.matrix import run
+from portattn.tools.matrix import results, run
 from portattn.tools.matrix.problems import quick
 
 BUMP = ("ci", "--from", "triton==3.6.0", "--to", "triton==3.9.0")
@@ -57,6 +57,31 @@ def test_and_back_again(portattn):
     assert changes["any-0001-no-block-pointers"] == "falls away"
     assert changes["rocm-0007-guarded-loop"] == "newly applies"
     assert {one["after"] for one in called.json["upgrade"]["variants"]} == {"run"}
+
+
+def test_the_full_set_says_what_it_is_doing(portattn, monkeypatch):
+    monkeypatch.setattr("portattn.cli.ci.MANY", 100)
+    called = portattn(*BUMP, "--full", "--targets", "gfx942")
+    assert called.status == 0
+    assert re.fullmatch(r"planning (\d+) cells of before\nplanning \1 cells of after\n", called.err)
+    assert portattn(*BUMP, "--targets", "gfx942").err == ""
+
+
+def test_ctrl_c_while_plans_are_made(portattn, monkeypatch, tmp_path):
+    def interrupted(spec, registry):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells, "planned_cell", interrupted)
+    called = portattn(*BUMP, *BOTH, "--summary", str(tmp_path / "s.md"))
+    assert (called.status, called.out, called.err) == (130, "", "interrupted\n")
+    assert not (tmp_path / "s.md").exists()
+
+
+def test_two_calls_do_not_keep_their_runs_in_one_folder_at_once(portattn, tmp_path):
+    with results.Results(tmp_path / "out" / "after", "ci"):
+        called = portattn(*BUMP, *BOTH, "--out", str(tmp_path / "out"))
+    assert called.status == 2
+    assert "--out" in called.err
 
 
 def test_a_downgrade_below_a_version_gate_is_red_with_the_quirk_and_what_to_do(portattn):
