@@ -139,8 +139,27 @@ def judge_backward(call: Call, delta: torch.Tensor, precision: str = "ieee") -> 
             of = [parts[0, :, first:end].sum(1) for first, end in itertools.pairwise(ends)]
             found["alibi_slopes"] = torch.stack(of) if of else parts.new_zeros(0, parts.shape[1])
     facts = judge_gradients(call, found, call.grad_out, call.grad_lse, precision)
-    facts["wrong"] += int((~torch.isfinite(delta)).sum())
+    error, budget, wrong = _judge_delta(on_cpu(call), delta.detach().cpu())
+    facts["wrong"] += wrong
+    if error * facts["budget"] > facts["error"] * budget:
+        facts["error"], facts["budget"] = error, budget
     return {name: facts[name] for name in ("error", "budget", "wrong")}
+
+
+def _judge_delta(call: Call, delta: torch.Tensor) -> tuple[float, float, int]:
+    """Error and budget of delta = rowsum(out·grad_out) - grad_lse, which the gradient of sinks is made of, and how many
+    of its elements are not finite, or are not 0 in rows whose softmax has nothing."""
+    assert call.grad_out is not None
+    assert call.forward_out is not None
+    assert call.forward_lse is not None
+    products = call.forward_out.double() * call.grad_out.double()
+    products = products.masked_fill(~_attending(call)[..., None], 0.0)
+    nothing = torch.isneginf(call.forward_lse)
+    right = products.sum(-1) - (0.0 if call.grad_lse is None else call.grad_lse.double())
+    right = right.masked_fill(nothing, 0.0)
+    budget = FLOAT32_STEPS * torch.finfo(torch.float32).eps * largest(products.abs().sum(-1) + right.abs())
+    wrong = ~torch.isfinite(delta) | ((delta != 0) & nothing)
+    return largest(delta.double() - right), budget, int(wrong.sum())
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ from portattn.tools.bench.contenders import OURS, Contender, arguments
 from portattn.tools.bench.gate import FAILURES, reason
 from portattn.tools.bench.hostshapes import PARTS, WARM, Sizes, Workload, workloads
 from portattn.tools.bench.peers.libraries import load
-from portattn.tools.bench.provenance import command, git_commit
+from portattn.tools.bench.provenance import command
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.source_commit import source_commit_text
 
 QUEUE = 16  # calls until the host waits for the device: fewer than its queue takes
 CALLS = 400  # timed calls of a line at most
@@ -169,7 +170,7 @@ def run(
     return HostRun(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command(sys.argv).replace("portattn", "python -m portattn.tools.bench.hostcost", 1),
-        commit=git_commit(Path(portattn.__file__).parent),
+        commit=source_commit_text(Path(portattn.__file__).parent),
         chip=torch.cuda.get_device_name() if device == "cuda" else "CPU",
         torch=str(torch.__version__), toolchain=str(installed()), python=sys.version.split()[0],
         seconds=round(time.monotonic() - begun, 1), libraries=libraries, lines=lines, left_out=left_out,

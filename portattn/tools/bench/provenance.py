@@ -21,6 +21,7 @@ from portattn.schema.toolchain import installed
 from portattn.tools.bench.clock import Ceilings
 from portattn.tools.bench.peers.here import version
 from portattn.tools.bench.results import DeviceState, Run
+from portattn.tools.source_commit import source_commit_text
 
 # Distributions whose version is told where their peer is here.
 _DISTRIBUTIONS = {
@@ -48,7 +49,7 @@ def this_run(
     return Run(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command(sys.argv),
-        commit=commit or git_commit(Path(portattn.__file__).parent),
+        commit=commit or source_commit_text(Path(portattn.__file__).parent),
         portattn=portattn.__version__,
         kernels=kernel_source_digest(),
         chip=torch.cuda.get_device_name(),
@@ -78,22 +79,6 @@ def command(argv: list[str]) -> str:
     """The command line, with places of files reduced to their names: results are read elsewhere."""
     shown = [Path(word).name if word.startswith("/") else word for word in argv[1:]]
     return shlex.join(["portattn", *shown])
-
-
-def git_commit(folder: Path) -> str:
-    """The commit of the source tree, "+changes" where it is not clean; empty where that cannot be told."""
-    try:
-        commit = _git(folder, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, check=True
-    )  # fmt: skip
-    return done.stdout.strip()
 
 
 class DeviceProbe:

@@ -7,7 +7,6 @@ import datetime
 import importlib.metadata as metadata
 import os
 import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from portattn.compile.failures import COMPILER_VARIABLES
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed
-from portattn.source_tree import is_tree
 from portattn.testing.executor import executors
 from portattn.testing.numerics import interpreter_missing
 from portattn.tools import lab
@@ -27,9 +25,9 @@ from portattn.tools.matrix.cells import Run
 from portattn.tools.matrix.digests import digests
 from portattn.tools.matrix.identity import Device, Host, Identity, cell_key, identified
 from portattn.tools.matrix.select import Spec
+from portattn.tools.source_commit import source_commit
 from portattn.version import __version__
 
-GIT_SECONDS = 20.0
 LEFT_OUT = "left out"  # of an executor that was not asked
 # Where compilers keep and look for files: what they make does not depend on it.
 PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
@@ -68,7 +66,7 @@ def this_run(
     ]
     environments = {e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made}
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    commit, dirty = git_commit(Path(portattn.__file__).parent)
+    commit, dirty = source_commit(Path(portattn.__file__).parent)
     registry = registry or Registry.load()
     identity = Identity(
         portattn=__version__,
@@ -116,26 +114,6 @@ def keys(specs: Iterable[Spec], identity: Identity) -> dict[str, str]:
         )
         for spec in specs
     }
-
-
-def git_commit(folder: Path) -> tuple[str, bool]:
-    """The commit of the source tree that a package's folder lies in, and whether the tree has changes that are not in
-    it: new files count, as a new quirk is one. ("", False) for an installed portattn, and where git cannot tell."""
-    if not is_tree(str(folder)):
-        return "", False
-    parts = [name for name in ("portattn", "backends", "quirks") if (folder.parent / name).exists()]
-    try:
-        commit = _git(folder.parent, "rev-parse", "HEAD")
-        return commit, bool(_git(folder.parent, "status", "--porcelain", "--", *parts))
-    except (OSError, subprocess.SubprocessError):
-        return "", False
-
-
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-    )  # fmt: skip
-    return done.stdout.strip()
 
 
 def _compiles(toolchain: str, elsewhere: Mapping[str, str], made: Sequence[lab.Environment]) -> str:

@@ -13,7 +13,7 @@ import portattn
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.tools.bench.provenance import git_commit
+from portattn.tools.source_commit import source_commit_text
 from portattn.tools.tune.choice import Only
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.records import Origin
@@ -41,7 +41,7 @@ def origin(
         torch=str(torch.__version__) if measured else "",
         portattn=portattn.__version__,
         kernels=kernel_source_digest(),
-        commit=commit or git_commit(Path(portattn.__file__).parent),
+        commit=commit or source_commit_text(Path(portattn.__file__).parent),
         command=command,
         date=datetime.date.today(),
         classes={one.name: tuple(load.name for load in one.workloads) for one in classes},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -119,36 +118,6 @@ def test_the_id_is_of_what_cells_depend_on(made: Identity) -> None:
     assert identified(msgspec.structs.replace(made, commit="1" * 40)).id != made.id
     renamed = msgspec.structs.replace(made, host=msgspec.structs.replace(made.host, name="lab-7"))
     assert identified(renamed).id != made.id
-
-
-def test_the_commit_is_the_trees_and_new_files_make_it_dirty(tmp_path: Path) -> None:
-    def git(*words: str) -> str:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
-        return subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-
-    (tmp_path / "portattn").mkdir()
-    for folder in ("backends", "quirks"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").write_text("")
-    package = tmp_path / "portattn"
-    (package / "__init__.py").write_text("")
-    assert provenance.git_commit(package) == ("", False)  # no repository, or one that is above the tests' folder
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-qm", "one")
-    head = git("rev-parse", "HEAD").strip()
-    assert provenance.git_commit(package) == (head, False)
-    (tmp_path / "notes.txt").write_text("no part of the code")
-    assert provenance.git_commit(package) == (head, False)
-    (tmp_path / "quirks" / "new.toml").write_text("")
-    assert provenance.git_commit(package) == (head, True)
-
-
-def test_an_installed_package_has_no_commit(tmp_path: Path) -> None:
-    package = tmp_path / "portattn"
-    (package / "backends").mkdir(parents=True)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # somebody else's repository
-    assert provenance.git_commit(package) == ("", False)
 
 
 def test_variables_that_compilers_read_are_kept_and_places_are_not() -> None:
