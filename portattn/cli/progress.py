@@ -71,11 +71,12 @@ class CellProgress(Counted):
 
     def cell(self, cell: Cell) -> None:
         """Count one finished cell and say how it ended."""
+        from portattn.tools.matrix.snapshot import word
+
         self.count += 1
         self.red += cell.red
-        word = cell.level if cell.status == "PASS" else cell.status
         if self._bar is None:
-            self.line(f"{word:<9} {cell.target}  {cell.toolchain}  {cell.name}")
+            self.line(f"{word(cell):<9} {cell.target}  {cell.toolchain}  {cell.name}")
             return
         if cell.red:
             self._bar.console.print(

@@ -28,8 +28,9 @@ from portattn.tools import verify
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import dense
-from portattn.tools.matrix.report import brief, render
+from portattn.tools.matrix.report import render
 from portattn.tools.matrix.run import Options, execute
+from portattn.tools.matrix.words import brief
 from portattn.worker.client import Reply
 
 TOOLCHAIN = "triton==3.6.0"
