@@ -1,4 +1,4 @@
-"""`portattn matrix diff|merge|baseline|check|log`: runs of the matrix compared, joined and kept."""
+"""`portattn matrix diff|merge|baseline|check|log|site`: runs of the matrix compared, joined, kept and shown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from portattn.cli import matrix_verdict
 from portattn.cli.errors import RED
 from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
+from portattn.cli.matrix_site import site
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError
 
@@ -19,7 +20,7 @@ PATH = click.Path(path_type=Path)
 
 def add_to(group: click.Group) -> None:
     """Add the commands to `portattn matrix`."""
-    for command in (diff, merge, baseline, check, log):
+    for command in (diff, merge, baseline, check, log, site):
         group.add_command(command)
 
 

@@ -99,3 +99,9 @@ def title(backend: str) -> str:
     """A backend as people call it, also where its package is not installed here."""
     known = Registry.load().backends.get(backend)
     return (known.title if known else "") or backend
+
+
+def has_chip(target: str) -> bool:
+    """Whether a target is a chip, and not the machine's own processor."""
+    known = Registry.load().backends.get(target.partition(":")[0])
+    return known is None or known.device_type != "cpu"
