@@ -9,6 +9,7 @@ import msgspec
 from portattn.testing.findings import Numerics
 from portattn.testing.numerics import figure
 from portattn.tools.matrix.cells import Cell
+from portattn.tools.matrix.snapshot import entry
 from portattn.tools.matrix.words import REFERENCE, kind
 
 Outcome = Literal["seen", "wrong", "not seen"]
@@ -44,6 +45,9 @@ def _compiled(cell: Cell) -> Step:
         wrong = cell.red and bool(cell.stage)
         return Step(name="compiled", outcome="wrong" if wrong else "not seen", said=cell.reason)
     functions = ", ".join(dict.fromkeys(kernel.function for kernel in cell.kernels))
+    if cell.plan is not None and entry(cell).tier in ("vendor", "reference"):
+        said = f"not of the path {cell.plan.path}; the core kernel beside it: {functions}"
+        return Step(name="compiled", outcome="not seen", said=said)
     broken = [str(gate) for gate in cell.gates if not gate.passed and not gate.explained_by and not gate.noted]
     wrong = broken or [str(lint) for lint in cell.lints if lint.red]
     if cell.red and cell.stage:
