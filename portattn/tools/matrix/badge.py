@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from portattn.tools.matrix import words
 from portattn.tools.matrix.cells import Cell, Run, cell_id
 from portattn.tools.matrix.empty import places
+from portattn.tools.matrix.snapshot import has_chip
 from portattn.tools.matrix.table import environment
 
 LABEL = "portattn matrix"
@@ -39,10 +39,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 def counts(run: Run, cells: Sequence[Cell]) -> Counts:
     """Count the cells of a run, and the places of its table without one."""
-    chips = [cell for cell in cells if words.kind(cell) != words.REFERENCE]
+    chips = [cell for cell in cells if has_chip(cell.target)]
     red = sum(cell.red for cell in chips)
     green = sum(cell.status == "PASS" and cell.level != "declared" for cell in chips)
-    empty = {cell_id(*place): words.has_chip(place[1]) for place in places(cells)}
+    empty = {cell_id(*place): has_chip(place[1]) for place in places(cells)}
     empty |= {name: empty.get(name, True) for name in set(run.cells) - {cell.id for cell in cells}}
     return Counts(green=green, amber=len(chips) - green - red + sum(empty.values()), red=red)
 

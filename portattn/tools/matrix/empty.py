@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from portattn.planning.registry import Registry
 from portattn.schema.problem import Problem
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Cell, Run, cell_id
+from portattn.tools.matrix.snapshot import has_chip
 
 SHORT = 60  # characters of a reason that is none of the known ones
 _PREFIX = "not compiled here: "
@@ -43,8 +43,7 @@ class Empty(msgspec.Struct, frozen=True, kw_only=True):
         if self.resume:
             return self.resume
         words = [*_RUN.split(), *(["--full"] if self.full else []), "--targets", ",".join(targets)]
-        known = [Registry.load().backends.get(target.partition(":")[0]) for target in targets]
-        if any(backend is None or backend.device_type != "cpu" for backend in known):  # nothing compiles for a CPU
+        if any(map(has_chip, targets)):  # nothing compiles for a CPU
             words += ["--toolchain", self.toolchain]
             words += ["--create"] if self.toolchain.partition("==")[0] in lab.DISTRIBUTIONS else []
         return shlex.join([*words, *(["--ops", self.op] if self.op else [])])

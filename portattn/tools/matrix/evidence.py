@@ -42,8 +42,7 @@ def steps(cell: Cell) -> tuple[Step, ...]:
 
 def _compiled(cell: Cell) -> Step:
     if not cell.kernels:
-        wrong = cell.red and bool(cell.stage)
-        return Step(name="compiled", outcome="wrong" if wrong else "not seen", said=cell.reason)
+        return Step(name="compiled", outcome="wrong" if cell.red and cell.stage else "not seen", said=cell.reason)
     functions = ", ".join(dict.fromkeys(kernel.function for kernel in cell.kernels))
     if cell.plan is not None and entry(cell).tier in ("vendor", "reference"):
         said = f"not of the path {cell.plan.path}; the core kernel beside it: {functions}"

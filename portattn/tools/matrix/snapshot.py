@@ -155,8 +155,13 @@ def said_label(one: Entry | Cell) -> str:
     """
     if one.label or one.status != "PASS" or LEVELS.index(one.level) < LEVELS.index("runs"):
         return one.label
-    backend = Registry.load().backends.get(one.target.partition(":")[0])
-    return CPU_NUMBERS if backend is not None and backend.device_type == "cpu" else ""
+    return "" if has_chip(one.target) else CPU_NUMBERS
+
+
+def has_chip(target: str) -> bool:
+    """Whether a target is a chip, and not the machine's own processor."""
+    backend = Registry.load().backends.get(target.partition(":")[0])
+    return backend is None or backend.device_type != "cpu"
 
 
 def problem_digest(problem: Problem) -> str:

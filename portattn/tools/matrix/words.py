@@ -36,7 +36,7 @@ STATUS_MEANS = {
     "ERROR": "the compiler refused",
     "CRASH": "the compiler's process died",
     "TIMEOUT": "the compiler did not answer in its time",
-    "NOT_RUN": "what is needed to look is not here: nothing was seen",
+    "NOT_RUN": "its compiler is not here: nothing was compiled",
 }
 KINDS = (*LEVEL_MEANS, *STATUS_MEANS)  # in the order of a legend
 _WORDS = {REFERENCE: "CPU reference", "NOTE": "note", "NOT_RUN": "not run"}
@@ -99,9 +99,3 @@ def title(backend: str) -> str:
     """A backend as people call it, also where its package is not installed here."""
     known = Registry.load().backends.get(backend)
     return (known.title if known else "") or backend
-
-
-def has_chip(target: str) -> bool:
-    """Whether a target is a chip, and not the machine's own processor."""
-    known = Registry.load().backends.get(target.partition(":")[0])
-    return known is None or known.device_type != "cpu"

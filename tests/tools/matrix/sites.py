@@ -47,4 +47,5 @@ def run_of_every_kind(cell: Callable[..., Cell], run_of: Callable[..., tuple[Run
         for named in problems
         if (target, named) != ("cuda:sm_86", problems[1])
     ]
-    return run_of(cells, host="made <b>by hand</b>")
+    command = "portattn matrix run " + " ".join(f"--targets {target}" for target in (*TARGETS, *NARROW))
+    return run_of(cells, host="made <b>by hand</b>", command=command)
