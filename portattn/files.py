@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -130,9 +131,11 @@ def replace_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> int:
             if folder.exists():
                 folder.rename(old)
             new.rename(folder)
-        except BaseException:
+        except BaseException as error:
             if old.exists() and not folder.exists():
                 old.rename(folder)
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise OSError(errno.EBUSY, "another process writes it at this moment", str(folder)) from None
             raise
     return count
 

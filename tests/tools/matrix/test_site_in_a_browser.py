@@ -14,6 +14,7 @@ from sites import KNOWN, run_of_every_kind
 
 from portattn.files import replace_folder
 from portattn.tools.matrix import site
+from portattn.tools.matrix.report import render
 
 pytestmark = pytest.mark.skipif(bool(browsers.missing()), reason=browsers.missing() or "there is a browser")
 SCREENS = (1400, 390)
@@ -25,6 +26,7 @@ def made(tmp_path_factory):
     run, cells = run_of_every_kind(make_cell, make_run)
     place = tmp_path_factory.mktemp("served") / "sub" / "path"
     replace_folder(place, site.pages(run, cells, {}))
+    (place.parent / "report.html").write_text(render(run, cells), encoding="utf-8")
     return place, cells
 
 
@@ -199,3 +201,18 @@ def test_a_screen_reader_finds_a_table_and_the_keyboard_its_cells(driver, made, 
     script = "return document.activeElement.tagName === 'BODY' || document.activeElement.id === 'main'"
     assert driver.execute_script(script)
     assert driver.current_url.endswith("#main")
+
+
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_page_of_a_run_fits_too_and_its_cards_open(driver, made, width):
+    place, cells = made
+    browsers.sized(driver, width)
+    driver.get((place.parent / "report.html").as_uri())
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    empty = driver.find_element("css selector", "button.tile.k-NOT_RUN .brief")
+    assert empty.text == "triton-ascend==3.2.0 is not in the lab"
+    card = driver.find_element("css selector", "article")
+    assert not card.is_displayed()
+    driver.find_element("css selector", "button.tile").click()
+    assert card.is_displayed()
+    assert cells[0].name in card.text

@@ -216,3 +216,22 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
         replace_folder(place, [("index.html", b"new")])
     assert (place / "index.html").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_of_two_writers_at_once_one_is_told_and_the_other_is_whole(tmp_path):
+    place = tmp_path / "site"
+    replace_folder(place, [("index.html", b"old")])
+    real = type(place).rename
+
+    def rename(self, target):
+        found = real(self, target)
+        if target.name == "old":  # the other one's is there, before ours is
+            replace_folder(place, [("index.html", b"other")])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(place), "rename", rename)
+        with pytest.raises(OSError, match="another process writes it"):
+            replace_folder(place, [("index.html", b"ours")])
+    assert (place / "index.html").read_bytes() == b"other"
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]

@@ -203,7 +203,7 @@ def test_right_numbers_are_level_runs_with_the_label(monkeypatch: pytest.MonkeyP
     assert _summary(made, [cell])["labels"] == {LABEL: 1}
     page = render(msgspec.structs.replace(made, cells=(cell.id,)), [cell])
     assert f'<span class="brief">{LABEL}</span>' in page
-    assert f"<dt>{LABEL}</dt><dd>max error 1.00e-03 of 2.00e-03 allowed</dd>" in page
+    assert f"{LABEL}: max error 1.00e-03 of 2.00e-03 allowed" in page
     assert msgspec.json.decode(msgspec.json.encode(cell), type=Cell) == cell
 
 
