@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -10,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import filelock
@@ -103,6 +104,40 @@ def workshop(folder: Path) -> Iterator[Path]:
     """A folder of its own inside a folder, gone with all that is in it after the block, or when the process ends."""
     with tempfile.TemporaryDirectory(prefix=".making.", suffix=".part", dir=folder, ignore_cleanup_errors=True) as made:
         yield Path(made)
+
+
+def replace_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> int:
+    """Write a folder as a whole, beside its place, and put it there: a reader finds the old folder or the new one.
+
+    files  paths in the folder, and what each file holds; they may be made as they are asked for
+
+    Returns how many were written. Raises OSError; after that, and after an interrupt, the old folder is there as it
+    was. Between two renames there is neither: a process killed at that moment leaves the old folder under a name of
+    `sweep`. The files are not synced.
+    """
+    folder = folder.resolve()  # a link stays one: what it leads to is replaced
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep(folder.parent)
+    count = 0
+    with workshop(folder.parent) as place:
+        new, old = place / "new", place / "old"
+        new.mkdir()
+        for name, data in files:
+            file = new / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            count += 1
+        try:
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        except BaseException as error:
+            if old.exists() and not folder.exists():
+                old.rename(folder)
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise OSError(errno.EBUSY, "another process writes it at this moment", str(folder)) from None
+            raise
+    return count
 
 
 def sweep(folder: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from portattn.cli import matrix_compare, matrix_verdict
 from portattn.cli.errors import INTERRUPTED
-from portattn.cli.matrix_page import PAGE, counts, write_page
+from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
 from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.tools import shell_values
@@ -220,6 +220,7 @@ def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: b
         emit_json(_summary(made, cells) | {"page": str(page)})
     else:
         click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}")
+        tell_empty(made, cells)
         click.echo(f"page: {page}")
     if red:
         verdict = of_run(made, cells, fail_on=red, whole=False)
@@ -308,6 +309,7 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
     else:
         matrix_verdict.show(verdict)
         click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}")
+        tell_empty(made, cells)
         click.echo(f"page: {out / PAGE}")
     if interrupted:
         click.echo(
@@ -319,13 +321,17 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
 
 
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
+    from portattn.tools.matrix.empty import gaps
+    from portattn.tools.matrix.snapshot import said_label
+
     return {
         "schema": made.schema,
         "cells": len(cells),
         "planned": len(made.cells),
         "statuses": dict(Counter(cell.status for cell in cells)),
         "levels": dict(Counter(cell.level for cell in cells if cell.status == "PASS")),
-        "labels": dict(Counter(cell.label for cell in cells if cell.label)),
+        "labels": dict(Counter(label for cell in cells if (label := said_label(cell)))),
+        "empty": gaps(made, cells),
         "red": [
             {"target": c.target, "toolchain": c.toolchain, "name": c.name, "status": c.status, "reason": c.reason}
             for c in cells

@@ -1,4 +1,4 @@
-"""`portattn matrix diff|merge|baseline|check|log`: runs of the matrix compared, joined and kept."""
+"""`portattn matrix diff|merge|baseline|check|log|site`: runs of the matrix compared, joined, kept and shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 
 from portattn.cli import matrix_verdict
 from portattn.cli.errors import RED
-from portattn.cli.matrix_page import PAGE, counts, write_page
+from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
+from portattn.cli.matrix_site import site
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError
 
@@ -19,7 +20,7 @@ PATH = click.Path(path_type=Path)
 
 def add_to(group: click.Group) -> None:
     """Add the commands to `portattn matrix`."""
-    for command in (diff, merge, baseline, check, log):
+    for command in (diff, merge, baseline, check, log, site):
         group.add_command(command)
 
 
@@ -90,6 +91,7 @@ def merge(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
             click.secho("CONFLICT ", fg="red", nl=False)
             click.echo(str(conflict))
         click.echo(f"{plural(len(merged.cells), 'cell')} of {plural(len(runs), 'run')}: {counts(merged.cells)}")
+        tell_empty(merged.run, merged.cells)
         click.echo(f"{plural(several, 'cell')} made by several; page: {out / PAGE}")
     if merged.conflicts:
         raise click.exceptions.Exit(RED)
@@ -172,6 +174,7 @@ def check(
         matrix_verdict.show(verdict)
         compared = f"; {plural(changes.compared, 'cell')} compared with {changes.old}" if changes else ""
         click.echo(f"{plural(len(cells), 'cell')}: {counts(cells)}{compared}")
+        tell_empty(made, cells)
     matrix_verdict.leave(verdict)
 
 

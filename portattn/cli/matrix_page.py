@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from portattn.cli.output import plural
 from portattn.errors import ArgumentError
 from portattn.files import write_whole
 
@@ -28,11 +31,17 @@ def write_page(made: Run, cells: list[Cell], path: Path) -> None:
 
 def counts(cells: Sequence[Cell]) -> str:
     """`12 runs, 3 runs (sm_80 code on sm_90), 5 NOTE`: passing cells by level, the others by status."""
-    found = Counter(_counted(cell) for cell in cells)
-    return ", ".join(f"{number} {word}" for word, number in found.most_common()) or "none"
+    from portattn.tools.matrix.snapshot import word
+
+    found = Counter(word(cell) for cell in cells)
+    return ", ".join(f"{number} {said}" for said, number in found.most_common()) or "none"
 
 
-def _counted(cell: Cell) -> str:
-    if cell.status != "PASS":
-        return cell.status
-    return f"{cell.level} ({cell.label})" if cell.label else cell.level
+def tell_empty(made: Run, cells: Sequence[Cell]) -> None:
+    """Print why cells are empty, and the command that fills them."""
+    from portattn.tools.matrix.empty import gaps
+
+    for gap in gaps(made, cells):
+        where = f" ({', '.join(gap.targets)})" if gap.targets else ""
+        click.echo(f"{plural(gap.cells, 'cell')} {gap.why.word}{where}: {gap.why.short}")
+        click.echo(f"  first: {gap.why.needs}; then: {gap.command}" if gap.why.needs else f"  fill: {gap.command}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -71,14 +72,34 @@ class CellProgress(Counted):
 
     def cell(self, cell: Cell) -> None:
         """Count one finished cell and say how it ended."""
+        from portattn.tools.matrix.snapshot import word
+
         self.count += 1
         self.red += cell.red
-        word = cell.level if cell.status == "PASS" else cell.status
         if self._bar is None:
-            self.line(f"{word:<9} {cell.target}  {cell.toolchain}  {cell.name}")
+            self.line(f"{word(cell):<9} {cell.target}  {cell.toolchain}  {cell.name}")
             return
         if cell.red:
             self._bar.console.print(
                 Text(f"{cell.status} {cell.target}  {cell.toolchain}  {cell.name}: {cell.reason}", style="red")
             )
         self._bar.update(self._task, advance=1, description=f"cells, {self.red} red" if self.red else "cells")
+
+
+class FileProgress(Counted):
+    """Counts files that are written: thousands, so that a line is printed now and then."""
+
+    EVERY = 500
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total, 0, "files")
+
+    def counted(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+        """The same files, each counted as it is asked for."""
+        for file in files:
+            self.count += 1
+            if self._bar is not None:
+                self._bar.update(self._task, advance=1)
+            elif self.count % self.EVERY == 0:
+                self.line("files")
+            yield file

@@ -29,6 +29,7 @@ COMMANDS_OF_GROUPS = (
     "quirks audit",
     "matrix run",
     "matrix report",
+    "matrix site",
     "lab list",
     "lab create",
     "lab remove",

@@ -7,7 +7,8 @@ cells.py        what one cell holds; the schema of results.jsonl
 results.py      reading and writing results.jsonl, whole lines only; what of it is stale
 run.py          making the cells; planned.py, variants.py: what they keep of plans and variants
 identity.py     what cells depend on; digests.py, provenance.py: what that is here and now
-report.py       the static page
+words.py        what a cell says; evidence.py: what was seen of it; empty.py: why it is empty, and what fills it
+table.py        the table as data; report.py: the static page
 
 Runs over time:
 snapshot.py     what of a run is compared; reading.py: read from a folder, a file or a baseline

@@ -47,10 +47,12 @@ def history(runs: Sequence[Snapshot], cell: str) -> list[Seen]:
     found: dict[tuple[str, str], list[Seen]] = {}
     last: dict[tuple[str, str], Snapshot] = {}
     for run in runs:
-        mine = [entry for entry in run.entries if matches(entry, cell)]
-        for key in dict.fromkeys((entry.target, entry.name) for entry in mine):
-            entries = tuple(entry for entry in mine if (entry.target, entry.name) == key)
-            now = msgspec.structs.replace(run, entries=entries)
+        mine: dict[tuple[str, str], list[Entry]] = {}
+        for entry in run.entries:
+            if matches(entry, cell):
+                mine.setdefault((entry.target, entry.name), []).append(entry)
+        for key, entries in mine.items():
+            now = msgspec.structs.replace(run, entries=tuple(entries))
             changes = {c.toolchain: c for c in compare(last[key], now).changes} if key in last else {}
             for entry in entries:
                 change = changes.get(entry.toolchain)

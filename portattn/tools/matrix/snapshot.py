@@ -20,6 +20,7 @@ TIERS = ("variant", "core", "vendor", "reference", "none")
 Tier = Literal["variant", "core", "vendor", "reference", "none"]
 # Facts of compiled kernels of which more is worse: bytes spilled, products made to wait, deaths of the compiler.
 WORSE = ("spills", "serialized_wgmma", "deaths")
+CPU_NUMBERS = "reference numbers on this CPU, not a chip's"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,11 +140,28 @@ def evidence(seen: Entry | Cell) -> int:
     return 2 * (1 + level) - bool(seen.label)
 
 
-def word(one: Entry) -> str:
+def word(one: Entry | Cell) -> str:
     """`emulated`, `runs (sm_80 code on sm_90)`, `NOTE`."""
     if one.status != "PASS":
         return one.status
-    return f"{one.level} ({one.label})" if one.label else one.level
+    label = said_label(one)
+    return f"{one.level} ({label})" if label else one.level
+
+
+def said_label(one: Entry | Cell) -> str:
+    """What a level of `runs` rests on where that is not the chip itself; empty elsewhere.
+
+    Results keep no label of a CPU's numbers: they are the reference wherever they are made.
+    """
+    if one.label or one.status != "PASS" or LEVELS.index(one.level) < LEVELS.index("runs"):
+        return one.label
+    return "" if has_chip(one.target) else CPU_NUMBERS
+
+
+def has_chip(target: str) -> bool:
+    """Whether a target is a chip, and not the machine's own processor."""
+    backend = Registry.load().backends.get(target.partition(":")[0])
+    return backend is None or backend.device_type != "cpu"
 
 
 def problem_digest(problem: Problem) -> str:

@@ -14,7 +14,8 @@ import msgspec
 
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
-from portattn.schema.quirk import Quirk, describe_effect
+from portattn.schema.quirk import Quirk
+from portattn.tools.quirk_text import fields
 
 # Reports that are no entries are notes of the repository, not data that a plan reads: they do not ship in the wheel.
 LEFT_OUT = Path(__file__).parents[3] / "docs" / "quirks-left-out.toml"
@@ -73,32 +74,12 @@ def render(quirks: Iterable[Quirk], left_out: Iterable[Report]) -> str:
 
 def _entry(quirk: Quirk) -> str:
     """One entry: what goes wrong, where, what is done about it, and the evidence."""
-    when, evidence = quirk.when, quirk.evidence
-    conditions = [
-        *(f"`{text}`" for text in when.features),
-        *(f"`{name} = {value}`" for name, value in when.lowering.items()),
-        *(
-            f"`{name} {value}`" if str(value)[0] in "<>!" else f"`{name} = {value}`"
-            for name, value in when.launch.items()
-        ),
-    ]
-    link = f" ([upstream]({evidence.upstream}))" if evidence.upstream.startswith("http") else ""
-    seen = f", last seen on {evidence.last_seen}" if evidence.last_seen else ""
-    fields = {
-        "Where": f"{when.backend or 'any'}, {_code(when.arch) or 'all chips'}",
-        "Toolchains": ", ".join(f"{name} {text}" for name, text in when.toolchain.items()) or "all",
-        "Only when": ", ".join([_code(when.kernels) or "every kernel", *conditions]),
-        "Effect": describe_effect(quirk.effect) + (f"; cost: {quirk.effect.cost}" if quirk.effect.cost else ""),
-        "Source": f"{evidence.source}{link}",
-        "Review": (f"by {evidence.review_by}" if evidence.review_by else "none due") + seen,
-    }
+    evidence, said = quirk.evidence, fields(quirk)
+    if evidence.upstream.startswith("http"):
+        said["Source"] += f" ([upstream]({evidence.upstream}))"
     title = "\n".join(textwrap.wrap(f"**{quirk.title}** ({quirk.symptom})", COLUMNS))
-    items = "\n".join(_item(f"{name}: {text}") for name, text in fields.items())
+    items = "\n".join(_item(f"{name}: {text}") for name, text in said.items())
     return f"### `{quirk.id}`\n\n{title}\n\n{items}\n"
-
-
-def _code(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _left_out(report: Report) -> str:

@@ -1,19 +1,18 @@
-"""Cells and runs made by hand, for the matrix's tests."""
+"""Fixtures of the matrix's tests."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from handmade import make_cell, make_run, whole
 from planted import planted as planted
 
 from portattn.testing import numerics
 from portattn.tools.matrix import provenance, select
-from portattn.tools.matrix.cells import Cell, PlanSummary, Run, cell_id
-from portattn.tools.matrix.identity import Host, Identity, identified
+from portattn.tools.matrix.cells import Cell, Run
 from portattn.tools.matrix.problems import Named, decode, dense
 from portattn.tools.matrix.snapshot import Snapshot, snapshot
 
@@ -32,26 +31,8 @@ def small() -> list[Named]:
 
 @pytest.fixture
 def cell() -> Callable[..., Cell]:
-    """A factory of hand-made cells: cell(target=…, status=…, …)."""
-
-    def make(**changes: Any) -> Cell:
-        named = changes.pop("named", dense(dtype="fp16", head_dim=64))
-        target, toolchain = changes.pop("target", "cuda:sm_90"), changes.pop("toolchain", "triton==3.6.0")
-        fields = {
-            "id": cell_id(named.problem, target, toolchain),
-            "index": 0,
-            "name": named.name,
-            "problem": named.problem,
-            "target": target,
-            "toolchain": toolchain,
-            "status": "PASS",
-            "level": "compiles",
-            "plan": PlanSummary(path="triton", kernel="dense_forward"),
-            "date": datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc),
-        }
-        return Cell(**(fields | changes))
-
-    return make
+    """The factory of hand-made cells."""
+    return make_cell
 
 
 @pytest.fixture
@@ -66,48 +47,10 @@ def seen() -> Callable[..., Snapshot]:
     return make
 
 
-def whole(cells: Sequence[Cell], **changes: Any) -> Run:
-    """A Run with an identity made by hand."""
-    day = datetime.datetime(2026, 11, changes.pop("day", 21), tzinfo=datetime.timezone.utc)
-    fields: dict[str, Any] = {
-        "portattn": "0.1.0",
-        "commit": "1" * 40,
-        "digests": {"kernels": "k", "code": "c", "quirks/any": "a", "quirks/cuda": "q", "quirks/rocm": "r"},
-        "compiler": "triton==3.6.0",
-        "toolchains": {"triton==3.6.0": "installed"},
-        "host": Host(system="Linux x86_64", name=changes.pop("host", "")),
-        "versions": {"torch": "2.13.0"},
-        "date": day,
-    }
-    fields["digests"] = fields["digests"] | changes.pop("digests", {})
-    identity = identified(Identity(**(fields | changes)))
-    return Run(
-        portattn="0.1.0",
-        kernels=identity.digests["kernels"],
-        toolchains=tuple(dict.fromkeys(c.toolchain for c in cells)),
-        compiler="triton==3.6.0",
-        machine="Linux x86_64",
-        devices=(),
-        versions={},
-        command="portattn matrix run",
-        problems="quick",
-        targets=tuple(dict.fromkeys(c.target for c in cells)),
-        cells=tuple(c.id for c in cells),
-        identities=(identity,),
-        date=day,
-    )
-
-
 @pytest.fixture
 def run_of() -> Callable[..., tuple[Run, list[Cell]]]:
-    """A factory of a run of cells, made under an identity of its own: run_of(cells, host=…, digests={…}, …)."""
-
-    def make(cells: Sequence[Cell], **changes: Any) -> tuple[Run, list[Cell]]:
-        made = whole(cells, **changes)
-        origin = made.identity.id
-        return made, [msgspec.structs.replace(c, index=i, origin=origin) for i, c in enumerate(cells)]
-
-    return make
+    """The factory of runs."""
+    return make_run
 
 
 @pytest.fixture

@@ -10,10 +10,13 @@ import pytest
 
 from portattn.schema.problem import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
-from portattn.tools.matrix.cells import Footnote
+from portattn.tools.matrix.cells import Footnote, PlanSummary
+from portattn.tools.matrix.evidence import steps
 from portattn.tools.matrix.merge import merge
 from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
-from portattn.tools.matrix.report import brief, link, render, sizes
+from portattn.tools.matrix.report import render
+from portattn.tools.matrix.table import BAND, link, sizes
+from portattn.tools.matrix.words import brief, word
 
 SLOW = Footnote(
     id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported"
@@ -50,8 +53,8 @@ def test_every_cell_has_a_tile_and_a_card(cells, run):
     assert set(re.findall(r'popovertarget="(\w+)"', page)) == set(cards)
     assert page.count('class="tile k-') == len(cells)
     assert page.count('class="tile empty"') == 2  # 2 problems × 3 targets, 4 cells
-    for word in ("k-compiles", "k-FAIL", "k-CRASH", "k-NOT_RUN", "not run here: needs a triton-ascend environment"):
-        assert word in page
+    for told in ("k-compiles", "k-FAIL", "k-CRASH", "k-NOT_RUN", "not run here: needs a triton-ascend environment"):
+        assert told in page
 
 
 def test_compilers_of_one_chip_are_told_apart(cell, run):
@@ -147,8 +150,8 @@ def test_rows_are_grouped_by_op(cell, run):
     named = [*quick(), dense(dtype="bf16", head_dim=64)]  # one more dense problem after the others
     cells = [cell(index=index, named=one) for index, one in enumerate(named)]
     page = render(run(cells), cells)
-    assert re.findall(r'<tr class="op">.*?<code>(\w+)</code>', page, re.DOTALL) == list(OPS)
-    assert page.count('<th scope="row">') == len(named)
+    assert re.findall(r'<tr class="op".*?<code>(\w+)</code>', page, re.DOTALL) == list(OPS)
+    assert page.count('<th scope="row"') == len(named)
     body = page[page.index("<tbody") :]
     assert body.index("dense full bf16 D=64<") < body.index("varlen_attention")
     assert "12 problems × 1 target," in page
@@ -170,3 +173,61 @@ def test_rows_are_grouped_by_op(cell, run):
 )
 def test_sizes_say_what_a_problem_is(named, expected):
     assert sizes(named.problem) == expected
+
+
+def test_numbers_of_a_cpu_are_no_level_of_a_chip(cell, run):
+    seen = Numerics(outcome="pass", where="cpu:generic with triton==3.6.0", error=1e-4, budget=1e-3)
+    one = cell(target="cpu:generic", level="runs", native=seen, plan=PlanSummary(path="sdpa", core_taken=False))
+    page = render(run([one]), [one])
+    [tile] = re.findall(r'<button class="tile.*?</button>', page, re.DOTALL)
+    assert "k-reference" in tile
+    assert '<span class="word">CPU reference</span>' in tile
+    assert "sdpa, no chip" in tile
+    assert "reference numbers on this CPU, not a chip&#39;s" in tile  # what a screen reader says
+    assert re.search(r'k-runs"></i><b>runs</b>\s*<span class="count">0</span>', page)
+    outcomes = {step.name: step.outcome for step in steps(one)}
+    assert (outcomes["on a CPU"], outcomes["on the chip"]) == ("seen", "not seen")
+    chip = msgspec.structs.replace(one, target="cuda:sm_90")
+    assert (word(chip), {s.name: s.outcome for s in steps(chip)}["on the chip"]) == ("runs", "seen")
+
+
+def test_the_interpreters_dot_is_that_of_the_path_that_is_taken(cell, run):
+    right = Numerics(outcome="pass", where="interpreter, triton==3.6.0", error=1e-4, budget=1e-3)
+    core = cell(interpreter=right)
+    plan = PlanSummary(path="gluon_forward", core_taken=False, kernel="dense_forward")
+    variant = cell(interpreter=right, emulated=right, plan=plan)
+    assert 'class="dot pass"' in re.findall(r"<button class=.tile.*?</button>", render(run([core]), [core]), re.S)[0]
+    page = render(run([variant]), [variant])
+    [tile] = re.findall(r"<button class=.tile.*?</button>", page, re.S)
+    assert "dot" not in tile
+    assert "interpreted" not in tile
+    assert {s.name: s.outcome for s in steps(core)}["interpreter"] == "seen"
+    found = {step.name: step for step in steps(variant)}
+    assert found["interpreter"].outcome == found["emulated"].outcome == "not seen"
+    assert found["interpreter"].said.startswith("not of the path gluon_forward; the core kernel beside it: max error")
+
+
+def test_an_empty_cell_says_why_and_what_fills_it(cells, cell, run):
+    made = run(cells)
+    page = render(made, cells)
+    tiles = re.findall(r'<button class="tile k-NOT_RUN.*?</button>', page, re.DOTALL)
+    assert len(tiles) == 1
+    assert '<span class="brief">not run here</span>' in tiles[0]
+    legend = page[: page.index("<main")]
+    command = "portattn matrix run --targets ascend:ascend910b2 --toolchain triton-ascend==3.2.0 --create"
+    assert f'<code class="command">{command}</code>' in legend
+    gaps = re.findall(r'<span class="tile empty">.*?<span class="brief">(.*?)</span>', page, re.DOTALL)
+    assert gaps == ["not in this run"] * 2
+    assert "--targets rocm:gfx942 --toolchain triton==3.6.0 --create --ops decode_attention" in legend
+    missing = render(made, [c for c in cells if c.index != 2])  # cells of this run, and not made
+    assert "run interrupted" in missing
+    assert f"{made.command} --resume</code>" in missing
+
+
+def test_wide_tables_are_broken_so_that_no_column_is_out_of_sight(cell, run):
+    targets = [f"cuda:sm_{n}" for n in range(80, 92)] + ["rocm:gfx942", "rocm:gfx90a"]
+    cells = [cell(index=index, target=target) for index, target in enumerate(targets)]
+    page = render(run(cells), cells)
+    heads = [re.findall(r'<th scope="col"', table) for table in page.split("<table")[1:]]
+    assert [len(head) for head in heads] == [BAND, 5]
+    assert page.count('class="tile k-') == len(cells)

@@ -28,8 +28,9 @@ from portattn.tools import verify
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import dense
-from portattn.tools.matrix.report import brief, render
+from portattn.tools.matrix.report import render
 from portattn.tools.matrix.run import Options, execute
+from portattn.tools.matrix.words import brief
 from portattn.worker.client import Reply
 
 TOOLCHAIN = "triton==3.6.0"
@@ -202,7 +203,7 @@ def test_right_numbers_are_level_runs_with_the_label(monkeypatch: pytest.MonkeyP
     assert _summary(made, [cell])["labels"] == {LABEL: 1}
     page = render(msgspec.structs.replace(made, cells=(cell.id,)), [cell])
     assert f'<span class="brief">{LABEL}</span>' in page
-    assert f"<dt>{LABEL}</dt><dd>max error 1.00e-03 of 2.00e-03 allowed</dd>" in page
+    assert f"{LABEL}: max error 1.00e-03 of 2.00e-03 allowed" in page
     assert msgspec.json.decode(msgspec.json.encode(cell), type=Cell) == cell
 
 
