@@ -14,6 +14,7 @@ from portattn.errors import QuirkConflict
 from portattn.planning.checks import Refused, undeclared
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Rejection
@@ -21,7 +22,6 @@ from portattn.schema.problem import ASKED, Problem
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
-from portattn.schema.toolchain import COMPILERS, TRIED
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.source_tree import install_extra
 from portattn.version import __version__
@@ -41,9 +41,10 @@ def choose(
         raise refuse(target.arch.refused)
     if not target.toolchain:
         raise refuse("Triton is not installed", f"{install_extra('triton')}, or triton-ascend on an NPU")
-    compilers = registry.backends[target.backend].compilers
-    if compilers and target.toolchain.distribution in COMPILERS and target.toolchain.distribution not in compilers:
-        raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(compilers)}")
+    serving = registry.backends[target.backend].compilers
+    distribution = target.toolchain.distribution
+    if serving and distribution not in serving and compilers.is_compiler(distribution):
+        raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(serving)}")
     for compiler, text in target.arch.toolchain.items():
         if target.toolchain.within(compiler, text) is False:
             reason = f"{target.toolchain} compiles nothing for {target.arch.name}"
@@ -136,7 +137,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     else:
         lowering, launch, occupancy, split_threshold = Lowering(), Launch(), 1, SPLIT_THRESHOLD
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
-    tried = TRIED.get(target.toolchain.distribution)
+    tried = compilers.tried(target.toolchain.distribution)
     if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
         notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
