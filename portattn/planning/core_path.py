@@ -77,7 +77,9 @@ def choose(
         env=quirked.env,
         quirks=tuple(quirked.applied.values()),
         notes=(*base.notes, *quirked.limits.values()),
-        key=specialisation_key(kernel, problem, target, lowering, launch, quirked.env),
+        key=specialisation_key(
+            kernel, problem, target, lowering, launch, quirked.env, adapter=_adapter(registry, target)
+        ),
     )
     # A slow kernel is right: who asks for it by name gets it.
     blockers = [q for q in quirked.blockers if q.symptom != "slow" or settings.backend != path]
@@ -277,9 +279,18 @@ def kernel_source_digest() -> str:
 
 
 def specialisation_key(
-    kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch, env: dict[str, str]
+    kernel: CoreKernel,
+    problem: Problem,
+    target: Target,
+    lowering: Lowering,
+    launch: Launch,
+    env: dict[str, str],
+    adapter: str = "",
 ) -> str:
-    """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'."""
+    """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'.
+
+    adapter  digest of another package's file that compiles for the target
+    """
     rows = launch.of_rows()
     parts = {
         "portattn": __version__,
@@ -298,4 +309,16 @@ def specialisation_key(
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
     }
+    parts |= {"adapter": adapter} if adapter else {}
     return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]
+
+
+def _adapter(registry: Registry, target: Target) -> str:
+    """Digest of the file that a backend's compile adapter is in; empty for one of a module, which has a release."""
+    place = registry.backends[target.backend].compile_adapter().rpartition(":")[0]
+    return _digest(place) if place.endswith(".py") else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

@@ -212,6 +212,12 @@ def find(name: str) -> Compiler | None:
     return None
 
 
+def package(name: str) -> str:
+    """The folder that a compiler installs: `triton`, unless it is one that is added to Triton."""
+    one = find(name)
+    return one.package if one else TRITON
+
+
 def version(name: str, stated: str) -> str:
     """The PEP 440 version in what the metadata of a distribution states."""
     one = find(name)

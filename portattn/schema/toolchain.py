@@ -69,7 +69,8 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             pairs.append((name if name in COMPONENTS else compilers.canonical(name), version))
         if compilers.find(pairs[0][0]) is None:
             raise ValueError(f"toolchain {text!r}: {compilers.unknown(pairs[0][0])}")
-        unknown = [name for name, _ in pairs[1:] if name not in COMPONENTS]
+        beneath = () if compilers.package(pairs[0][0]) == TRITON else (TRITON,)  # what it is added to
+        unknown = [name for name, _ in pairs[1:] if name not in (*COMPONENTS, *beneath)]
         if unknown:
             raise ValueError(f"toolchain {text!r}: unknown component {unknown[0]!r}; known: {', '.join(COMPONENTS)}")
         return cls(distribution=pairs[0][0], version=pairs[0][1], components=tuple(sorted(pairs[1:])))
@@ -106,9 +107,9 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Compilers that stand apart (Compiler.apart), as community Triton and triton-ascend do, are in no range of each
         other's. Of another compiler (a fork, a build that nobody has heard of) it is not known which Triton's bugs it
-        has.
+        has, unless it is added to a Triton, which then is one of its components.
         """
-        if name != self.distribution and compilers.is_compiler(name):
+        if name != self.distribution and compilers.is_compiler(name) and name not in dict(self.components):
             own = compilers.find(self.distribution)
             return False if not self or (own is not None and own.apart) else None
         version = self.component(name)
@@ -219,7 +220,8 @@ def installed_beside() -> list[Toolchain]:
             continue
         named = ((name, version) for name, version in reversed(owners(folder)) if compilers.canonical(name) == one.name)
         if claim := next(named, None):
-            found.append(_toolchain(*claim, folder))
+            # The Triton that it is added to takes part in what it compiles.
+            found.append(_toolchain(*claim, folder).with_components({installed().distribution: installed().version}))
     return found
 
 

@@ -194,9 +194,9 @@ def _check_toolchain(tuning: Tuning, entry: Entry) -> None:
         parse_range(text)
     timed = tuning.timed_with(entry)
     if entry.toolchain and timed and Toolchain.parse(timed).distribution in entry.toolchain:
-        compilers = {name: text for name, text in entry.toolchain.items() if compilers.is_compiler(name)}
-        if not Entry(kernel=entry.kernel, toolchain=compilers).is_for(Toolchain.parse(timed)):
-            raise ValueError(f"toolchain {compilers} leaves out {timed!r}, which its choice was timed with")
+        named = {name: text for name, text in entry.toolchain.items() if compilers.is_compiler(name)}
+        if not Entry(kernel=entry.kernel, toolchain=named).is_for(Toolchain.parse(timed)):
+            raise ValueError(f"toolchain {named} leaves out {timed!r}, which its choice was timed with")
 
 
 def _mentions(line: str, message: str) -> bool:

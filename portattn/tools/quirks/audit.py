@@ -262,8 +262,8 @@ def _meet(one: Quirk, two: Quirk, registry: Registry) -> bool:
         return False
     if not {k.name for k in examples.kernels_of(one)} & {k.name for k in examples.kernels_of(two)}:
         return False
-    compilers = {name for name in (*a.toolchain, *b.toolchain) if compilers.is_compiler(name)}
-    if len(compilers) > 1:
+    named = {name for name in (*a.toolchain, *b.toolchain) if compilers.is_compiler(name)}
+    if len(named) > 1:
         return False
     for name in a.toolchain.keys() & b.toolchain.keys():
         ranges = [parse_range(text) for text in (a.toolchain[name], b.toolchain[name])]

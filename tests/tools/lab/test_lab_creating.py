@@ -233,8 +233,14 @@ def test_triton_ascend_takes_a_python_that_it_is_built_for(monkeypatch, tmp_path
     on_path = {"python3.12": "/bin/a", "python3.10": "/bin/b", "python3": "/bin/c"}
     monkeypatch.setattr(pythons, "ask", lambda path: Python(path, there[path]) if path in there else None)
     monkeypatch.setattr(pythons.shutil, "which", on_path.get)
-    assert [python.path for python in pythons.candidates(SpecifierSet(">=3.10,<3.12"))] == ["/bin/b"]  # each minor version once
-    assert [python.path for python in pythons.candidates(SpecifierSet(">=3.10"))] == [sys.executable, "/bin/b", "/bin/a"]
+    assert [python.path for python in pythons.candidates(SpecifierSet(">=3.10,<3.12"))] == [
+        "/bin/b"
+    ]  # each minor version once
+    assert [python.path for python in pythons.candidates(SpecifierSet(">=3.10"))] == [
+        sys.executable,
+        "/bin/b",
+        "/bin/a",
+    ]
     del there["/bin/b"], there["/bin/c"]
     with pytest.raises(LabError, match=r"triton-ascend==3\.2\.0: needs CPython <3\.12,>=3\.10, and neither"):
         lab.create("triton-ascend==3.2.0")
