@@ -116,8 +116,9 @@ def _effect_problems(effect: Effect, backend: str | None) -> _Problems:
     except ValueError as error:
         found.append((("effect", "launch"), str(error)))
     for name in effect.env or {}:
-        if name not in COMPILE_ENV:
-            found.append((("effect", "env", name), f"unknown; known: {', '.join(sorted(COMPILE_ENV))}"))
+        if name not in COMPILE_ENV and name not in compilers.variables():
+            known = ", ".join((*sorted(COMPILE_ENV), *compilers.variables()))
+            found.append((("effect", "env", name), f"unknown; known: {known}"))
     return found
 
 
@@ -131,8 +132,9 @@ def _evidence_problems(quirk: Quirk) -> _Problems:
     silent = quirk.symptom in ("wrong-result", "slow", "hang") or evidence.probe.startswith("none:")
     if not evidence.signature and not silent:
         found.append((("evidence", "signature"), f"is needed: a {quirk.symptom} has a text to match"))
-    if evidence.stage and evidence.stage not in STAGES:
-        found.append((("evidence", "stage"), f"{evidence.stage!r} is not one of {', '.join(STAGES)}"))
+    if evidence.stage and evidence.stage not in STAGES and evidence.stage not in compilers.stages():
+        known = ", ".join((*STAGES, *compilers.stages()))
+        found.append((("evidence", "stage"), f"{evidence.stage!r} is not one of {known}"))
     for name in ("stage", "quotes"):
         if getattr(evidence, name) and not evidence.signature:
             found.append((("evidence", name), "goes with a signature, and there is none"))

@@ -62,6 +62,8 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
               neither known to hold nor not to
     tried     versions that the kernels were compiled with, as a range; empty: not known
     released  versions that are published, oldest first; empty: not known
+    stages    stages that its compile adapter announces, beside Triton's: a quirk's evidence may name them
+    variables environment variables that it reads as it compiles, and that a quirk may set
     tracker   where it takes reports: a link
     lab       how the lab makes an environment; None where it cannot be installed by name
     name, brought_by, file  set by the reader: the table's name, the package, and the file that says all this
@@ -73,6 +75,8 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     apart: bool = False
     tried: str = ""
     released: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     tracker: str = ""
     lab: Recipe | None = None
     name: str = ""
@@ -240,6 +244,16 @@ def canonical(name: str) -> str:
     """The compiler's name of a distribution's name or alias; the name itself, normalised, where nobody brings it."""
     one = find(name)
     return one.name if one else canonicalize_name(name)
+
+
+def stages() -> tuple[str, ...]:
+    """Stages that compilers of packages have beside Triton's."""
+    return tuple(stage for one in known().values() for stage in one.stages)
+
+
+def variables() -> tuple[str, ...]:
+    """Environment variables that compilers of packages read, and that a quirk may set."""
+    return tuple(name for one in known().values() for name in one.variables)
 
 
 def unknown(name: str) -> str:
