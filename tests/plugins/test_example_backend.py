@@ -9,58 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import support
-from places import ROOT, TESTS
+from places import ROOT
 
 COMPILER = "triton-example==1.1.0.post2"
-PACKAGES = ("example_backend", "example_compiler")
 PROBLEM = ("--q", "1,2,128,64", "--kv", "1,2,128,64", "--dtype", "fp16")
-
-
-class Called(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that both packages are installed in, by pip and without an index."""
-    folder = tmp_path_factory.mktemp("example")
-    for name in PACKAGES:
-        copy = folder / "sources" / name
-        shutil.copytree(TESTS / "plugins" / name, copy)  # a build writes beside its sources
-    command = [
-        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index",
-        "--disable-pip-version-check", "--target", str(folder / "site"),
-    ]  # fmt: skip
-    done = subprocess.run(
-        [*command, *(str(folder / "sources" / name) for name in PACKAGES)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "site"
-
-
-@pytest.fixture
-def run(site: Path, tmp_path: Path) -> Callable[..., Called]:
-    """run("plan", …): the command line in a process of its own, which finds the packages."""
-    path = os.pathsep.join(map(str, (site, ROOT)))
-    environment = os.environ | {"PYTHONPATH": path, "PORTATTN_CACHE_DIR": str(tmp_path / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-
-    def call(*arguments: str, **variables: str) -> Called:
-        command = [sys.executable, "-m", "portattn", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment | variables)
-        return Called(done.returncode, done.stdout, done.stderr)
-
-    return call
 
 
 @pytest.fixture
@@ -80,7 +36,7 @@ def python(site: Path, tmp_path: Path) -> Callable[[str], str]:
 pytestmark = pytest.mark.compiles
 
 
-def test_doctor_says_who_brings_which_compiler(run: Callable[..., Called]) -> None:
+def test_doctor_says_who_brings_which_compiler(run: Callable[..., Any]) -> None:
     called = run("doctor", "--json")
     assert called.status == 0, called.out + called.err
     sections = {section["title"]: section for section in called.json["sections"]}
@@ -93,7 +49,7 @@ def test_doctor_says_who_brings_which_compiler(run: Callable[..., Called]) -> No
     assert not sections["backends"]["errors"]
 
 
-def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Called]) -> None:
+def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Any]) -> None:
     line = ("plan", "attention", "--target", "example:one", *PROBLEM)
     made = run(*line, "--json").json
     assert (made["path"], made["toolchain"]) == ("triton", COMPILER)
@@ -137,7 +93,7 @@ print(target.toolchain.component("triton") == installed().version, target.toolch
     assert beneath == "True True", "ranges of Triton hold for the Triton that it is added to"
 
 
-def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Called]) -> None:
+def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> None:
     listed = run("quirks", "list", "--backend", "example", "--json").json
     assert "example-0001-two-stages" in {quirk["id"] for quirk in listed}
     audited = run("quirks", "audit", "--json")
@@ -149,7 +105,7 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Called]) ->
     assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
 
 
-def test_the_lab_lists_its_releases(run: Callable[..., Called]) -> None:
+def test_the_lab_lists_its_releases(run: Callable[..., Any]) -> None:
     rows = {row["toolchain"]: row["state"] for row in run("lab", "list", "--json").json["toolchains"]}
     assert rows["triton-example==1.1.0"] == rows["triton-example==1.2.0"] == "missing"
     assert list(rows)[-1] == "triton-example==1.2.0", "portattn's own come first"
@@ -158,7 +114,7 @@ def test_the_lab_lists_its_releases(run: Callable[..., Called]) -> None:
     assert "must be one of triton, triton-ascend, triton-example, which can be installed by name" in refused.err
 
 
-def test_the_matrix_compiles_and_executes(run: Callable[..., Called], tmp_path: Path) -> None:
+def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Path) -> None:
     """The facts and the code are the adapter's, the numbers the executor's."""
     if missing := support.no_interpreter():
         pytest.skip(missing)
@@ -180,7 +136,7 @@ def test_the_matrix_compiles_and_executes(run: Callable[..., Called], tmp_path: 
     assert "emulated  example:one" not in resumed.err, "nothing is made again"
 
 
-def test_verify_asks_its_executor(run: Callable[..., Called]) -> None:
+def test_verify_asks_its_executor(run: Callable[..., Any]) -> None:
     if missing := support.no_interpreter():
         pytest.skip(missing)
     called = run("verify", "attention", "--target", "example:one", "--emulate", "--json")
@@ -206,9 +162,7 @@ for kernel, text in (("g", code), ("f", code[1:]), ("f", "")):
     assert second == third == "this is no code of Example One"
 
 
-def test_without_the_compiler_the_plan_says_what_it_needs(
-    run: Callable[..., Called], site: Path, tmp_path: Path
-) -> None:
+def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any], site: Path, tmp_path: Path) -> None:
     """The backend alone: its data is there, and nothing that compiles for it."""
     alone = tmp_path / "alone"
     for name in ("portattn_example", "portattn_example-0.1.dist-info"):
