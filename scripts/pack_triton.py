@@ -31,7 +31,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from portattn.backends.cuda.ptxas import releases
-from portattn.schema.toolchain import RELEASED, Toolchain
+from portattn.schema import compilers
+from portattn.schema.toolchain import Toolchain
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 CHIP = 90  # the newest compute capability that is compiled for
@@ -84,7 +85,7 @@ def pack(version: str, out: Path, tag: str) -> str:
 def _check(version: str, out: Path, tag: str) -> None:
     """What can be known before 250 MB are fetched."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:\.post\d+)?", version):
-        raise Failed(f"{version!r} is no release such as 3.8.0; known: {', '.join(RELEASED['triton'])}")
+        raise Failed(f"{version!r} is no release such as 3.8.0; known: {', '.join(compilers.released('triton'))}")
     if not re.fullmatch(r"cp3\d+", tag):
         raise Failed(f"{tag!r} is no tag of a Python such as cp312")
     if out.suffix != ".txz":

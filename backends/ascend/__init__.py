@@ -43,6 +43,7 @@ class AscendBackend(Backend):
     device_words = ("huawei", "npu", "[0-9]*gb")
     options = MappingProxyType({"multibuffer": bool})
     compilers = ("triton-ascend", "flagtree")
+    adapter = "portattn.worker.ascend:compile_kernel"
     vendor = (NpuFusionAttention(), NpuFusedInferAttentionScore())
 
     def detect(self, index: int | None = None) -> str | None:

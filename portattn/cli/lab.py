@@ -56,13 +56,13 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
 
     Exit status 1: one could not be made; the others are.
     """
-    from portattn.tools.lab import TOOLCHAINS, mlir
-    from portattn.tools.lab.folders import canonical
+    from portattn.tools.lab.folders import canonical, programs
+    from portattn.tools.lab.folders import toolchains as listed
 
     if every == bool(toolchains):
         limit = "name toolchains as NAME==VERSION, or give --all" if not every else "goes without toolchains"
         raise ArgumentError("lab create", "--all", every, limit)
-    names = list(dict.fromkeys(map(canonical, TOOLCHAINS if every else toolchains)))
+    names = list(dict.fromkeys(map(canonical, listed() if every else toolchains)))
     made, failed = create_all(names, jobs, python)
     if as_json:
         errors = [{"toolchain": name, "error": text} for name, text in failed.items()]
@@ -71,7 +71,8 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
         for environment in made:
             click.echo(f"{environment.toolchain}  {_megabytes(environment.bytes)}  {environment.folder}")
             if _lacking(environment):
-                click.echo(f"  {_lacking(environment)}: {mlir.NEEDED}")
+                needed = getattr(programs(environment.toolchain), "NEEDED", "")
+                click.echo(f"  {_lacking(environment)}: {needed}")
         for text in failed.values():
             click.secho(text, fg="red", err=True)
     if failed:
@@ -180,12 +181,10 @@ def _row(state: State) -> tuple[str, ...]:
 
 
 def _lacking(made: Environment) -> str:
-    """What an Ascend environment cannot do for want of programs; empty for any other."""
-    from portattn.tools.lab import mlir
+    """What an environment cannot do for want of programs beside Python, as NPUs' need them; empty for any other."""
+    from portattn.tools.lab.folders import programs
 
-    lacking = (
-        [name for name in mlir.ALL if name not in made.tools] if made.toolchain.startswith("triton-ascend") else []
-    )
+    lacking = [name for name in getattr(programs(made.toolchain), "ALL", ()) if name not in made.tools]
     return f"lowers, and cannot execute what it lowered: no {', '.join(lacking)}" if lacking else ""
 
 

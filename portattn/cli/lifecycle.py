@@ -244,13 +244,13 @@ def bisect(
     quirk = quirk_of("quirks bisect", quirk_id, registry)
     target = registry.target(target, "none").name if target is not None else None
     compiler = bisecting.compiler_of(quirk)
-    toolchains = bisecting.candidates(compiler, lab.TOOLCHAINS, between)
+    toolchains = bisecting.candidates(compiler, lab.toolchains(), between)
     with _status("bisecting") as say:
 
         def off(entry: Any, toolchain: str) -> probe.Arm:
-            from portattn.schema.toolchain import installed
+            from portattn.schema.toolchain import is_installed
 
-            if create and toolchain != str(installed()) and lab.find(toolchain) is None:
+            if create and not is_installed(toolchain) and lab.find(toolchain) is None:
                 lab.create(toolchain, say)
             say(f"probing {toolchain}")
             return probe.off(entry, toolchain, target, registry=registry)

@@ -57,6 +57,7 @@ def examine(say: Callable[[str], None], emulate: str = "") -> Report:
     probes: list[tuple[str, Callable[[], Section]]] = [
         ("versions", versions),
         ("toolchain", toolchain),
+        ("compilers", compilers),
         ("backends", backends),
         ("settings", settings),
         ("cache", cache),
@@ -133,6 +134,21 @@ def toolchain() -> Section:
         )
     attention += shadowed(Path(found.path))
     return Section(title="toolchain", items=tuple(items), warnings=tuple(attention))
+
+
+def compilers() -> Section:
+    """Every compiler that is known: who brings it, and what of it is here."""
+    from portattn.schema import compilers as known
+    from portattn.schema.toolchain import installed, installed_beside
+
+    here = {one.distribution: one.version for one in (installed(), *installed_beside())}
+    items = []
+    for name, one in known.known().items():
+        state = f"installed {here[name]}" if name in here else "not installed"
+        beside = "" if one.package == known.TRITON else f", added to Triton as {one.package}"
+        names = f"; also {', '.join(one.aliases)}" if one.aliases else ""
+        items.append(Item(name, f"{state}{beside}; brought by {one.brought_by}{names}"))
+    return Section(title="compilers", items=tuple(items))
 
 
 def shadowed(folder: object) -> list[str]:

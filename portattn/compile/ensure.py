@@ -173,11 +173,14 @@ def compile_in(
 
 def compile_fields(launch: Compiled, plan: Plan, target: Target) -> dict[str, Any]:
     """What a request to compile a launch of a plan for a target says (worker/serve.py has the protocol)."""
-    return {
+    backend = Registry.load().backends[target.backend]
+    fields = {
         "signature": msgspec.to_builtins(signature_of(launch)),
-        "target": list(Registry.load().backends[target.backend].triton_target(target.arch)),
+        "target": list(backend.triton_target(target.arch)),
         "env": plan.env,
     }
+    adapter = backend.compile_adapter()
+    return fields | ({"adapter": adapter} if adapter else {})
 
 
 def _twice(ask: Callable[[], Reply]) -> Reply:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from portattn.schema import compilers
 from portattn.schema.target import Arch
-from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.schema.toolchain import parse_range
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _AT_LEAST_ONE = ("cores", "max_programs")
@@ -59,8 +60,8 @@ def _sizes(arch: Arch) -> tuple[str, str] | None:
 
 def _compilers(arch: Arch) -> tuple[str, str] | None:
     for name, text in arch.toolchain.items():
-        if name not in COMPILERS:
-            return "toolchain", f"{name!r} is no compiler; known: {', '.join(COMPILERS)}"
+        if not compilers.is_compiler(name):
+            return "toolchain", compilers.unknown(name)
         try:
             parse_range(text)
         except ValueError as error:

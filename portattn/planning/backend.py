@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from portattn.errors import PortattnError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from portattn.schema.toolchain import Toolchain
 
 ENTRY_POINT_GROUP = "portattn.backends"
+INTERFACES = (1, 2)  # of this module, that packages may be written for; 2 has compilers and compile adapters
 
 
 class VendorPath:
@@ -127,7 +130,13 @@ class Backend:
     device_words  words in what drivers call its devices that do not tell the chip (maker, memory, form), in lower case,
                  as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
     options      options of its compiler that a launch may have, with their types; of portattn's own backends
-    compilers    compilers that have this chip's backend, of the ones that portattn knows; empty when any may
+    compilers    compilers that have this chip's backend, the usual one first; empty when any may. Those that are
+                 another distribution than portattn's own are described in the folder's compilers.toml
+                 (portattn/schema/compilers.py)
+    adapter      function that compiles for its chips, in the child: `package.module:function`, or `FILE.py:function` of
+                 a file in the folder, which then is found under every compiler's Python
+                 (portattn/worker/adapters.py); empty where Triton's own GPU targets serve
+    interface    which of INTERFACES the class is written for
     core_path    name of the path that runs the core kernels; empty where none is offered by itself
     """
 
@@ -144,12 +153,25 @@ class Backend:
     device_words: tuple[str, ...] = ()
     options: Mapping[str, type] = MappingProxyType({})
     compilers: tuple[str, ...] = ()
+    adapter: str = ""
+    interface: int = 1
     core_path: str = "triton"
 
     @property
     def compiler(self) -> str:
         """The compiler for its chips where nobody names one: the first of `compilers`, or community Triton."""
         return self.compilers[0] if self.compilers else "triton"
+
+    def compile_adapter(self) -> str:
+        """`adapter` as a child is told it, a file by its whole path. Raises PortattnError where it is malformed."""
+        place, colon, function = self.adapter.rpartition(":")
+        if not self.adapter:
+            return ""
+        file = self.folder / place if place.endswith(".py") else None
+        if not (colon and function.isidentifier() and place) or (file is not None and not file.is_file()):
+            limit = "must be `package.module:function`, or `FILE.py:function` of a file in the backend's folder"
+            raise PortattnError(f"{type(self).__name__}.adapter is {self.adapter!r}, but {limit}")
+        return f"{file.resolve()}:{function}" if file is not None else self.adapter
 
     def detect(self, index: int | None = None) -> str | None:
         """Arch name of device `index` (the current one when None); None where this machine has none. Never raises."""

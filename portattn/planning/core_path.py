@@ -14,6 +14,7 @@ from portattn.errors import QuirkConflict
 from portattn.planning.checks import Refused, undeclared
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Rejection
@@ -21,7 +22,6 @@ from portattn.schema.problem import ASKED, Problem
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target
-from portattn.schema.toolchain import COMPILERS, TRIED
 from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.source_tree import install_extra
 from portattn.version import __version__
@@ -41,9 +41,10 @@ def choose(
         raise refuse(target.arch.refused)
     if not target.toolchain:
         raise refuse("Triton is not installed", f"{install_extra('triton')}, or triton-ascend on an NPU")
-    compilers = registry.backends[target.backend].compilers
-    if compilers and target.toolchain.distribution in COMPILERS and target.toolchain.distribution not in compilers:
-        raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(compilers)}")
+    serving = registry.backends[target.backend].compilers
+    distribution = target.toolchain.distribution
+    if serving and distribution not in serving and compilers.is_compiler(distribution):
+        raise refuse(f"{target.toolchain} compiles nothing for {target.backend}", f"needs {' or '.join(serving)}")
     for compiler, text in target.arch.toolchain.items():
         if target.toolchain.within(compiler, text) is False:
             reason = f"{target.toolchain} compiles nothing for {target.arch.name}"
@@ -76,7 +77,9 @@ def choose(
         env=quirked.env,
         quirks=tuple(quirked.applied.values()),
         notes=(*base.notes, *quirked.limits.values()),
-        key=specialisation_key(kernel, problem, target, lowering, launch, quirked.env),
+        key=specialisation_key(
+            kernel, problem, target, lowering, launch, quirked.env, adapter=_adapter(registry, target)
+        ),
     )
     # A slow kernel is right: who asks for it by name gets it.
     blockers = [q for q in quirked.blockers if q.symptom != "slow" or settings.backend != path]
@@ -136,7 +139,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
     else:
         lowering, launch, occupancy, split_threshold = Lowering(), Launch(), 1, SPLIT_THRESHOLD
         notes.append(f"no tuning entry for {kernel.name} on {target.arch.name}: default tile")
-    tried = TRIED.get(target.toolchain.distribution)
+    tried = compilers.tried(target.toolchain.distribution)
     if tried and target.toolchain.within(target.toolchain.distribution, tried) is False:
         notes.append(f"{target.toolchain} is none of the versions that were tried: {tried}")
     if problem.dtype == "fp32" and lowering.dot_precision not in target.arch.dot_precisions:
@@ -276,9 +279,18 @@ def kernel_source_digest() -> str:
 
 
 def specialisation_key(
-    kernel: CoreKernel, problem: Problem, target: Target, lowering: Lowering, launch: Launch, env: dict[str, str]
+    kernel: CoreKernel,
+    problem: Problem,
+    target: Target,
+    lowering: Lowering,
+    launch: Launch,
+    env: dict[str, str],
+    adapter: str = "",
 ) -> str:
-    """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'."""
+    """Digest of what decides the machine code, as far as a Problem says it; ensure.code_key adds the launches'.
+
+    adapter  digest of another package's file that compiles for the target
+    """
     rows = launch.of_rows()
     parts = {
         "portattn": __version__,
@@ -297,4 +309,16 @@ def specialisation_key(
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],
     }
+    parts |= {"adapter": adapter} if adapter else {}
     return hashlib.sha256(msgspec.json.encode(pinned(parts), order="deterministic")).hexdigest()[:32]
+
+
+def _adapter(registry: Registry, target: Target) -> str:
+    """Digest of the file that a backend's compile adapter is in; empty for one of a module, which has a release."""
+    place = registry.backends[target.backend].compile_adapter().rpartition(":")[0]
+    return _digest(place) if place.endswith(".py") else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

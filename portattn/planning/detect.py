@@ -9,7 +9,7 @@ from portattn.planning import plugins
 from portattn.planning.backend import Backend
 from portattn.planning.registry import Registry, own_backends
 from portattn.schema.target import Arch, Target
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_for
 
 
 @functools.lru_cache(maxsize=64)
@@ -26,7 +26,7 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
         arch = _asked(backend, "detect", index)
         if arch is None:
             continue
-        toolchain = installed().with_components(_asked(backend, "machine_components") or {})
+        toolchain = installed_for(backend.compilers).with_components(_asked(backend, "machine_components") or {})
         if arch in registry.arches[backend.name]:
             return registry.target(f"{backend.name}:{arch}", toolchain), ""
         return _unknown_arch(backend, arch, f"arch {arch}, which is none of its arches", toolchain), ""
@@ -37,7 +37,7 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
         owner = candidates[0]  # a tensor's device: it is there
     if owner is not None:
         seen = _asked(owner, "describe", index) or f"device {device_type}:{index or 0}"
-        toolchain = installed().with_components(_asked(owner, "machine_components") or {})
+        toolchain = installed_for(owner.compilers).with_components(_asked(owner, "machine_components") or {})
         return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
     target = registry.target("cpu:generic")
     known = ", ".join(sorted({b.device_type for b in registry.backends.values()}))

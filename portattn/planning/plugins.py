@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from portattn.errors import DataError, PluginWarning, PortattnError, warn_caller
-from portattn.planning.backend import ENTRY_POINT_GROUP, Backend, Variant, VendorPath
+from portattn.planning.backend import ENTRY_POINT_GROUP, INTERFACES, Backend, Variant, VendorPath
 from portattn.planning.data_files import load_arches, load_tuning, load_verified
 from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
-from portattn.schema import quirk_names
+from portattn.schema import compilers, quirk_names
+from portattn.schema.compilers import Compiler
 from portattn.schema.problem import DEMANDS, OPS
 from portattn.worker import distributions
 from portattn.worker.distributions import Unreadable
@@ -70,8 +71,12 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Loaded(msgspec.Struct, kw_only=True):
+    """A package whose backend can be asked. brings: the compilers of its folder; faults: of what they are."""
+
     package: str
     backend: Backend
+    brings: dict[str, Compiler] = {}
+    faults: tuple[Fault, ...] = ()
 
 
 def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[str, Backend], tuple[Broken, ...]]:
@@ -80,8 +85,22 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     own         portattn's own backends, whose names are taken
     own_quirks  ids of portattn's own quirks, which are taken too
 
-    An Exception, or SystemExit, is taken for a package's fault: an interrupt goes through.
+    Sets the compilers that packages bring (portattn.schema.compilers). An Exception, or SystemExit, is taken for a
+    package's fault: an interrupt goes through.
     """
+    with compilers.loading():
+        usable, broken, brought = _find(own, own_quirks)
+    names = {name for one in usable.values() for name in brought[one.name]}
+    left_out = [name for brings in brought.values() for name in brings if name not in names]
+    found = {name: brings[name] for brings in brought.values() for name in brings if name in names}
+    compilers.bring(found, left_out, [one.told() for one in broken])
+    return usable, broken
+
+
+def _find(
+    own: Mapping[str, Backend], own_quirks: Collection[str]
+) -> tuple[dict[str, Backend], tuple[Broken, ...], dict[str, dict[str, Compiler]]]:
+    """As `find`, and the compilers that each backend brings, broken ones too."""
     broken: list[Broken] = []
     loaded: dict[str, _Loaded] = {}
     points, unreadable = _points()
@@ -98,14 +117,18 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever another package does, it stops no plan
             broken.append(Broken(name=point.name, package=package, faults=(_fault(error),)))
         else:
-            loaded[backend.name] = _Loaded(package=package, backend=backend)
+            earlier = [compilers.own(), *(one.brings for one in loaded.values())]
+            brings, faults = _brought(backend, package, {k: v for some in earlier for k, v in some.items()})
+            loaded[backend.name] = _Loaded(package=package, backend=backend, brings=brings, faults=faults)
+    # Files of one package may name the compilers of another.
+    compilers.bring({name: one for each in loaded.values() for name, one in each.brings.items()})
     # A quirk may name a backend that another package brings, broken or not.
     names = (*own, *loaded, *(b.name for b in broken))
     usable: dict[str, Backend] = {}
     taken = set(own_quirks)
     for name, one in loaded.items():
         found: set[str] = set()
-        faults = tuple(_data_faults(one.backend, names, taken, found))
+        faults = (*one.faults, *_data_faults(one.backend, names, taken, found))
         if faults:
             kind = one.backend.device_type
             quirks = tuple(sorted(found))
@@ -113,7 +136,22 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
         else:
             usable[name] = one.backend
             taken |= found
-    return usable, tuple(broken)
+    return usable, tuple(broken), {name: one.brings for name, one in loaded.items()}
+
+
+def _brought(
+    backend: Backend, package: str, earlier: Mapping[str, Compiler]
+) -> tuple[dict[str, Compiler], tuple[Fault, ...]]:
+    """The compilers that a backend brings, without those that others brought before; and what is wrong with them."""
+    try:
+        found = compilers.read(backend.folder, package)
+        backend.compile_adapter()
+    except Exception as error:  # noqa: BLE001 - as in `find`
+        return {}, (_fault(error),)
+    found = {name: one for name, one in found.items() if one.file not in {other.file for other in earlier.values()}}
+    taken = {name: text for name, one in found.items() if (text := compilers.taken(name, one, earlier))}
+    faults = tuple(Fault(text=text, file=found[name].file) for name, text in taken.items())
+    return {name: one for name, one in found.items() if name not in taken}, faults
 
 
 def warn(broken: Collection[Broken]) -> None:
@@ -220,6 +258,9 @@ def _check_backend(backend: Any, taken: Collection[str]) -> None:
             raise PortattnError(f"{type(backend).__name__}.{attribute} must be a {kind.__name__}")
     if not _NAME.fullmatch(backend.name) or backend.name == ANY:
         raise PortattnError(f"{backend.name!r} cannot be a backend's name")
+    if backend.interface not in INTERFACES:
+        limit = f"this portattn has {' and '.join(map(str, INTERFACES))}"
+        raise PortattnError(f"it is written for interface {backend.interface!r} of backends, and {limit}")
     if backend.name in taken:
         raise PortattnError(f"it registers {backend.name!r}, which exists already")
     given: tuple[tuple[type[VendorPath] | type[Variant], tuple[Any, ...]], ...]

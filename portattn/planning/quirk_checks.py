@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from portattn.planning.compiler_options import check_launch_values, check_option, options
-from portattn.schema import conditions
+from portattn.schema import compilers, conditions
 from portattn.schema.lowering import CHOICES, EVERY_KERNELS, check_rows_value
 from portattn.schema.quirk import EFFECTS, NUMBER, STAGES, Effect, Quirk, When
-from portattn.schema.toolchain import COMPILERS, COMPONENTS, has_upper_bound, parse_range
+from portattn.schema.toolchain import has_upper_bound, nameable, parse_range, unknown_name
 
 # Environment variables that Triton's compilers read at compile time and that a quirk may set.
 COMPILE_ENV = frozenset(
@@ -61,13 +61,13 @@ def _identity_problems(quirk: Quirk, backends: Collection[str]) -> _Problems:
 def _when_problems(when: When) -> _Problems:
     found: _Problems = []
     for name, specifier in when.toolchain.items():
-        if name not in COMPILERS + COMPONENTS:
-            found.append((("when", "toolchain", name), f"unknown; known: {', '.join(COMPILERS + COMPONENTS)}"))
+        if not nameable(name):
+            found.append((("when", "toolchain", name), unknown_name()))
         try:
             parse_range(specifier)
         except ValueError as error:
             found.append((("when", "toolchain", name), str(error)))
-    if len([name for name in when.toolchain if name in COMPILERS]) > 1:
+    if len([name for name in when.toolchain if compilers.is_compiler(name)]) > 1:
         found.append((("when", "toolchain"), "names two compilers, and a toolchain has one"))
     for text in when.features:
         try:
@@ -116,8 +116,9 @@ def _effect_problems(effect: Effect, backend: str | None) -> _Problems:
     except ValueError as error:
         found.append((("effect", "launch"), str(error)))
     for name in effect.env or {}:
-        if name not in COMPILE_ENV:
-            found.append((("effect", "env", name), f"unknown; known: {', '.join(sorted(COMPILE_ENV))}"))
+        if name not in COMPILE_ENV and name not in compilers.variables():
+            known = ", ".join((*sorted(COMPILE_ENV), *compilers.variables()))
+            found.append((("effect", "env", name), f"unknown; known: {known}"))
     return found
 
 
@@ -131,8 +132,9 @@ def _evidence_problems(quirk: Quirk) -> _Problems:
     silent = quirk.symptom in ("wrong-result", "slow", "hang") or evidence.probe.startswith("none:")
     if not evidence.signature and not silent:
         found.append((("evidence", "signature"), f"is needed: a {quirk.symptom} has a text to match"))
-    if evidence.stage and evidence.stage not in STAGES:
-        found.append((("evidence", "stage"), f"{evidence.stage!r} is not one of {', '.join(STAGES)}"))
+    if evidence.stage and evidence.stage not in STAGES and evidence.stage not in compilers.stages():
+        known = ", ".join((*STAGES, *compilers.stages()))
+        found.append((("evidence", "stage"), f"{evidence.stage!r} is not one of {known}"))
     for name in ("stage", "quotes"):
         if getattr(evidence, name) and not evidence.signature:
             found.append((("evidence", name), "goes with a signature, and there is none"))
@@ -156,7 +158,7 @@ _SEEN_ON = re.compile(r"^([a-z-]+?)\s*((?:[<>=!~]=?|==)\s*\d.*)$")
 def seen_range(text: str) -> tuple[str, str]:
     """(name, range) of an item of `seen_on`. Raises ValueError on one that is no name with a range."""
     match = _SEEN_ON.match(text.strip())
-    if match is None or match[1] not in COMPILERS + COMPONENTS:
+    if match is None or not nameable(match[1]):
         raise ValueError(f"{text!r} is not NAME==VERSION, or NAME and a range, with a known name")
     parse_range(match[2])
     return match[1], match[2]
@@ -165,7 +167,7 @@ def seen_range(text: str) -> tuple[str, str]:
 def _version_problems(keys: tuple[str, ...], text: str) -> _Problems:
     name, _, version = text.partition("==")
     try:
-        if name not in COMPILERS + COMPONENTS:
+        if not nameable(name):
             raise ValueError(f"{text!r} is not NAME==VERSION with a known name")
         parse_range(f"=={version}")
     except ValueError as error:

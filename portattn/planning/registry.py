@@ -18,7 +18,7 @@ from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import load_quirks
 from portattn.schema.quirk import Quirk, parse_overrides
 from portattn.schema.target import Arch, Target
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_for
 from portattn.schema.tuning import Tuning
 
 BUILTIN = "portattn.backends"  # by name, as those of other packages: a plan needs their data, and no chip's code
@@ -114,7 +114,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
                 toolchain = Toolchain.parse(toolchain)
             except ValueError as error:
                 raise ArgumentError("target", "toolchain", toolchain, str(error).partition(": ")[2]) from None
-        found = installed() if toolchain is None else toolchain
+        found = installed_for(self.backends[backend].compilers) if toolchain is None else toolchain
         found = found.with_components(self.backends[backend].components(arches[arch], found))
         return Target(backend=backend, arch=arches[arch], toolchain=found)
 

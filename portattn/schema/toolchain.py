@@ -9,38 +9,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from portattn.schema import compilers
+from portattn.schema.compilers import COMPONENTS as COMPONENTS
+from portattn.schema.compilers import TRITON
 from portattn.worker import distributions
 
-# Builds of community Triton that are published under other names.
-_ALIASES = {
-    "pytorch-triton": "triton",
-    "pytorch-triton-rocm": "triton",
-    "triton-rocm": "triton",
-    "triton-windows": "triton",
-}
-# Compilers whose version numbers say nothing about each other: one is in no range of the other's.
-_APART = ("triton", "triton-ascend", "none")
 # Chips of community Triton itself: a folder with another one's backend is a fork, whatever number it states.
 _COMMUNITY_BACKENDS = ("nvidia", "amd")
-COMPILERS = ("triton", "triton-ascend", "flagtree")
-# Versions that the kernels were compiled with (community Triton) or lowered with (triton-ascend).
-TRIED = {"triton": ">=3.2,<3.10", "triton-ascend": "==3.2.*"}
-# Releases that are published (an index of packages lists them); of other compilers nobody knows which there are.
-RELEASED = {
-    "triton": (
-        "2.0.0", "2.1.0", "2.2.0", "2.3.0", "2.3.1", "3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0",
-        "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0",
-    ),
-    "triton-ascend": ("3.1.0", "3.2.0"),
-}  # fmt: skip
-COMPONENTS = ("ptxas", "cuda", "rocm", "cann", "driver", "torch", "torch-npu", "numpy", "python")
 
 
 class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,10 +66,11 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 Version(version)
             except InvalidVersion:
                 raise ValueError(f"toolchain {text!r}: {version!r} is not a PEP 440 version") from None
-            pairs.append((_ALIASES.get(name, name), version))
-        if pairs[0][0] not in COMPILERS:
-            raise ValueError(f"toolchain {text!r}: {pairs[0][0]!r} is no known compiler; known: {', '.join(COMPILERS)}")
-        unknown = [name for name, _ in pairs[1:] if name not in COMPONENTS]
+            pairs.append((name if name in COMPONENTS else compilers.canonical(name), version))
+        if compilers.find(pairs[0][0]) is None:
+            raise ValueError(f"toolchain {text!r}: {compilers.unknown(pairs[0][0])}")
+        beneath = () if compilers.package(pairs[0][0]) == TRITON else (TRITON,)  # what it is added to
+        unknown = [name for name, _ in pairs[1:] if name not in (*COMPONENTS, *beneath)]
         if unknown:
             raise ValueError(f"toolchain {text!r}: unknown component {unknown[0]!r}; known: {', '.join(COMPONENTS)}")
         return cls(distribution=pairs[0][0], version=pairs[0][1], components=tuple(sorted(pairs[1:])))
@@ -101,11 +84,14 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def unknown_release(self) -> str:
         """Why this is no release that is known of: a sentence with the nearest ones; empty for one that is."""
-        if self.distribution not in RELEASED:
+        own = compilers.find(self.distribution)
+        if own is None or not own.released:
             return ""
-        releases = [Version(text) for text in RELEASED[self.distribution]]
+        releases = [Version(text) for text in own.released]
         version = Version(self.version)
-        if Version(version.public) in releases:
+        # A rebuild of a release (3.1.0.post2, 3.2.0+git1234) is that release.
+        rebuilt = version.base_version if version.is_postrelease else version.public
+        if Version(version.public) in releases or Version(rebuilt) in releases:
             return ""
         below = [str(one) for one in releases if one < version][-1:]
         above = [str(one) for one in releases if one > version][:1]
@@ -119,11 +105,13 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def within(self, name: str, specifier: str) -> bool | None:
         """Whether the named component's version lies in a PEP 440 range; None where its version is not known.
 
-        Community Triton and triton-ascend are in no range of each other's. Of another compiler (a fork, a build that
-        nobody has heard of) it is not known which Triton's bugs it has.
+        Compilers that stand apart (Compiler.apart), as community Triton and triton-ascend do, are in no range of each
+        other's. Of another compiler (a fork, a build that nobody has heard of) it is not known which Triton's bugs it
+        has, unless it is added to a Triton, which then is one of its components.
         """
-        if name in COMPILERS and name != self.distribution:
-            return False if self.distribution in _APART else None
+        if name != self.distribution and compilers.is_compiler(name) and name not in dict(self.components):
+            own = compilers.find(self.distribution)
+            return False if not self or (own is not None and own.apart) else None
         version = self.component(name)
         return None if version is None else parse_range(specifier).contains(version, prereleases=True)
 
@@ -145,7 +133,11 @@ def has_upper_bound(text: str) -> bool:
 
 
 def _triton_folder() -> Path | None:
-    spec = importlib.util.find_spec("triton")
+    return _folder(TRITON)
+
+
+def _folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
@@ -156,11 +148,11 @@ def owners(folder: Path) -> list[tuple[str, str]]:
 
     More than one means that one install overwrote another.
     """
-    target = folder / "__init__.py"
+    target, package = folder / "__init__.py", folder.name
     found = []
-    for name, dist in distributions.claiming("triton"):
+    for name, dist in distributions.claiming(package):
         claims = any(
-            str(f) == "triton/__init__.py" and Path(str(dist.locate_file(f))).resolve() == target.resolve()
+            str(f) == f"{package}/__init__.py" and Path(str(dist.locate_file(f))).resolve() == target.resolve()
             for f in dist.files or []
         )
         if claims:
@@ -196,19 +188,71 @@ def _stated(folder: Path) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def installed() -> Toolchain:
-    """The toolchain of this Python, read from installed metadata; Triton itself is not imported."""
+    """The Triton of this Python, or the fork in its place, read from installed metadata; it is not imported."""
     folder = _triton_folder()
     if folder is None:
         return Toolchain.none()
     claims = owners(folder)
     name, version = claims[-1] if claims else _stated(folder)
+    return _toolchain(name, version, folder)
+
+
+def _toolchain(name: str, version: str, folder: Path) -> Toolchain:
     components = {}
     for component in ("torch", "torch-npu", "numpy"):
         if stated := distributions.version(component):
             components[component] = stated
+    own = compilers.find(name)
     return Toolchain(
-        distribution=_ALIASES.get(canonicalize_name(name), canonicalize_name(name)),
-        version=version,
+        distribution=own.name if own else compilers.canonical(name),
+        version=own.version(version) if own else version,
         path=str(folder),
         components=tuple(sorted(components.items())),
     )
+
+
+def installed_beside() -> list[Toolchain]:
+    """The compilers of this Python that are added to Triton: in folders of their own, whatever occupies triton/."""
+    found = []
+    for one in compilers.known().values():
+        folder = _folder(one.package) if one.package != TRITON else None
+        if folder is None:
+            continue
+        named = ((name, version) for name, version in reversed(owners(folder)) if compilers.canonical(name) == one.name)
+        if claim := next(named, None):
+            # The Triton that it is added to takes part in what it compiles.
+            found.append(_toolchain(*claim, folder).with_components({installed().distribution: installed().version}))
+    return found
+
+
+def installed_for(names: Collection[str]) -> Toolchain:
+    """The compiler of this Python for targets that these compilers serve: the first that is here, added to Triton or in
+    its place; else whatever occupies triton/.
+
+    names  Backend.compilers; any compiler may serve where it is empty
+    """
+    found = installed()
+    if not names or found.distribution in names or all(name in compilers.own() for name in names):
+        return found  # none of portattn's own is added to Triton
+    beside = {one.distribution: one for one in installed_beside()}
+    return next((beside[name] for name in names if name in beside), found)
+
+
+def is_installed(toolchain: Toolchain | str) -> bool:
+    """Whether a toolchain, told by NAME==VERSION, is this Python's."""
+    wanted = str(toolchain)
+    if wanted == str(installed()):
+        return True
+    name = wanted.partition("==")[0]
+    return name not in compilers.own() and any(wanted == str(one) for one in installed_beside())
+
+
+def nameable(name: str) -> bool:
+    """Whether a condition on the toolchain may name this: a component, or a compiler."""
+    return name in COMPONENTS or compilers.is_compiler(name)
+
+
+def unknown_name() -> str:
+    """What is said of a name that is neither."""
+    listed = ", ".join((*compilers.names(), *COMPONENTS))
+    return f"unknown; known: {listed}; a backend package may bring other compilers (docs/backends.md)"

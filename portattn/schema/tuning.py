@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from portattn.errors import DataError
-from portattn.schema import conditions, toml_reader
+from portattn.schema import compilers, conditions, toml_reader
 from portattn.schema.lowering import CHOICES, BackendOptions, OptionValue, check_launch_values
-from portattn.schema.toolchain import COMPILERS, COMPONENTS, Toolchain, parse_range
+from portattn.schema.toolchain import Toolchain, nameable, parse_range, unknown_name
 
 SPLIT_THRESHOLD = 0.8  # programs a core from which on keys are not split. Source: measured on an H200
 
@@ -189,14 +189,14 @@ def _check_toolchain(tuning: Tuning, entry: Entry) -> None:
     """Raise ValueError on an unknown component, a malformed range, or one that leaves out what its choice was timed
     with."""
     for name, text in entry.toolchain.items():
-        if name not in COMPILERS + COMPONENTS:
-            raise ValueError(f"toolchain {name!r} is unknown; known: {', '.join(COMPILERS + COMPONENTS)}")
+        if not nameable(name):
+            raise ValueError(f"toolchain {name!r} is {unknown_name()}")
         parse_range(text)
     timed = tuning.timed_with(entry)
     if entry.toolchain and timed and Toolchain.parse(timed).distribution in entry.toolchain:
-        compilers = {name: text for name, text in entry.toolchain.items() if name in COMPILERS}
-        if not Entry(kernel=entry.kernel, toolchain=compilers).is_for(Toolchain.parse(timed)):
-            raise ValueError(f"toolchain {compilers} leaves out {timed!r}, which its choice was timed with")
+        named = {name: text for name, text in entry.toolchain.items() if compilers.is_compiler(name)}
+        if not Entry(kernel=entry.kernel, toolchain=named).is_for(Toolchain.parse(timed)):
+            raise ValueError(f"toolchain {named} leaves out {timed!r}, which its choice was timed with")
 
 
 def _mentions(line: str, message: str) -> bool:

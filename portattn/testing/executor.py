@@ -35,6 +35,7 @@ class Executor:
     task       what the running child is asked for (portattn/worker/serve.py)
     code_task  function that runs one kernel of a probe in a child; empty where there is none
     runs_on    `cpu`: any machine will do; `device`: another chip of the family has to be here, and `where` names both
+    interprets whether its task runs the kernels' Python under Triton's interpreter: its child then is one for that
     asks       what the compiler is asked for where the real problem's code is looked at: `full` facts of machine code,
                or its `text`, which `analyze` reads. What is executed is always a text
     lowers_to  what that text is in, where there is no machine code; empty where there is
@@ -47,6 +48,7 @@ class Executor:
     task: str
     code_task: str = ""
     runs_on: Literal["cpu", "device"] = "cpu"
+    interprets: bool = False
     asks: Literal["text", "full"] = "full"
     lowers_to: str = ""
     arches: tuple[str, ...] = ()

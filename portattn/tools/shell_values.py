@@ -99,11 +99,11 @@ def _paths() -> Values:
 
 
 def _toolchains() -> Values:
-    from portattn.schema.toolchain import installed
-    from portattn.tools.lab import TOOLCHAINS
+    from portattn.schema.toolchain import installed, installed_beside
+    from portattn.tools.lab import toolchains
 
-    here = str(installed())
-    return [(name, "installed" if name == here else "") for name in dict.fromkeys((*TOOLCHAINS, here))]
+    here = [str(one) for one in (installed(), *installed_beside())]
+    return [(name, "installed" if name in here else "") for name in dict.fromkeys((*toolchains(), *here))]
 
 
 def _fail_on() -> Values:

@@ -119,7 +119,9 @@ def verify(
                     seen["device"] = _on_device(core, problem, target, running, seconds)
                 for executor in means:
                     problems = [problem] if executor.runs_on == "device" else []  # a device takes it at its own size
-                    seen[executor.name] = executor.check(core, target, compiling, running, problems)
+                    seen[executor.name] = executor.check(
+                        core, target, compiling, interpreting if executor.interprets else running, problems
+                    )
                 verdict = conclusion({name: found.outcome for name, found in seen.items()})
                 yield _row(problem, target, core, verdict, SENTENCES[verdict], seen, levels)
             yield from _variants(op, target, settings, seconds, say, running if here else None)

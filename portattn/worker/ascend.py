@@ -17,6 +17,23 @@ from typing import Any
 PASS_LISTS: dict[str, tuple[str, ...]] = {"old": ("--triton-to-linalg=global-kernel=false named-ops=True",)}
 
 
+def compile_kernel(
+    function: Any,
+    signature: dict[str, Any],
+    target: tuple[str, Any, int],
+    enter: Callable[[str], None],
+    passes: str = "",
+) -> tuple[dict[str, int | str], dict[str, str]]:
+    """The compile adapter of NPUs (worker/adapters.py): facts of a jit function lowered to linalg, and the linalg."""
+    from triton.backends.compiler import GPUTarget
+
+    from portattn.worker import compilers
+
+    built = compilers.source(function, signature, target[0])
+    facts = lower(built, GPUTarget(*target), signature["options"], enter, passes, text=True)
+    return facts, {"linalg": str(facts.pop("linalg"))}
+
+
 def lower(
     source: Any,
     target: Any,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from portattn.worker import distributions, resources
+from portattn.worker import adapters, distributions, resources
 
 try:
     from triton.compiler import ASTSource
@@ -24,10 +24,11 @@ except ImportError:  # triton-ascend 3.2 exports it one level down only
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, and of every distribution that claims triton/, by name."""
+def versions(packages: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of Python, and of every distribution that claims triton/ or another of the packages, by name."""
     found = {"python": platform.python_version()}
-    for name, dist in sorted(distributions.claiming("triton"), key=lambda claim: claim[0]):
+    claims = [claim for package in ("triton", *packages) for claim in distributions.claiming(package)]
+    for name, dist in sorted(claims, key=lambda claim: claim[0]):
         found.setdefault(name.replace("_", "-").lower(), str(dist.version))
     return found
 
@@ -40,9 +41,11 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     signature, target = request["signature"], tuple(request["target"])
     enter("parse")
     function = getattr(importlib.import_module(signature["module"]), signature["function"])
-    if target[0] == "npu":
-        facts = lower(function, signature, target, enter, request.get("passes", ""), request.get("facts") == "text")
-        return {"facts": facts}
+    if request.get("adapter"):
+        enter("adapter")
+        adapter = adapters.load(request["adapter"])
+        facts, texts = adapter(function, signature, target, enter, request.get("passes", ""))
+        return {"facts": facts | (texts if request.get("facts") == "text" else {}), "toolchain": triton.__version__}
     kernel = build(function, signature, target, enter)
     enter("read")
     facts = resources.read(kernel, target[1], full=request.get("facts") == "full")
@@ -58,21 +61,6 @@ def build(function: Any, signature: dict[str, Any], target: tuple[str, Any, int]
         _link_without_rocm()
     _announce_stages(chip, enter)
     return triton.compile(source(function, signature, chip.backend), target=chip, options=signature["options"])
-
-
-def lower(
-    function: Any,
-    signature: dict[str, Any],
-    target: tuple[str, Any, int],
-    enter: Callable[[str], None],
-    passes: str = "",
-    text: bool = True,
-) -> dict[str, int | str]:
-    """Facts of a jit function lowered to linalg for an NPU, and with `text` the linalg itself."""
-    from portattn.worker import ascend
-
-    built = source(function, signature, target[0])
-    return ascend.lower(built, GPUTarget(*target), signature["options"], enter, passes, text)
 
 
 def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:

@@ -31,6 +31,9 @@ OLDEST_MODELLED = (
 )  # Triton whose code the model of AMD's chips was tried with (backends/rocm/emulator/executor.py)
 
 
+_NPU_ADAPTER = "portattn.worker.ascend:compile_kernel"  # for programs that are run by hand, where no backend is asked
+
+
 class Seen(Exception):
     """What the quirk describes was seen; the text says what. Raised by probe programs."""
 
@@ -59,6 +62,7 @@ class Bench:
     target   the same as Triton takes it: (backend, arch, lanes of a warp)
     version  of the compiler: (3, 6) for Triton 3.6.0
     passes   list of passes that triton-adapter-opt is given instead of its own (worker/ascend.py); empty for its own
+    adapter  what compiles for the target (worker/adapters.py); empty where Triton's own GPU back ends do
     executor a Python with portattn and torch (for linalg also MLIR's programs), which executes code; empty for none
     level    evidence level that the probe reaches; a program that executes anything raises it
     """
@@ -70,16 +74,17 @@ class Bench:
         enter: Callable[[str], None] = lambda stage: None,
         passes: str = "",
         executor: str = "",
+        adapter: str = "",
     ) -> None:
         from portattn.worker import compilers
 
-        self.name, self.target, self.passes, self.executor = name, target, passes, executor
+        self.name, self.target, self.passes, self.executor, self.adapter = name, target, passes, executor, adapter
         self.version, self.level = compilers.VERSION, COMPILES
         self._enter, self._compilers = enter, compilers
 
     def at(self, name: str) -> Bench:
         """A bench for another target, for controls that this one cannot have."""
-        return Bench(name, triton_target(name), self._enter, self.passes, self.executor)
+        return Bench(name, triton_target(name), self._enter, self.passes, self.executor, self.adapter)
 
     def compile(
         self,
@@ -106,10 +111,12 @@ class Bench:
             "small": pointers,
             "options": {"num_warps": 4, "num_stages": 1} | dict(options or {}),
         }
+        from portattn.worker import adapters
+
         with _set(env or {}):
-            if self.target[0] == "npu":
-                facts = self._compilers.lower(kernel, signature, self.target, self._enter, self.passes)
-                return Code({"linalg": str(facts.pop("linalg"))}, facts)
+            if self.adapter:
+                facts, texts = adapters.load(self.adapter)(kernel, signature, self.target, self._enter, self.passes)
+                return Code(texts, facts, dict(types))
             compiled = self._compilers.build(kernel, signature, self.target, self._enter)
             facts = self._compilers.resources.read(compiled, self.target[1], full=True)
         texts = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
@@ -198,7 +205,8 @@ def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str
     program = load(request["program"])
     backend, arch, lanes = request["target"]
     executor = request.get("executor", "")
-    bench = Bench(request["name"], (backend, arch, lanes), enter, request.get("passes", ""), executor)
+    adapter = request.get("adapter", "")
+    bench = Bench(request["name"], (backend, arch, lanes), enter, request.get("passes", ""), executor, adapter)
     enter("probe")
     try:
         program.probe(request["arm"], bench)
@@ -259,10 +267,12 @@ def main(probe: Callable[[str, Bench], None], target: str, about: str | None = N
     parser.add_argument("--target", default=target, help=f"{target} by default")
     parser.add_argument("--passes", default="", help="`old`: the list of triton-adapter-opt's passes before 3.2.0")
     parser.add_argument("--executor", default="", help="a Python with portattn, for probes that execute lowered code")
+    parser.add_argument("--adapter", default="", help="what compiles for the target; by default portattn's own")
     chosen = parser.parse_args()
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
     place = triton_target(chosen.target)
-    bench = Bench(chosen.target, place, passes=chosen.passes, executor=chosen.executor)
+    adapter = chosen.adapter or (_NPU_ADAPTER if place[0] == "npu" else "")
+    bench = Bench(chosen.target, place, passes=chosen.passes, executor=chosen.executor, adapter=adapter)
     version = bench._compilers.triton.__version__
     try:
         probe(chosen.arm, bench)

@@ -6,9 +6,9 @@ environment; Python 3.9 or newer). Protocol version 2, one request at a time:
   request   {"version": 2, "id": 7, "task": "compile", "signature": {…}, "target": ["cuda", 90, 32], "env": {…}, …}
             {"version": 2, "id": 8, "task": "hello"}   answered with the versions of Python and of the compiler
             {"version": 2, "id": 9, "task": "probe", "program": "…/cuda_0007.py", "arm": "off", …}
-            {"version": 2, "id": 10, "task": "portattn.testing.run_plan:compare", …}   any other names a function of
-            portattn as package.module:function, which is imported and called with (request, enter); it gives the
-            answer's fields beside "ok"
+            {"version": 2, "id": 10, "task": "portattn.testing.run_plan:compare", …}   any other names a function as
+            package.module:function (portattn's, or an executor's of another package), which is imported and called
+            with (request, enter); it gives the answer's fields beside "ok"
   progress  {"id": 7, "stage": "ttgir"}                before each compiler stage, so that a crash has a stage
   answer    {"id": 7, "version": 2, "ok": true, "facts": {…}, "toolchain": "3.6.0"}
             {"id": 7, "version": 2, "ok": false, "stage": "ttgir", "kind": "RuntimeError", "message": "…", "log": "…"}
@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 PROTOCOL = 2
 PROTOCOL_STAGE, IMPORT_STAGE = "protocol", "import"  # as worker/stages.py, which is not importable yet
-TASK = re.compile(r"portattn(\.\w+)+:\w+")  # a function of portattn, and of nothing else
+TASK = re.compile(r"\w+(\.\w+)+:\w+")  # a function of portattn, or of a package that brings a backend
 
 
 def import_without_package() -> None:
@@ -75,7 +75,11 @@ def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
         if request["task"] == "hello":
             from portattn.worker import compilers
 
-            return {"ok": True, "facts": compilers.versions(), "toolchain": compilers.triton.__version__}
+            return {
+                "ok": True,
+                "facts": compilers.versions(request.get("packages", ())),
+                "toolchain": compilers.triton.__version__,
+            }
         if request["task"] == "compile":
             from portattn.worker import compilers
 

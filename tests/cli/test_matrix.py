@@ -7,7 +7,7 @@ import pytest
 from portattn.cli import progress
 from portattn.schema.toolchain import installed
 from portattn.testing import numerics
-from portattn.tools.lab import TOOLCHAINS, LabError
+from portattn.tools.lab import LabError, toolchains
 from portattn.tools.matrix import results, run
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
@@ -65,7 +65,7 @@ def test_toolchains_without_an_environment_say_how_to_make_one(portattn, tmp_pat
     assert "1 problem × 2 targets × 3 compilers" in page
     assert "<small>3.3.1</small>" in page  # two columns of one chip are told apart
     assert portattn(*line, "--all-toolchains").status == 0
-    assert results.read(tmp_path / results.NAME)[0].toolchains == TOOLCHAINS
+    assert results.read(tmp_path / results.NAME)[0].toolchains == toolchains()
 
 
 def test_environments_are_made_first_and_a_run_that_would_lack_one_does_not_begin(portattn, tmp_path, monkeypatch):

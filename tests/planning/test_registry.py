@@ -109,7 +109,7 @@ def test_arches_of_files_and_of_tables_come_in_the_order_of_their_numbers(tmp_pa
         (ARCH + "colour = 'red'\n", 7, "key 'colour': the table has the unknown key `colour`"),
         (ARCH + "traits = ['wings']\n", 7, "key 'traits.0': Invalid enum value 'wings'"),
         (ARCH + "families = ['x9']\n", 7, "key 'families': 'x9' is the arch itself"),
-        (ARCH + "[toolchain]\ngcc = '>=9'\n", 7, "key 'toolchain': 'gcc' is no compiler; known: triton, "),
+        (ARCH + "[toolchain]\ngcc = '>=9'\n", 7, "key 'toolchain': 'gcc' is no known compiler; known: triton, "),
         (ARCH + "[toolchain]\ntriton = 'new'\n", 7, "key 'toolchain': 'new' is not a PEP 440 version range"),
         (ARCH + "name = 'x8'\n", 7, "key 'name': 'x8' is not the arch's name, 'x9', which is its file's"),
         (

@@ -10,32 +10,32 @@ workers.py       a child process under an environment's Python
 
 from portattn.tools.lab.creating import create
 from portattn.tools.lab.folders import (
-    DISTRIBUTIONS,
-    TOOLCHAINS,
     Environment,
     LabError,
     State,
     canonical,
+    distributions,
     environments,
     find,
     need,
     remove,
     states,
+    toolchains,
 )
 from portattn.tools.lab.workers import worker
 
 __all__ = [
-    "DISTRIBUTIONS",
-    "TOOLCHAINS",
     "Environment",
     "LabError",
     "State",
     "canonical",
     "create",
+    "distributions",
     "environments",
     "find",
     "need",
     "remove",
     "states",
+    "toolchains",
     "worker",
 ]

@@ -19,18 +19,18 @@ import uuid
 from pathlib import Path
 
 import msgspec
+from packaging.specifiers import SpecifierSet
 
 from portattn.errors import ArgumentError
 from portattn.files import write_whole
+from portattn.schema import compilers
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.lab import folders, mlir, pythons
+from portattn.tools.lab import folders, pythons
 from portattn.tools.lab.commands import CommandFailed, Commands, Say, quiet
 from portattn.tools.lab.folders import Environment, LabError, Marker, State
 from portattn.tools.lab.pythons import Python
 from portattn.worker.client import Worker
 
-# What a compiler imports beside itself: (compiler, range, package). Nothing else that its metadata names is installed.
-ALSO = (("triton", "<3.3", "setuptools"), ("triton-ascend", ">=3", "pybind11"))
 # Files of the triton folder that no compile reads: the profiler with NVIDIA's libraries for it, static libraries, and
 # plug-ins for instrumented kernels. A third of a wheel.
 UNUSED = ("*.a", "backends/nvidia/lib/cupti*/*", "_C/libproton*", "instrumentation/*.so")
@@ -47,8 +47,9 @@ def create(
     say      is told each step
     commands runs pip and apt: its `stop` ends them
 
-    For triton-ascend the MLIR 19 tools are fetched from Debian where the machine has none; without them the environment
-    still lowers, and `tools` of the result lacks them. Raises ArgumentError on a bad name or interpreter, and LabError
+    How is data that the compiler's backend brings (portattn/schema/compilers.py). For triton-ascend the MLIR 19 tools
+    are fetched from Debian where the machine has none; without them the environment still lowers, and `tools` of the
+    result lacks them. Raises ArgumentError on a bad name or interpreter, and LabError
     where no environment can be made, with the last lines of what failed. Nothing is left then, nor after an interrupt.
     """
     name = folders.canonical(toolchain)
@@ -62,18 +63,17 @@ def create(
         elif chosen and chosen.version != found.environment.python_version:
             have = f"its environment is there, with Python {found.environment.python_version}: remove it first"
             raise ArgumentError("lab create", "--python", python, have)
-        if name.startswith("triton-ascend"):
-            _add_mlir(name, say, commands)
+        _add_programs(name, say, commands)
         return folders.need(name)
 
 
 def _chosen(name: str, path: str) -> Python:
     found = pythons.ask(path)
-    distribution = name.partition("==")[0]
+    distribution, supported = name.partition("==")[0], SpecifierSet(folders.recipe(name).python)
     if found is None:
         raise ArgumentError("lab create", "--python", path, "must be a CPython interpreter with the venv module")
-    if not pythons.SUPPORTED[distribution].contains(found.version, prereleases=True):
-        limit = f"is Python {found.version}; {distribution} needs {pythons.SUPPORTED[distribution]}"
+    if not supported.contains(found.version, prereleases=True):
+        limit = f"is Python {found.version}; {distribution} needs {supported}"
         raise ArgumentError("lab create", "--python", path, limit)
     return found
 
@@ -101,16 +101,12 @@ def _make(found: State, chosen: Python | None, say: Say, commands: Commands) -> 
 
 def _install(name: str, making: Path, chosen: Python | None, say: Say, commands: Commands) -> Python:
     """Install the compiler under the first Python that has a build of it; that Python."""
-    distribution = name.partition("==")[0]
-    parsed = Toolchain.parse(name)
-    also = [
-        package
-        for compiler, versions, package in ALSO
-        if compiler == distribution and parsed.within(compiler, versions)
-    ]
+    distribution, recipe = name.partition("==")[0], folders.recipe(name)
+    parsed, supported = Toolchain.parse(name), SpecifierSet(recipe.python)
+    also = [package for package, versions in recipe.also.items() if parsed.within(distribution, versions)]
     refused: list[str] = []
     tried: list[str] = []
-    for python in [chosen] if chosen else pythons.candidates(distribution):
+    for python in [chosen] if chosen else pythons.candidates(supported):
         say(f"Python {python.version} ({python.path})")
         shutil.rmtree(making, ignore_errors=True)
         making.parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +122,11 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
         return python
     if not tried:
         raise LabError(
-            f"{name}: needs CPython {pythons.SUPPORTED[distribution]}, and neither this Python nor one on PATH "
+            f"{name}: needs CPython {supported}, and neither this Python nor one on PATH "
             f"({', '.join(pythons.ON_PATH)}) is; --python names one"
         )
-    raise LabError("\n  ".join([f"{name}: no build of it for Python {', '.join(tried)}; pip said", *refused]))
+    index = [f"it is published at {recipe.index}: PIP_EXTRA_INDEX_URL names another index"] if recipe.index else []
+    raise LabError("\n  ".join([f"{name}: no build of it for Python {', '.join(tried)}; pip said", *refused, *index]))
 
 
 def _pip() -> list[str]:
@@ -176,16 +173,18 @@ def _tried(name: str, making: Path) -> dict[str, str]:
     """Import the compiler in a worker; the versions found. Raises LabError when it is not what was asked for."""
     from portattn.tools.lab.workers import isolated
 
+    distribution, _, version = name.partition("==")
+    package = folders.recipes()[distribution].package
     with Worker(python=str(folders.interpreter(making)), environment=isolated()) as worker:
-        reply = worker.request("hello", TRY_SECONDS)
+        reply = worker.request("hello", TRY_SECONDS, packages=[package])
     if reply.outcome != "ok":
         raise LabError(
             f"{name}: installed, but it cannot be imported: {reply.kind}: {reply.message}\n{reply.log}".strip()
         )
     versions = {str(key): str(value) for key, value in reply.facts.items() if key not in ("protocol", "python")}
-    distribution, _, version = name.partition("==")
-    if versions.get(distribution) != version:
-        raise LabError(f"{name}: installed, but triton/ in it belongs to {versions or 'no distribution'}")
+    stated = {compilers.canonical(key): compilers.version(key, value) for key, value in versions.items()}
+    if stated.get(distribution) != version:
+        raise LabError(f"{name}: installed, but {package}/ in it belongs to {versions or 'no distribution'}")
     return versions
 
 
@@ -206,15 +205,15 @@ def _write_marker(folder: Path, name: str, python: str, versions: dict[str, str]
     write_whole(folder / folders.MARKER, msgspec.json.format(msgspec.json.encode(marker)))
 
 
-def _add_mlir(name: str, say: Say, commands: Commands) -> None:
-    """Fetch the MLIR tools that the machine lacks; where that fails, say what to install."""
-    folder = folders.folder_of(name)
-    missing = mlir.missing(folder)
-    if not missing:
+def _add_programs(name: str, say: Say, commands: Commands) -> None:
+    """Fetch the programs of the recipe that the machine lacks; where that fails, say what to install."""
+    folder, beside = folders.folder_of(name), folders.programs(name)
+    missing = beside.missing(folder) if beside is not None else []
+    if beside is None or not missing:
         return
     try:
-        versions = mlir.fetch(folder, missing, say, commands)
-    except mlir.NoTools as error:
+        versions = beside.fetch(folder, missing, say, commands)
+    except beside.NoTools as error:
         say(str(error))
         return
     if versions:

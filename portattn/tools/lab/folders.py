@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import filelock
 import msgspec
@@ -17,18 +19,48 @@ from packaging.version import Version
 from portattn.config import current
 from portattn.errors import ArgumentError, PortattnError
 from portattn.files import cache_folder
+from portattn.schema import compilers
+from portattn.schema.compilers import TRITON, Compiler, Recipe
 from portattn.schema.toolchain import Toolchain
-from portattn.tools.lab import mlir
 
-TOOLCHAINS: tuple[str, ...] = (
-    *(f"triton=={v}" for v in ("3.2.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")),
-    "triton-ascend==3.2.0",
-)
-# Distributions that can be installed by name and occupy triton/. FlagTree is published on an index of its own.
-DISTRIBUTIONS = ("triton", "triton-ascend")
 SCHEMA = 1  # of the marker; raised when a reader of the version before would misread it
 MARKER = "environment.json"
 MAKING, REMOVING = ".making-", ".removing-"  # folders that are no environments, or not any more
+
+
+def recipes() -> dict[str, Compiler]:
+    """The compilers that the lab can install, by name: those that have a recipe."""
+    return {name: one for name, one in compilers.known().items() if one.lab is not None}
+
+
+def distributions() -> tuple[str, ...]:
+    """Names of the compilers that the lab can install."""
+    return tuple(recipes())
+
+
+def toolchains() -> tuple[str, ...]:
+    """The toolchains that `portattn lab list` names, whether or not they are made."""
+    return tuple(f"{name}=={version}" for name, one in recipes().items() if one.lab for version in one.lab.releases)
+
+
+def recipe(toolchain: str) -> Recipe:
+    """How a canonical toolchain's environment is made. Raises LabError where nobody brings the compiler any more."""
+    own = recipes().get(toolchain.partition("==")[0])
+    if own is None or own.lab is None:
+        raise LabError(f"{toolchain}: no package that is installed says how its environment is made")
+    return own.lab
+
+
+def programs(toolchain: str) -> ModuleType | None:
+    """The module of what an environment has beside Python (Recipe.programs); None for most.
+
+    Raises LabError where it cannot be imported.
+    """
+    name = recipe(toolchain).programs
+    try:
+        return importlib.import_module(name) if name else None
+    except Exception as error:  # noqa: BLE001 - another package's
+        raise LabError(f"{toolchain}: its module of programs, {name}: {type(error).__name__}: {error}") from None
 
 
 class LabError(PortattnError):
@@ -56,8 +88,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     python          path of its interpreter
     bytes           what it takes on the disk
-    tools           programs beside Python, by name: for triton-ascend `mlir-opt`, `mlir-translate`, `llc` (all of LLVM
-                    19) and `cc`, as far as there are any
+    tools           programs beside Python that its recipe names, by name, as far as there are any: for triton-ascend
+                    `mlir-opt`, `mlir-translate`, `llc` (all of LLVM 19) and `cc`
     python_version  such as 3.11.7
     versions        of what is installed in it
     """
@@ -94,10 +126,10 @@ def canonical(toolchain: str) -> str:
         parsed = Toolchain.parse(toolchain)
     except ValueError as error:
         raise ArgumentError("lab", "toolchain", toolchain, str(error).partition(": ")[2]) from None
-    if parsed.distribution not in DISTRIBUTIONS:
-        limit = f"must be one of {', '.join(DISTRIBUTIONS)}, which can be installed by name"
+    if parsed.distribution not in distributions():
+        limit = f"must be one of {', '.join(distributions())}, which can be installed by name"
         raise ArgumentError("lab", "toolchain", toolchain, limit)
-    for known in TOOLCHAINS:
+    for known in toolchains():
         name, _, version = known.partition("==")
         if name == parsed.distribution and Version(version) == Version(parsed.version):
             return known  # 3.4 is 3.4.0
@@ -125,13 +157,17 @@ def state(toolchain: str) -> State:
     wrong = _wrong(folder, marker, toolchain)
     if wrong:
         return State(toolchain=toolchain, broken=wrong)
+    try:
+        beside = programs(toolchain)
+    except LabError as error:  # its package's: the other environments are listed all the same
+        return State(toolchain=toolchain, broken=str(error))
     made = Environment(
         toolchain=toolchain,
         folder=folder,
         python=str(interpreter(folder)),
         created=marker.created,
         bytes=marker.bytes,
-        tools=mlir.tools(folder) if toolchain.startswith("triton-ascend") else {},
+        tools=beside.tools(folder) if beside is not None else {},
         python_version=marker.python,
         versions=marker.versions,
     )
@@ -148,8 +184,9 @@ def _wrong(folder: Path, marker: Marker, toolchain: str) -> str:
         return f"its Python {marker.python} is gone: {os.path.realpath(interpreter(folder))}"
     minor = ".".join(marker.python.split(".")[:2])
     packages = folder / "lib" / f"python{minor}" / "site-packages"
-    if not (packages / "triton" / "__init__.py").is_file():
-        return "the triton package is not in it"
+    for package in dict.fromkeys((TRITON, recipes()[toolchain.partition("==")[0]].package)):
+        if not (packages / package / "__init__.py").is_file():
+            return f"the {package} package is not in it"
     return ""
 
 
@@ -173,14 +210,14 @@ def need(toolchain: str) -> Environment:
 
 
 def states() -> list[State]:
-    """Every toolchain of TOOLCHAINS, made or not, then every other one that has a folder in the lab."""
-    others = []
+    """Every toolchain of `toolchains`, made or not, then every other one that has a folder in the lab."""
+    others, listed, installable = [], toolchains(), distributions()
     with contextlib.suppress(FileNotFoundError):
         for entry in sorted(root().iterdir()):
             name, dash, version = entry.name.rpartition("-")
-            if entry.is_dir() and dash and name in DISTRIBUTIONS and f"{name}=={version}" not in TOOLCHAINS:
+            if entry.is_dir() and dash and name in installable and f"{name}=={version}" not in listed:
                 others.append(f"{name}=={version}")
-    return [state(toolchain) for toolchain in (*TOOLCHAINS, *others)]
+    return [state(toolchain) for toolchain in (*listed, *others)]
 
 
 def environments() -> list[Environment]:

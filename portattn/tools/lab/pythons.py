@@ -11,9 +11,6 @@ from collections.abc import Iterator
 import msgspec
 from packaging.specifiers import SpecifierSet
 
-# CPython versions that the worker runs under, and at most those that a distribution is built for: of one release pip
-# knows better.
-SUPPORTED = {"triton": SpecifierSet(">=3.10"), "triton-ascend": SpecifierSet(">=3.10,<3.12")}
 ON_PATH = ("python3.11", "python3.10", "python3.12", "python3.13", "python3.14", "python3")
 ASK_SECONDS = 30.0
 
@@ -41,8 +38,8 @@ def ask(path: str) -> Python | None:
     return Python(base, version) if implementation == "CPython" else None
 
 
-def candidates(distribution: str) -> Iterator[Python]:
-    """This interpreter and those on PATH that can have a build of the distribution, each minor version once."""
+def candidates(supported: SpecifierSet) -> Iterator[Python]:
+    """This interpreter and those on PATH whose version is in a range (Recipe.python), each minor version once."""
     seen = set()
     for name in (sys.executable, *ON_PATH):
         path = name if name == sys.executable else shutil.which(name)
@@ -50,6 +47,6 @@ def candidates(distribution: str) -> Iterator[Python]:
         if found is None:
             continue
         minor = found.version.rpartition(".")[0]
-        if minor not in seen and SUPPORTED[distribution].contains(found.version, prereleases=True):
+        if minor not in seen and supported.contains(found.version, prereleases=True):
             seen.add(minor)
             yield found

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import is_installed
 from portattn.tools.lab import folders
 from portattn.worker.client import Worker
 
@@ -17,7 +17,7 @@ def worker(toolchain: str | None = None, **options: Any) -> Worker:
     `options` go to Worker. Raises LabError where the lab has no such environment, ArgumentError on a bad name.
     """
     own: dict[str, str | None] = options.pop("environment", None) or {}
-    if toolchain is None or toolchain == str(installed()):
+    if toolchain is None or is_installed(toolchain):
         # The very Triton that this process would import, however it came to be on the path.
         path = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         return Worker(environment={**path, **own}, **options)

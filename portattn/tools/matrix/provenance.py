@@ -17,7 +17,7 @@ import portattn
 from portattn.compile.failures import COMPILER_VARIABLES
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed, is_installed
 from portattn.testing.executor import executors
 from portattn.testing.numerics import interpreter_missing
 from portattn.tools import lab
@@ -62,7 +62,9 @@ def this_run(
             continue
     toolchains = tuple(dict.fromkeys(str(s.target.toolchain) for s in specs))
     made = [
-        e for e in lab.environments() if e.toolchain in toolchains and e.toolchain not in (str(installed()), *elsewhere)
+        e
+        for e in lab.environments()
+        if e.toolchain in toolchains and e.toolchain not in elsewhere and not is_installed(e.toolchain)
     ]
     environments = {e.toolchain: f"Python {e.python_version}, made {e.created}" for e in made}
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
@@ -120,7 +122,7 @@ def _compiles(toolchain: str, elsewhere: Mapping[str, str], made: Sequence[lab.E
     """What compiles with a toolchain here: this Python, another, or an environment of the lab. Empty: nothing."""
     if toolchain in elsewhere:
         return "another Python"
-    if toolchain == str(installed()):
+    if is_installed(toolchain):
         return _listed("installed", dict(installed().components))
     found = next((e for e in made if e.toolchain == toolchain), None)
     return _listed(f"lab, Python {found.python_version}", found.versions) if found else ""

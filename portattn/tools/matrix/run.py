@@ -312,7 +312,8 @@ def _core(
 
 def _executed(executor: Executor, core: Plan, target: Target, workers: Workers) -> Numerics:
     compiler = workers.compiler(str(target.toolchain))
-    runner = workers.get("device" if executor.runs_on == "device" else executor.name)
+    kind = "interpreter" if executor.interprets else executor.name
+    runner = workers.get("device" if executor.runs_on == "device" else kind)
     return executor.check(core, target, compiler, runner)
 
 

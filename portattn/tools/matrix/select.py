@@ -14,7 +14,7 @@ from portattn.errors import ArgumentError
 from portattn.planning import target_names
 from portattn.planning.registry import Registry
 from portattn.schema.target import Arch, Target
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_for, is_installed
 from portattn.tools import lab
 from portattn.tools.matrix.cells import cell_id
 from portattn.tools.matrix.problems import SETS, Named, SetName
@@ -101,10 +101,10 @@ def targets(
     found = []
     for name in names:
         backend = registry.backends[name.partition(":")[0]]
-        fitting = [t for t in toolchains if t.distribution in (backend.compiler, "flagtree")]
+        fitting = [t for t in toolchains if t.distribution in (*(backend.compilers or ("triton",)), "flagtree")]
         if backend.default_toolchain:
             fitting = fitting or [other or Toolchain.parse(backend.default_toolchain)]
-        found += [registry.target(name, toolchain) for toolchain in fitting or [installed()]]
+        found += [registry.target(name, toolchain) for toolchain in fitting or [installed_for(backend.compilers)]]
     return found
 
 
@@ -147,10 +147,10 @@ def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
     A version that the lab knows is written as there: 3.4 is 3.4.0.
     """
     found: dict[str, Toolchain] = {}
-    for text in (*texts, *(lab.TOOLCHAINS if every else ())):
+    for text in (*texts, *(lab.toolchains() if every else ())):
         try:
             parsed = Toolchain.parse(text)
-            if parsed.distribution in lab.DISTRIBUTIONS:
+            if parsed.distribution in lab.distributions():
                 version = lab.canonical(str(parsed)).partition("==")[2]
                 parsed = msgspec.structs.replace(parsed, version=version)
         except ValueError as error:
@@ -162,9 +162,9 @@ def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
 def missing(where: Sequence[Target], pythons: Mapping[str, str]) -> list[str]:
     """The toolchains of targets that nothing here compiles with, and the lab can make."""
     names = dict.fromkeys(
-        str(target.toolchain) for target in where if target.toolchain.distribution in lab.DISTRIBUTIONS
+        str(target.toolchain) for target in where if target.toolchain.distribution in lab.distributions()
     )
-    return [name for name in names if name not in pythons and name != str(installed()) and lab.find(name) is None]
+    return [name for name in names if name not in pythons and not is_installed(name) and lab.find(name) is None]
 
 
 _ASK = """

@@ -27,14 +27,14 @@ from portattn.planning.planner import plan
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import check_file
 from portattn.planning.registry import Registry, look_around, shipped_quirks
-from portattn.schema import toml_reader
+from portattn.schema import compilers, toml_reader
 from portattn.schema.conditions import parse
 from portattn.schema.lowering import CHOICES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Dtype, Problem
 from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Target
-from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import breadth, evidence, examples
 
 REVIEW_SOON = datetime.timedelta(days=30)
@@ -262,8 +262,8 @@ def _meet(one: Quirk, two: Quirk, registry: Registry) -> bool:
         return False
     if not {k.name for k in examples.kernels_of(one)} & {k.name for k in examples.kernels_of(two)}:
         return False
-    compilers = {name for name in (*a.toolchain, *b.toolchain) if name in COMPILERS}
-    if len(compilers) > 1:
+    named = {name for name in (*a.toolchain, *b.toolchain) if compilers.is_compiler(name)}
+    if len(named) > 1:
         return False
     for name in a.toolchain.keys() & b.toolchain.keys():
         ranges = [parse_range(text) for text in (a.toolchain[name], b.toolchain[name])]
@@ -317,8 +317,8 @@ def _targets(registry: Registry) -> list[Target]:
     """Every target with every release of a compiler that its backend is known to work with."""
     return [
         target
-        for compiler, releases in examples.RELEASES.items()
-        for release in releases
+        for compiler in compilers.names()
+        for release in examples.releases(compiler)
         for target in registry.targets(f"{compiler}=={release}")
         if compiler in (registry.backends[target.backend].compilers or (compiler,))
     ]

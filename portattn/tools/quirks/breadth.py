@@ -30,7 +30,7 @@ def takes_whole(quirk: Quirk, registry: Registry, problems: Sequence[Problem]) -
     for name, backend in registry.backends.items():
         if quirk.when.backend not in (None, name) or not backend.core_path:
             continue
-        releases = examples.RELEASES.get(backend.compiler)
+        releases = examples.releases(backend.compiler)
         if not releases:
             continue
         newest = f"{backend.compiler}=={max(releases, key=Version)}"

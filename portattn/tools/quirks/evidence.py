@@ -101,7 +101,7 @@ def _range(quirk: Quirk, name: str, text: str) -> _Lacks:
             f"{quirk.id}: it was seen on no version in {name} {text}: neither last_seen, seen_on nor a probe says so",
         )
         return
-    releases = [version for version in examples.RELEASES.get(name, ()) if allowed.contains(version)]
+    releases = [version for version in examples.releases(name) if allowed.contains(version)]
     for bounds, at, beyond in (((">", ">=", "==", "~="), 0, "older"), (("<", "<=", "==", "~="), -1, "newer")):
         if not releases or not inside or not any(specifier.operator in bounds for specifier in allowed):
             continue

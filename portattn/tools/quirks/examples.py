@@ -19,6 +19,7 @@ from portattn.planning.backend import Variant
 from portattn.planning.compiler_options import options
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
 from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
@@ -26,7 +27,7 @@ from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
-from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.schema.toolchain import parse_range
 from portattn.schema.tuning import Entry, Provenance, Tuning
 
 # Released compilers that entries are tried on, oldest first.
@@ -216,17 +217,22 @@ def _machine(quirk: Quirk, registry: Registry, broken: str) -> tuple[str, str]:
     return found
 
 
+def releases(name: str) -> tuple[str, ...]:
+    """Released versions of a compiler that entries are tried on: of another package's compiler all that it says."""
+    return RELEASES.get(name) or compilers.released(name)
+
+
 def versions(name: str, ranges: Iterable[str]) -> list[str]:
     """Versions to try for a compiler or component: releases and those that ranges name, newest first, then extremes."""
     named = {s.version.removesuffix(".*") for text in ranges for s in parse_range(text)}
-    return [*sorted(named | set(RELEASES.get(name, ())), key=Version, reverse=True), *_EXTREME_VERSIONS]
+    return [*sorted(named | set(releases(name)), key=Version, reverse=True), *_EXTREME_VERSIONS]
 
 
 def _toolchain(quirk: Quirk, registry: Registry, machine: tuple[str, str], broken: str) -> str:
     ranges = quirk.when.toolchain
     name, _, version = (registry.backends[machine[0]].default_toolchain or COMMON_TOOLCHAIN).partition("==")
     chosen = {name: version}
-    if any(name in COMPILERS for name in ranges):
+    if any(compilers.is_compiler(name) for name in ranges):
         chosen = {}
     seen, _, seen_version = quirk.evidence.last_seen.partition("==")
     for name, text in ranges.items():
@@ -238,7 +244,7 @@ def _toolchain(quirk: Quirk, registry: Registry, machine: tuple[str, str], broke
             lambda v, t=text, n=name == broken: parse_range(t).contains(v, prereleases=True) is not n,  # type: ignore[misc]
             f"when.toolchain.{name}",
         )
-    return ",".join(f"{n}=={v}" for n, v in sorted(chosen.items(), key=lambda item: item[0] not in COMPILERS))
+    return ",".join(f"{n}=={v}" for n, v in sorted(chosen.items(), key=lambda item: not compilers.is_compiler(item[0])))
 
 
 def feature_values(name: str, wanted: Iterable[Condition], op: str = "attention") -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from portattn.schema import compilers
+
 # Compiler -> its tracker.
 TRACKERS = {
     "triton": "https://github.com/triton-lang/triton/issues",
@@ -19,6 +21,12 @@ MOVED = {
     "https://github.com/FlagOpen/FlagTree": "https://github.com/flagos-ai/FlagTree",
     "https://github.com/FlagTree/flagtree": "https://github.com/flagos-ai/FlagTree",
 }
+
+
+def tracker_of(compiler: str) -> str:
+    """Where reports on a compiler go: of another package's compiler what it says; empty where nobody says."""
+    brought = compilers.find(compiler)
+    return TRACKERS.get(compiler, "") or (brought.tracker if brought else "")
 
 
 def moved(link: str) -> str:

@@ -6,13 +6,13 @@ import pytest
 from cli.conftest import portattn as portattn
 
 from portattn.cli import lab as command
-from portattn.tools.lab import TOOLCHAINS, folders
+from portattn.tools.lab import folders, toolchains
 
 
 def test_list_create_remove(portattn, publish) -> None:
     publish()
     called = portattn("lab", "list", "--json")
-    assert [row["toolchain"] for row in called.json["toolchains"]] == list(TOOLCHAINS)
+    assert [row["toolchain"] for row in called.json["toolchains"]] == list(toolchains())
     assert {row["state"] for row in called.json["toolchains"]} == {"missing"}
 
     called = portattn("lab", "create", "triton==9.1.0", "--json")

@@ -16,7 +16,7 @@ from portattn.tools.matrix.problems import dense
 
 pytestmark = [pytest.mark.usefixtures("real_lab"), pytest.mark.compiles]
 SECONDS = 300.0
-COMMUNITY = [name for name in lab.TOOLCHAINS if name.startswith("triton==")]
+COMMUNITY = [name for name in lab.toolchains() if name.startswith("triton==")]
 
 
 def made(toolchain: str) -> Environment:

@@ -16,8 +16,9 @@ from packaging.version import Version
 
 from portattn.errors import ArgumentError, PortattnError
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.quirk import Quirk
-from portattn.schema.toolchain import COMPILERS, RELEASED, parse_range
+from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks.probe.results import SIGNATURE, Arm, saw
 
 OP = "quirks bisect"
@@ -60,7 +61,7 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
 
 def compiler_of(quirk: Quirk) -> str:
     """The compiler whose versions the quirk is about: triton, unless its range or its backend is another's."""
-    named = [name for name in quirk.when.toolchain if name in COMPILERS]
+    named = [name for name in quirk.when.toolchain if compilers.is_compiler(name)]
     owner = Registry.load().backends.get(quirk.when.backend or "")
     return named[0] if named else owner.compiler if owner else "triton"
 
@@ -248,7 +249,7 @@ def _with_recorded(tested: list[Tested], failures: dict[str, str]) -> tuple[Test
 def _between(compiler: str, toolchains: Sequence[str], told: Sequence[str], low: str, high: str) -> Iterator[str]:
     """Releases from the one end to the other of which nothing is known: of the lab, and published ones."""
     known = {_version(toolchain) for toolchain in told}
-    releases = {*toolchains, *(f"{compiler}=={version}" for version in RELEASED.get(compiler, ()))}
+    releases = {*toolchains, *(f"{compiler}=={version}" for version in compilers.released(compiler))}
     for toolchain in sorted(releases, key=_version):
         if _version(low) < _version(toolchain) < _version(high) and _version(toolchain) not in known:
             yield toolchain

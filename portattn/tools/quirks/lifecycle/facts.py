@@ -12,6 +12,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.outcome import Incident
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
@@ -121,7 +122,7 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
     told = {"backend": around.backend, "arch": around.arch, **around.versions}
     told["function"] = None if named["function"] else around.function
     request = request_in(found.text)
-    components = {n: t.value for n, t in around.versions.items() if n not in ("triton", "triton-ascend")}
+    components = {n: t.value for n, t in around.versions.items() if not compilers.is_compiler(n)}
     function = around.function.value if around.function else ""
     return Facts(
         failure=failure,

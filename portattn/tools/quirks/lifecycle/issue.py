@@ -8,7 +8,7 @@ from pathlib import Path
 from portattn.planning.registry import Registry
 from portattn.tools.quirks.lifecycle.facts import Facts
 from portattn.tools.quirks.lifecycle.programs import form_of
-from portattn.tools.quirks.trackers import TRACKERS
+from portattn.tools.quirks.trackers import tracker_of
 
 BEFORE, AFTER = 12, 28  # lines of the log round the cause
 _EXPECTED = {
@@ -35,7 +35,7 @@ def issue(facts: Facts, title: str, program: str, saved: str, reproduced: str) -
     files = [f"`{name}`" for name in (program, saved) if name]
     parts = [
         f"# {title}",
-        f"Tracker: {TRACKERS[compiler]}" if compiler in TRACKERS else "Tracker: FILL IN",
+        f"Tracker: {tracker_of(compiler)}" if tracker_of(compiler) else "Tracker: FILL IN",
         "## Environment",
         "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]),
         "## What happens",

@@ -13,7 +13,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.lifecycle import entry, issue, programs, writing
 from portattn.tools.quirks.lifecycle.facts import OP, Facts
@@ -200,7 +200,7 @@ def _cannot_replay(facts: Facts, target: Target | None, worker: Worker | None) -
         return "the log does not say on which chip and with which compiler it was written"
     if facts.failure.symptom == "wrong-result":
         return f"numbers are compared on the chip itself, {target.name}"
-    if worker is None and facts.compiler != str(installed()) and lab.find(facts.compiler) is None:
+    if worker is None and not is_installed(facts.compiler) and lab.find(facts.compiler) is None:
         return f"{facts.compiler} is not here: `portattn lab create {facts.compiler}` makes it"
     return ""
 

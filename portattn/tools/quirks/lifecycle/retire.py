@@ -11,9 +11,10 @@ from packaging.version import InvalidVersion, Version
 
 from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.quirk import Quirk, Verified
-from portattn.schema.toolchain import COMPILERS, COMPONENTS, TRIED, parse_range
-from portattn.tools.quirks.examples import RELEASES
+from portattn.schema.toolchain import nameable, parse_range, unknown_name
+from portattn.tools.quirks.examples import releases
 from portattn.tools.quirks.lifecycle.editing import edit
 from portattn.tools.quirks.probe.results import probe_outcome
 
@@ -50,9 +51,10 @@ def confirming(quirk: Quirk) -> tuple[Verified, ...]:
 def _before_supported(toolchain: str) -> bool:
     """Whether a compiler is older than every one that is supported."""
     name, _, version = toolchain.partition("==")
-    if name not in TRIED:
+    tried = compilers.tried(name)
+    if not tried:
         return False
-    supported = [Version(known) for known in RELEASES.get(name, ()) if parse_range(TRIED[name]).contains(known)]
+    supported = [Version(known) for known in releases(name) if parse_range(tried).contains(known)]
     return bool(supported) and Version(version) < min(supported)
 
 
@@ -104,9 +106,9 @@ def still_in_range(quirk: Quirk) -> tuple[str, ...]:
     """Supported releases that the entry's range has."""
     found = []
     for name, text in quirk.when.toolchain.items():
-        supported = parse_range(TRIED[name]) if name in TRIED else None
-        for version in RELEASES.get(name, ()):
-            if supported is not None and supported.contains(version) and parse_range(text).contains(version):
+        tried = compilers.tried(name)
+        for version in releases(name) if tried else ():
+            if parse_range(tried).contains(version) and parse_range(text).contains(version):
                 found.append(f"{name}=={version}")
     return tuple(found)
 
@@ -129,8 +131,8 @@ def _check_fixed_in(text: str) -> None:
         Version(version)
     except InvalidVersion:
         raise ArgumentError(OP, "--fixed-in", text, "must be NAME==VERSION, as in triton==3.7.1") from None
-    if name not in COMPILERS + COMPONENTS:
-        raise ArgumentError(OP, "--fixed-in", text, f"must name one of {', '.join(COMPILERS + COMPONENTS)}")
+    if not nameable(name):
+        raise ArgumentError(OP, "--fixed-in", text, f"must name a compiler or component; {name!r} is {unknown_name()}")
 
 
 def _bury(path: Path, quirk_id: str, values: dict[str, str | datetime.date]) -> None:

@@ -10,6 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema import compilers
 from portattn.schema.target import Arch
 
 # Where a chip is named, most telling first; groups `kind` (Triton's backend, where the text has it) and `chip`.
@@ -119,7 +120,7 @@ def surroundings(text: str, family: str, registry: Registry) -> Surroundings:
         backend=backend,
         arch=arch,
         chip=chip,
-        versions={name: told for name in _VERSIONS if (told := _version(text, name)) is not None},
+        versions={name: told for name in _versions() if (told := _version(text, name)) is not None},
         function=function,
         kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions),
     )
@@ -215,10 +216,20 @@ def _backend(text: str, family: str, registry: Registry) -> Told | None:
     return Told(owners[0], family) if owners else None
 
 
+def _versions() -> dict[str, tuple[str, ...]]:
+    """How tools print the versions of components, those of other packages' compilers included: as pip does."""
+    brought = {name: one for name, one in compilers.known().items() if name not in compilers.own()}
+    spelt = {
+        name: "|".join(re.escape(each).replace(r"\-", "[-_]") for each in (name, *one.aliases))
+        for name, one in brought.items()
+    }
+    return {**_VERSIONS, **{name: (rf"\b(?:{words})(?:==|[-: ]+v?){_NUMBER}",) for name, words in spelt.items()}}
+
+
 def _version(text: str, name: str) -> Told | None:
     """The one version of a component that the text names; None where it names none, or several."""
     found: dict[str, Told] = {}
-    for match in _matches(text, _VERSIONS[name]):
+    for match in _matches(text, _versions()[name]):
         try:
             version = str(Version(match["version"]))
         except InvalidVersion:

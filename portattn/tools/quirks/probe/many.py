@@ -10,7 +10,7 @@ import msgspec
 
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import installed, installed_beside, is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.probe import ranges, running
 from portattn.tools.quirks.probe.results import SIGNATURE, Result
@@ -27,13 +27,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def toolchains(registry: Registry) -> tuple[list[str], list[str]]:
     """(toolchains that can be probed here: installed, made, and stand-ins; those of the lab's list that cannot)."""
-    here = [str(installed())] if installed() else []
+    here = [str(one) for one in (installed(), *installed_beside()) if one]
     made = {environment.toolchain for environment in lab.environments()}
-    there = [name for name in lab.TOOLCHAINS if name in made or name in here]
+    there = [name for name in lab.toolchains() if name in made or name in here]
     named = {quirk.evidence.stand_in for quirk in registry.quirks.values()}
     stand_ins = [name for name, (real, _) in running.STAND_INS.items() if name in named and real in there]
     found = [*there, *(name for name in (*here, *sorted(made)) if name not in there), *stand_ins]
-    return list(dict.fromkeys(found)), [name for name in lab.TOOLCHAINS if name not in found]
+    return list(dict.fromkeys(found)), [name for name in lab.toolchains() if name not in found]
 
 
 def jobs(quirks: Iterable[Quirk], names: Sequence[str], target: str | None, registry: Registry) -> list[Job]:
@@ -42,7 +42,7 @@ def jobs(quirks: Iterable[Quirk], names: Sequence[str], target: str | None, regi
     for quirk in quirks:
         fitting = [name for name in names if _fits(quirk, name, target, registry)]
         if quirk.evidence.needs:  # a device is used by what is installed here
-            fitting = [name for name in fitting if name == str(installed())] or fitting[:1]
+            fitting = [name for name in fitting if is_installed(name)] or fitting[:1]
         elif not running.has_probe(quirk):
             fitting = fitting[:1] or list(names[:1])
         found += [Job(quirk=quirk, toolchain=name, target=target) for name in fitting]

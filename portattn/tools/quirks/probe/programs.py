@@ -31,5 +31,6 @@ def run_arm(
         target=list(backend.triton_target(target.arch)),
         passes=passes,
         executor=sys.executable,
+        adapter=backend.compile_adapter(),
     )
     return ended(reply, quirk)

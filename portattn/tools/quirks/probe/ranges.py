@@ -7,10 +7,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from portattn.schema import toml_reader
+from portattn.schema import compilers, toml_reader
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.schema.toolchain import COMPILERS, parse_range
+from portattn.schema.toolchain import parse_range
 
 LOWER, UPPER = (">=", ">"), ("<=", "<")
 
@@ -18,7 +18,7 @@ LOWER, UPPER = (">=", ">"), ("<=", "<")
 def component(quirk: Quirk) -> str:
     """The name that the entry's range is about: its compiler, or else its first component; empty without a range."""
     names = list(quirk.when.toolchain)
-    return next((name for name in names if name in COMPILERS), names[0] if names else "")
+    return next((name for name in names if compilers.is_compiler(name)), names[0] if names else "")
 
 
 def narrowed(text: str, version: str, affected: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from portattn.planning.quirk_checks import PROGRAM
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.examples import arches_of
 from portattn.tools.quirks.probe import plans, programs, ranges
@@ -142,7 +142,7 @@ def cannot(quirk: Quirk, where: Target, worker: Worker | None = None) -> str:
         return f"{toolchain} compiles nothing for {where.backend}"
     if quirk.evidence.needs:
         return _no_device(quirk.evidence.needs, where)
-    if worker is not None or toolchain == str(installed()):
+    if worker is not None or is_installed(toolchain):
         return ""
     if toolchain in STAND_INS:
         if quirk.evidence.stand_in != toolchain:

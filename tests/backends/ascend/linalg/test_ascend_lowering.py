@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from portattn.backends.ascend import AscendBackend
 from portattn.backends.ascend.linalg.executor import LinalgExecutor
 from portattn.backends.ascend.linalg.program import Programs
 from portattn.compile.ensure import compile_in
@@ -113,7 +114,8 @@ def test_the_wrong_k_tile_of_a_transposed_view_is_seen(view, in_child, ascend_co
     }  # fmt: skip
     here = {"PYTHONPATH": str(Path(__file__).parent)}
     with Worker(python=ascend_compiler.python, environment=here) as compiler:
-        reply = compiler.request("compile", 120.0, signature=request, target=["npu", "Ascend910B2", 0], facts="text")
+        npu = {"target": ["npu", "Ascend910B2", 0], "adapter": AscendBackend.adapter}
+        reply = compiler.request("compile", 120.0, signature=request, facts="text", **npu)
     assert reply.outcome == "ok", reply.message  # it says nothing
 
     def launched() -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from portattn.backends.ascend import AscendBackend
 from portattn.worker.client import Reply, Worker
 
 CRASHES = {
@@ -15,6 +16,9 @@ CRASHES = {
                  "AddPtrOp produced by unsupported operation"),
     "looked_up": ({"table": "*i32", "out": "*i32", "tokens": "i32"}, {"N": 32, "PAGE": 16}, "divBlock"),
 }  # fmt: skip
+
+
+ADAPTER = AscendBackend.adapter
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,8 @@ def lowered(compiler: Worker, name: str, **fields) -> Reply:
         "module": "small_kernels", "function": name, "types": types, "constants": constants, "divisible": [],
         "small": [], "options": {},
     }  # fmt: skip
-    return compiler.request("compile", 120.0, signature=signature, target=["npu", "Ascend910B2", 0], **fields)
+    target = ["npu", "Ascend910B2", 0]
+    return compiler.request("compile", 120.0, signature=signature, target=target, adapter=ADAPTER, **fields)
 
 
 @pytest.mark.parametrize("name", CRASHES)

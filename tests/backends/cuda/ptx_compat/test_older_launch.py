@@ -315,7 +315,7 @@ def test_code_of_sm_90_is_bound_to_it(compiler: Worker) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.usefixtures("real_lab")
-@pytest.mark.parametrize("toolchain", [t for t in lab.TOOLCHAINS if t.startswith("triton==")])
+@pytest.mark.parametrize("toolchain", [t for t in lab.toolchains() if t.startswith("triton==")])
 def test_every_tritons_code_says_what_it_takes(toolchain: str) -> None:
     if lab.find(toolchain) is None:
         pytest.skip(f"{toolchain} is not in the lab")

@@ -17,7 +17,7 @@ from portattn.tools.quirks import probe as probing
 from portattn.tools.quirks.lifecycle import bisect
 from portattn.tools.quirks.probe import Arm
 
-RELEASES = tuple(t for t in lab.TOOLCHAINS if t.startswith("triton=="))
+RELEASES = tuple(t for t in lab.toolchains() if t.startswith("triton=="))
 
 
 def planted(tmp_path, range_: str = "", backend: str = "rocm"):
@@ -187,14 +187,14 @@ def test_a_release_that_a_report_names_counts(tmp_path) -> None:
 
 
 def test_candidates() -> None:
-    assert bisect.candidates("triton", reversed(lab.TOOLCHAINS)) == list(RELEASES)
-    assert bisect.candidates("triton", lab.TOOLCHAINS, ("triton==3.4.0", "3.6.0")) == [
+    assert bisect.candidates("triton", reversed(lab.toolchains())) == list(RELEASES)
+    assert bisect.candidates("triton", lab.toolchains(), ("triton==3.4.0", "3.6.0")) == [
         f"triton=={v}" for v in ("3.4.0", "3.5.1", "3.6.0")
     ]
     with pytest.raises(ArgumentError, match=r"must be one of triton==3\.2\.0"):
-        bisect.candidates("triton", lab.TOOLCHAINS, ("triton==3.4.1", "triton==3.6.0"))
+        bisect.candidates("triton", lab.toolchains(), ("triton==3.4.1", "triton==3.6.0"))
     with pytest.raises(ArgumentError, match="older version first"):
-        bisect.candidates("triton", lab.TOOLCHAINS, ("triton==3.6.0", "triton==3.4.0"))
+        bisect.candidates("triton", lab.toolchains(), ("triton==3.6.0", "triton==3.4.0"))
 
 
 def test_the_command_line(portattn, tmp_path, monkeypatch) -> None:

@@ -1,0 +1,177 @@
+"""A backend with a compiler of its own, installed as another package and driven by the command line as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+from places import ROOT
+
+COMPILER = "triton-example==1.1.0.post2"
+PROBLEM = ("--q", "1,2,128,64", "--kv", "1,2,128,64", "--dtype", "fp16")
+
+
+@pytest.fixture
+def python(site: Path, tmp_path: Path) -> Callable[[str], str]:
+    """What a script prints that is run with the packages."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT)))}
+
+    def call(script: str) -> str:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return call
+
+
+pytestmark = pytest.mark.compiles
+
+
+def test_doctor_says_who_brings_which_compiler(run: Callable[..., Any]) -> None:
+    called = run("doctor", "--json")
+    assert called.status == 0, called.out + called.err
+    sections = {section["title"]: section for section in called.json["sections"]}
+    compilers = {item["name"]: item["value"] for item in sections["compilers"]["items"]}
+    told = compilers["triton-example"]
+    assert told.startswith("installed 1.1.0.post2, added to Triton as triton_example; brought by portattn-example 0.1")
+    assert "also pytorch-triton-example" in told
+    assert "; brought by portattn" in compilers["triton"]
+    assert "example" in {item["name"] for item in sections["backends"]["items"]}
+    assert not sections["backends"]["errors"]
+
+
+def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Any]) -> None:
+    line = ("plan", "attention", "--target", "example:one", *PROBLEM)
+    made = run(*line, "--json").json
+    assert (made["path"], made["toolchain"]) == ("triton", COMPILER)
+    assert made["launch"]["num_stages"] == 2
+    assert "example-0001-two-stages" in {quirk["id"] for quirk in made["quirks"]}
+    newer = run(*line, "--toolchain", "pytorch_triton_example==1.2.0,triton==3.6.0", "--json").json
+    assert newer["toolchain"] == "triton-example==1.2.0"
+    assert newer["launch"]["num_stages"] == 3
+    other = run(*line, "--toolchain", "triton==3.6.0", "--json").json
+    assert other["path"] == "example_attention"
+    assert other["rejected"][0]["reason"] == "triton==3.6.0 compiles nothing for example"
+    assert other["rejected"][0]["hint"] == "needs triton-example"
+    unknown = run(*line, "--toolchain", "triton-nonesuch==1.0")
+    assert unknown.status == 2
+    for part in ("'triton-nonesuch' is no known compiler", "triton, triton-ascend", "triton-example", "may bring"):
+        assert part in unknown.err
+
+
+def test_the_public_function_plans_for_it(python: Callable[[str], str]) -> None:
+    """And its vendor's path, asked directly, is right on tensors of the CPU."""
+    script = """
+import torch, portattn
+from portattn.planning.registry import Registry
+from portattn.schema.toolchain import installed
+from portattn.testing.tolerance import random_call
+target = portattn.target("example:one")
+problem = portattn.Problem(batch=1, heads_q=4, heads_k=2, seq_q=33, seq_k=33, head_dim=64)
+made = portattn.plan(problem, target)
+print(made.path, made.toolchain)
+[vendor] = Registry.load().backends["example"].vendor
+call = random_call(problem, 0, device="cpu")
+out, _ = vendor.run(call)
+from portattn.reference import blockwise
+torch.testing.assert_close(out, blockwise.run(call)[0], rtol=2e-2, atol=2e-2)
+print(vendor.rejects(portattn.Problem(batch=1, heads_q=2, heads_k=2, seq_q=9, seq_k=9, head_dim=512), target).reason)
+print(target.toolchain.component("triton") == installed().version, target.toolchain.within("triton", ">=3.2"))
+"""
+    planned, wide, beneath = python(script).splitlines()
+    assert planned == f"triton {COMPILER}"
+    assert wide == "head_dim is 512, and example_attention takes up to 256"
+    assert beneath == "True True", "ranges of Triton hold for the Triton that it is added to"
+
+
+def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> None:
+    listed = run("quirks", "list", "--backend", "example", "--json").json
+    assert "example-0001-two-stages" in {quirk["id"] for quirk in listed}
+    audited = run("quirks", "audit", "--json")
+    assert (audited.status, audited.json["findings"]) == (0, []), audited.out
+    probed = run("quirks", "probe", "example-0001", "--json")
+    assert probed.status == 0, probed.err
+    [result] = probed.json["results"]
+    assert (result["verdict"], result["toolchain"], result["target"]) == ("confirmed", COMPILER, "example:one")
+    assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
+
+
+def test_the_lab_lists_its_releases(run: Callable[..., Any]) -> None:
+    rows = {row["toolchain"]: row["state"] for row in run("lab", "list", "--json").json["toolchains"]}
+    assert rows["triton-example==1.1.0"] == rows["triton-example==1.2.0"] == "missing"
+    assert list(rows)[-1] == "triton-example==1.2.0", "portattn's own come first"
+    refused = run("lab", "create", "flagtree==0.3.0")
+    assert refused.status == 2
+    assert "must be one of triton, triton-ascend, triton-example, which can be installed by name" in refused.err
+
+
+def test_the_matrix_compiles_and_executes(run: Callable[..., Any], tmp_path: Path) -> None:
+    """The facts and the code are the adapter's, the numbers the executor's."""
+    if missing := support.no_interpreter():
+        pytest.skip(missing)
+    out = tmp_path / "matrix"
+    line = ("matrix", "run", "--targets", "example:one", "--ops", "attention,decode*,mla*", "--out", str(out), "--json")
+    made = run(*line)
+    assert made.status == 0, made.out + made.err
+    assert made.json["levels"].keys() == {"emulated"}
+    cells = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
+    assert {cell["toolchain"] for cell in cells} == {COMPILER}
+    for cell in cells:
+        assert cell["emulated"]["where"] == f"a model of one, code of {COMPILER}"
+        main = max((kernel["facts"] for kernel in cell["kernels"]), key=lambda facts: facts["mma"])
+        assert main["mma"] > 0
+        assert main["instructions"] > 50
+        assert 0 < main["scratchpad_bytes"] <= 65536
+    resumed = run(*line, "--resume")
+    assert resumed.status == 0, resumed.err
+    assert "emulated  example:one" not in resumed.err, "nothing is made again"
+
+
+def test_verify_asks_its_executor(run: Callable[..., Any]) -> None:
+    if missing := support.no_interpreter():
+        pytest.skip(missing)
+    called = run("verify", "attention", "--target", "example:one", "--emulate", "--json")
+    assert called.status == 0, called.err
+    assert called.json["toolchain"] == COMPILER
+    assert called.json["levels"] == {"emulated": len(called.json["rows"])}
+
+
+def test_code_of_another_kernel_is_seen(python: Callable[[str], str]) -> None:
+    """What the compiler wrote takes part in the evidence: a damaged text, or another kernel's, is no pass."""
+    script = """
+import triton_example
+from portattn_example import execute
+code = triton_example.emit("tt.func public @f() tt.dot", "tt.func public @f()\\n  tt.dot a\\n", 1, 64)
+for kernel, text in (("g", code), ("f", code[1:]), ("f", "")):
+    try:
+        execute.compare({"texts": [{"kernel": kernel, "code": text}]}, lambda stage: None)
+    except triton_example.Refused as error:
+        print(error)
+"""
+    first, second, third = python(script).splitlines()
+    assert first == "the code is of f, and g is launched"
+    assert second == third == "this is no code of Example One"
+
+
+def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any], site: Path, tmp_path: Path) -> None:
+    """The backend alone: its data is there, and nothing that compiles for it."""
+    alone = tmp_path / "alone"
+    for name in ("portattn_example", "portattn_example-0.1.dist-info"):
+        shutil.copytree(site / name, alone / name)
+    path = os.pathsep.join(map(str, (alone, ROOT)))
+    line = ("plan", "attention", "--target", "example:one", *PROBLEM, "--json")
+    made = run(*line, PYTHONPATH=path).json
+    assert made["path"] == "example_attention"
+    assert made["rejected"][0]["hint"] == "needs triton-example"
+    probed = run("quirks", "probe", "example-0001", "--toolchain", "triton-example==1.1.0", PYTHONPATH=path)
+    assert probed.status == 2
+    assert "portattn lab create triton-example==1.1.0" in probed.err
