@@ -87,7 +87,7 @@ def missing(compilers: Sequence[tuple[str, Toolchain]]) -> list[str]:
         name = str(toolchain)
         if name == str(installed()):
             continue
-        if toolchain.distribution not in lab.DISTRIBUTIONS:
+        if toolchain.distribution not in lab.distributions():
             limit = f"goes without --compile: this Python has {installed()}, and the lab cannot install it"
             raise ArgumentError(OP, option, name, limit)
         if lab.find(name) is None:

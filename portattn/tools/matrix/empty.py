@@ -45,7 +45,7 @@ class Empty(msgspec.Struct, frozen=True, kw_only=True):
         words = [*_RUN.split(), *(["--full"] if self.full else []), "--targets", ",".join(targets)]
         if any(map(has_chip, targets)):  # nothing compiles for a CPU
             words += ["--toolchain", self.toolchain]
-            words += ["--create"] if self.toolchain.partition("==")[0] in lab.DISTRIBUTIONS else []
+            words += ["--create"] if self.toolchain.partition("==")[0] in lab.distributions() else []
         return shlex.join([*words, *(["--ops", self.op] if self.op else [])])
 
 

@@ -23,7 +23,7 @@ def parsed(op: str, option: str, text: str) -> Toolchain:
         raise ArgumentError(op, option, text, str(error).partition(": ")[2]) from None
     if not found:
         raise ArgumentError(op, option, text, "must be a compiler, as in triton==3.6.0")
-    if found.distribution in lab.DISTRIBUTIONS:
+    if found.distribution in lab.distributions():
         found = msgspec.structs.replace(found, version=lab.canonical(str(found)).partition("==")[2])
     return found
 
