@@ -29,9 +29,9 @@ sources = ["a test"]
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
+    before = {name: one for name, one in compilers.known().items() if name not in compilers.own()}
     yield
-    compilers.bring({})
-    look_around()
+    compilers.bring(before)
 
 
 def backend(folder: Path, own_name: str, compiler: str, **own: Any) -> type[Backend]:
