@@ -28,6 +28,8 @@ from portattn import Target, config  # noqa: E402
 from portattn.planning.registry import Registry, parse_target  # noqa: E402
 from portattn.tools.lab import folders  # noqa: E402
 
+pytest_plugins = ["pytester"]  # runs of pytest inside a test: of portattn's own plug-in
+
 torch.set_num_threads(1)  # problems are tiny, and test processes run side by side
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -23,9 +22,7 @@ from portattn.tools import shell_values
 if TYPE_CHECKING:
     from portattn.schema.target import Target
     from portattn.tools.matrix.cells import Cell, Run
-    from portattn.tools.matrix.diff import Diff
     from portattn.tools.matrix.problems import SetName
-    from portattn.tools.matrix.snapshot import Entry, Snapshot
     from portattn.tools.matrix.verdict import Verdict
 
 
@@ -124,8 +121,9 @@ def run(
     from portattn.errors import ArgumentError
     from portattn.files import takes_no_files
     from portattn.planning.detect import devices
-    from portattn.tools.matrix import provenance, results, select
+    from portattn.tools.matrix import asked, provenance, results, select
     from portattn.tools.matrix.run import Options, execute
+    from portattn.tools.matrix.snapshot import snapshot
     from portattn.tools.matrix.verdict import of_run
 
     if quick and full:
@@ -136,16 +134,17 @@ def run(
         matrix_verdict.fail_on(fail_on, "matrix run", baseline is not None),
         matrix_verdict.expected_of(expected),
     )
-    before = _baseline(baseline, which)
+    before = asked.baseline(baseline, which)
     if junit and (why := takes_no_files(junit.parent)):
         raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     tell_unknown(select.toolchains(toolchain))
-    where = select.targets(select.globs(targets), select.toolchains(toolchain, all_toolchains), ascend, which)
+    globs, problems = select.globs(targets), select.commas(ops)
+    where = select.targets(globs, select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
     if create:
         _create(select.missing(where, pythons))
-    specs = select.specs(select.problems(which, select.commas(ops)), where)
+    specs = select.specs(select.problems(which, problems), where)
     here = tuple(devices())
     if run_ptx_compat:
         _older(where, here)
@@ -189,8 +188,8 @@ def run(
     cells.sort(key=lambda cell: cell.index)
     changes = None
     if before is not None and not interrupted:
-        narrowed = Narrowed(where, select.globs(targets), select.commas(ops), all_toolchains)
-        changes = _compared(before, made, cells, out, narrowed)
+        after = snapshot(made, cells, str(out))
+        changes = asked.Asked(where, globs, problems, all_toolchains).compared(before, after)
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
     matrix_verdict.write_junit(junit, made, cells, verdict)
     _tell(made, cells, verdict, out, as_json, interrupted)
@@ -230,55 +229,6 @@ def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: b
 
 
 matrix_compare.add_to(matrix)
-
-
-class Narrowed(NamedTuple):
-    """What a run was asked for. globs and ops are empty where that is everything.
-
-    where       its targets
-    every_toolchain  whether it was asked for all of the lab's: without, those that are installed or named are meant
-    """
-
-    where: Sequence[Target]
-    globs: Sequence[str]
-    ops: Sequence[str]
-    every_toolchain: bool
-
-
-def _baseline(path: Path | None, which: str) -> Snapshot | None:
-    """The run to compare with. Raises ArgumentError where it is of another set of problems."""
-    from portattn.errors import ArgumentError
-    from portattn.tools.matrix import reading
-
-    if path is None:
-        return None
-    before = reading.read(path)
-    if which not in before.set.split(", "):
-        limit = f"is of the {before.set} set, and this run of the {which} one"
-        raise ArgumentError("matrix run", "--baseline", str(path), limit)
-    return before
-
-
-def _compared(before: Snapshot, made: Run, cells: list[Cell], out: Path, narrowed: Narrowed) -> Diff:
-    """A run compared with its baseline: with what it was asked for of it, also where that is no target any more."""
-    from portattn.tools.matrix.diff import compare, part_of
-    from portattn.tools.matrix.select import wanted_name
-    from portattn.tools.matrix.snapshot import snapshot
-
-    after = snapshot(made, cells, str(out))
-    names = {target.name for target in narrowed.where}
-
-    def place(target: str) -> bool:
-        parts = (target, *target.split(":"))
-        globs = narrowed.globs
-        return not globs or target in names or any(fnmatch.fnmatchcase(part, glob) for part in parts for glob in globs)
-
-    def problem(entry: Entry) -> bool:
-        return not narrowed.ops or any(wanted_name(entry.op, entry.name, glob) for glob in narrowed.ops)
-
-    if narrowed.every_toolchain:
-        return compare(before, after, lambda entry: place(entry.target) and problem(entry))
-    return compare(before, after, part_of(before, after, place, problem))
 
 
 def _create(toolchains: list[str]) -> None:

@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portattn.errors import ArgumentError
-from portattn.schema import quirk_names
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -22,18 +19,7 @@ def quirk_of(command: str, text: str, registry: Registry, argument: str = "ID") 
 
     Raises ArgumentError on an id of none or of several, with the nearest ids, and of a retired one.
     """
-    found = quirk_names.matching(text, registry.quirks)
-    if len(found) == 1:
-        return registry.quirks[found[0]]
-    buried = quirk_names.matching(text, registry.retired)
-    if found:
-        limit = f"several begin so: {quirk_names.several(found)}"
-    elif buried and (tombstone := registry.retired[buried[0]].retired):
-        limit = f"it was retired on {tombstone.date}: {tombstone.reason}"
-    else:
-        close = quirk_names.did_you_mean(text, registry.quirks)
-        limit = f"no quirk has this id{close or '; `portattn quirks list` names all'}"
-    raise ArgumentError(command, argument, text, limit)
+    return registry.quirk(text, command, argument)
 
 
 def tell_unknown(toolchains: Iterable[Toolchain]) -> None:

@@ -16,6 +16,7 @@ from portattn.planning.data_files import load_arches as load_arches
 from portattn.planning.data_files import load_tunings
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import load_quirks
+from portattn.schema import quirk_names
 from portattn.schema.quirk import Quirk, parse_overrides
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed_for
@@ -90,6 +91,26 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         if self.broken and text:
             text = plugins.without_left_out(text, self.quirks, self.broken)
         return parse_overrides(text, self.quirks)
+
+    def quirk(self, text: str, op: str = "quirk", argument: str = "id") -> Quirk:
+        """The living entry that an id, whole or up to its number, names.
+
+        op, argument  what an error names
+
+        Raises ArgumentError on an id of none or of several, with the nearest ids, and of a retired one.
+        """
+        found = quirk_names.matching(text, self.quirks)
+        if len(found) == 1:
+            return self.quirks[found[0]]
+        buried = quirk_names.matching(text, self.retired)
+        if found:
+            limit = f"several begin so: {quirk_names.several(found)}"
+        elif buried and (tombstone := self.retired[buried[0]].retired):
+            limit = f"it was retired on {tombstone.date}: {tombstone.reason}"
+        else:
+            close = quirk_names.did_you_mean(text, self.quirks)
+            limit = f"no quirk has this id{close or '; `portattn quirks list` names all'}"
+        raise ArgumentError(op, argument, text, limit)
 
     def unknown(self, backend: str) -> str:
         """Why there is no backend of this name: a limit, as of an ArgumentError."""

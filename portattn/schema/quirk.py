@@ -206,11 +206,14 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def concerns(self, kernel: str, target: Target) -> bool:
         """Whether backend, arch and kernel match, whatever the toolchain and the problem."""
         when = self.when
-        return (
-            when.backend in (None, target.backend)
-            and (not when.arch or any(map(target.arch.matches, when.arch)))
-            and (not when.kernels or any(fnmatch.fnmatchcase(kernel, pattern) for pattern in when.kernels))
+        return self.names_chip(target) and (
+            not when.kernels or any(fnmatch.fnmatchcase(kernel, pattern) for pattern in when.kernels)
         )
+
+    def names_chip(self, target: Target) -> bool:
+        """Whether backend and arch match, whatever the kernel, the toolchain and the problem."""
+        when = self.when
+        return when.backend in (None, target.backend) and (not when.arch or any(map(target.arch.matches, when.arch)))
 
     def reaches(self, variant: str, problem: Problem, target: Target) -> bool:
         """Whether every condition holds for a variant, which has none of the core's choices and launch values."""

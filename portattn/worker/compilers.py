@@ -36,20 +36,31 @@ def versions(packages: Iterable[str] = ()) -> dict[str, str]:
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Compile one Signature (as plain data) for one target; facts about the machine code come back.
 
+    A signature with a `file` is of a kernel that is not portattn's. The request's `facts`: basic, full (registers,
+    spills, instructions), text (the assembly), or all.
+
     `enter(stage)` is called before each compiler stage. Whatever the compiler raises passes through.
     """
     signature, target = request["signature"], tuple(request["target"])
-    enter("parse")
-    function = getattr(importlib.import_module(signature["module"]), signature["function"])
+    if "file" in signature:  # no kernel of portattn's own: what fails before `parse` is no compiler's doing
+        from portattn.worker import own_kernels
+
+        function = own_kernels.find(*(signature[name] for name in ("module", "function", "file", "absent")))
+        enter("parse")
+    else:
+        enter("parse")
+        function = getattr(importlib.import_module(signature["module"]), signature["function"])
+    wanted = request.get("facts")
+    text = wanted in ("text", "all")
     if request.get("adapter"):
         enter("adapter")
         adapter = adapters.load(request["adapter"])
         facts, texts = adapter(function, signature, target, enter, request.get("passes", ""))
-        return {"facts": facts | (texts if request.get("facts") == "text" else {}), "toolchain": triton.__version__}
+        return {"facts": facts | (texts if text else {}), "toolchain": triton.__version__}
     kernel = build(function, signature, target, enter)
     enter("read")
-    facts = resources.read(kernel, target[1], full=request.get("facts") == "full")
-    if request.get("facts") == "text":
+    facts = resources.read(kernel, target[1], full=wanted in ("full", "all"))
+    if text:
         facts |= resources.text(kernel)
     return {"facts": facts, "toolchain": triton.__version__}
 

@@ -19,8 +19,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
+
+from portattn.worker.programs import load
 
 ARMS = ("control", "off", "on")
 # Evidence levels that a program can reach, as portattn.schema.quirk spells them.
@@ -216,20 +217,6 @@ def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str
     else:
         answer = {}
     return answer | {"facts": {"level": bench.level}, "toolchain": bench._compilers.triton.__version__}
-
-
-def load(path: str) -> ModuleType:
-    """Import a program from its file. Its folder is importable, for `from harness import …`."""
-    folder, name = os.path.dirname(os.path.abspath(path)), os.path.splitext(os.path.basename(path))[0]
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python program")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Triton reads a kernel's source through its module
-    spec.loader.exec_module(module)
-    return module
 
 
 def triton_target(name: str) -> tuple[str, Any, int]:

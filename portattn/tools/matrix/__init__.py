@@ -2,7 +2,7 @@
 
 Making cells:
 problems.py     the named sets of problems
-select.py       which cells a run has
+select.py       which cells a run has; asked.py: what it was asked for, also of an earlier run
 cells.py        what one cell holds; the schema of results.jsonl
 results.py      reading and writing results.jsonl, whole lines only; what of it is stale
 run.py          making the cells; planned.py, variants.py: what they keep of plans and variants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -20,6 +20,7 @@ from portattn.tools.matrix.snapshot import TIERS, Entry, Snapshot, columns, evid
 # new, won     it was not there before; its evidence or path is better, or its figures are
 Kind = Literal["gone", "level", "core", "variant", "interpreter", "facts", "quirks", "new", "won"]
 KINDS: tuple[str, ...] = get_args(Kind)
+Place = tuple[str, str, str]  # of a cell: target, toolchain, problem
 LOST: frozenset[str] = frozenset({"gone", "level", "core", "variant", "interpreter"})  # red by themselves
 
 
@@ -71,12 +72,12 @@ def compare(old: Snapshot, new: Snapshot, asked: Callable[[Entry], bool] = lambd
     changed: the two columns are compared.
     """
     counted = [entry for entry in old.entries if asked(entry)]
-    moved = _moved(counted, new.entries)
+    places = places_now(counted, new.entries)
     found = {entry.place: entry for entry in new.entries}
     changes, met = [], set()
     for before in counted:
         target, toolchain, name = before.place
-        place = (target, moved.get((target, toolchain), toolchain), name)
+        place = places[before.place]
         after = found.get(place)
         if after is None:
             text = f"the cell is gone; it was {word(before)}, path {before.path or 'none'}"
@@ -128,7 +129,16 @@ def part_of(
     return asked
 
 
-def _moved(old: list[Entry], new: tuple[Entry, ...]) -> dict[tuple[str, str], str]:
+def places_now(old: Sequence[Entry], new: Sequence[Entry]) -> dict[Place, Place]:
+    """The place of each cell of an old run -> the one in a new run that it is compared with, if that has it."""
+    moved = _moved(old, new)
+    return {
+        (target, toolchain, name): (target, moved.get((target, toolchain), toolchain), name)
+        for target, toolchain, name in (entry.place for entry in old)
+    }
+
+
+def _moved(old: Sequence[Entry], new: Sequence[Entry]) -> dict[tuple[str, str], str]:
     """(target, toolchain before) -> toolchain now, of compilers that were changed."""
     were, are = columns(old), columns(new)
     moved = {}

@@ -107,6 +107,13 @@ class Checkers(NamedTuple):
     interpreter: Interpreter
     executors: Mapping[str, Mapping[str, Executor]]
 
+    @classmethod
+    def of(cls, specs: Sequence[Spec], options: Options) -> Checkers:
+        """Those that the cells of a run need."""
+        backends = dict.fromkeys(spec.target.backend for spec in specs)
+        own = {backend: executors(backend, options.seconds, options.here) for backend in backends}
+        return cls(Interpreter(options.seconds), own)
+
 
 def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None]) -> None:
     """Make every cell; `done` is called in this thread with each one as it is finished.
@@ -115,9 +122,7 @@ def execute(specs: Sequence[Spec], options: Options, done: Callable[[Cell], None
     What a compiler does ends in its cell. KeyboardInterrupt, and whatever `done` raises, ends the run: children are
     killed, and cells under way are dropped.
     """
-    backends = dict.fromkeys(spec.target.backend for spec in specs)
-    own = {backend: executors(backend, options.seconds, options.here) for backend in backends}
-    checkers = Checkers(Interpreter(options.seconds), own)
+    checkers = Checkers.of(specs, options)
     local = threading.local()
     opened: list[Workers] = []
 

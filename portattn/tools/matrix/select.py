@@ -154,7 +154,7 @@ def toolchains(texts: Sequence[str], every: bool = False) -> list[Toolchain]:
                 version = lab.canonical(str(parsed)).partition("==")[2]
                 parsed = msgspec.structs.replace(parsed, version=version)
         except ValueError as error:
-            raise ArgumentError(OP, "--toolchain", text, str(error)) from None
+            raise ArgumentError(OP, "--toolchain", text, str(error).partition(": ")[2]) from None
         found.setdefault(str(parsed), parsed)
     return list(found.values())
 

@@ -1,0 +1,142 @@
+"""A kernel of somebody else's module, in a child whose Python may lack what that module imports beside Triton.
+
+The file of a kernel often holds its caller too, and so imports torch; the file of a test imports pytest. A lab
+environment has neither. What the parent has imported and the child has not is replaced by stand-ins while such a module
+is loaded. A kernel that needs one of them to be compiled fails in the compiler, which names it.
+
+Runs in a child process; standard library and Triton only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from portattn.worker.programs import load
+
+
+def find(module: str, function: str, file: str, absent: Sequence[str]) -> Any:
+    """The jit function `function` of the module in `file`, without what decorates it (autotuning, heuristics).
+
+    absent  top-level packages that the parent has: they are stood in for where this Python has them not
+
+    Raises what the module raises, and TypeError where the name is no jit function.
+    """
+    from triton.runtime.jit import JITFunction
+
+    there = sys.modules.get(module)
+    if there is None or os.path.realpath(getattr(there, "__file__", None) or "") != os.path.realpath(file):
+        there = _loaded(module, file, absent)
+    found = there
+    for name in function.split("."):
+        found = getattr(found, name)
+    kernel: Any = found
+    while not isinstance(kernel, JITFunction) and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(f"{function} of {file} is a {type(found).__name__}, and no @triton.jit function")
+    return kernel
+
+
+def _loaded(module: str, file: str, absent: Sequence[str]) -> types.ModuleType:
+    """The module, imported by its name where its folders are packages of that name, else as a file alone."""
+    stand_ins = _StandIns(frozenset(absent))
+    sys.meta_path.append(stand_ins)  # the last finder: it is asked for what no other one has
+    try:
+        folder = _root(module, file)
+        if folder is None:
+            return load(file)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        sys.modules.pop(module, None)  # another file of that name
+        importlib.invalidate_caches()
+        return importlib.import_module(module)
+    finally:
+        sys.meta_path.remove(stand_ins)
+
+
+def _root(module: str, file: str) -> str | None:
+    """The folder from which a file is imported as a module of that name; None where its path says another name."""
+    parts = module.split(".")
+    folder, name = os.path.split(os.path.abspath(file))
+    stem = os.path.splitext(name)[0]
+    if stem != "__init__" and parts.pop() != stem:
+        return None
+    for part in reversed(parts):
+        folder, name = os.path.split(folder)
+        if name != part:
+            return None
+    return folder
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of packages that are not here, as modules of which every name is a stand-in.
+
+    A name below a package that is here is not found: who tries another release's module means to fail.
+    """
+
+    def __init__(self, absent: frozenset[str]) -> None:
+        self.absent = absent
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        top = name.partition(".")[0]
+        if top not in self.absent or (top in sys.modules and not isinstance(sys.modules[top], _Module)):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Module(types.ModuleType):
+    """A module that is not here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn(f"{self.__name__}.{name}")
+
+
+class StandIn:
+    """Something of a module that is not here: takes part in what a module does as it is imported, and holds nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn(f"{self._name}.{name}")
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return StandIn(f"{self._name}()")
+
+    def __getitem__(self, key: Any) -> Any:
+        return StandIn(f"{self._name}[]")
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, which is not installed here>"

@@ -1,0 +1,202 @@
+"""Conformance cases: cells of the matrix as tests, with a compiler that fails as it is told (tests/planted.py)."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from conftest import Runner
+
+from portattn.integrations.pytest_plugin.conformance import slug
+from portattn.schema.toolchain import installed
+from portattn.tools.matrix import baseline, provenance, select
+from portattn.tools.matrix.cells import Cell
+from portattn.tools.matrix.problems import SETS
+from portattn.tools.matrix.run import Options, execute
+from portattn.tools.matrix.snapshot import snapshot
+
+HERE = str(installed())
+NAME = "dense causal fp16 D=64"
+CASE = f"{HERE}::dense_causal_fp16_D=64"
+SELECTED = f"--portattn-conformance={NAME}"
+TODAY = datetime.date.today()
+
+pytestmark = pytest.mark.skipif(HERE == "none", reason="Triton is not installed")
+
+
+@pytest.mark.usefixtures("planted_compiler")
+def test_each_case_ends_as_its_cell(pytester: pytest.Pytester, inner: Runner) -> None:
+    result = inner(
+        SELECTED, "--portattn-target=sm_80,sm_89", "--portattn-target", "sm_100,sm_120", "--junit-xml=out.xml", "-rfpP"
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=3)
+    result.stdout.fnmatch_lines(
+        [
+            f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set",
+            "collected 4 items",
+            f"_* cuda:sm_80  {HERE}  {NAME} _*",
+            "red: CRASH: *SIGABRT*",
+            "what ttgir printed:",
+            "Assertion `planted' failed.",
+            "*Captured portattn call*",
+            "path: *",
+        ]
+    )
+    result.stdout.fnmatch_lines_random(
+        [
+            "red: ERROR: dense_forward: RuntimeError at ttgir: planted refusal",
+            "red: FAIL: *96 bytes spilled, none allowed*",
+            f"PASSED portattn::cuda:sm_100::{CASE}",
+            f"FAILED portattn::cuda:sm_80::{CASE} *",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    cases = {case.get("classname"): case for case in ElementTree.parse(pytester.path / "out.xml").iter("testcase")}
+    case = cases[f"portattn.cuda:sm_100.{HERE}"]
+    told = {one.get("name"): one.get("value") for one in case.iter("property")}
+    assert told["portattn_target"] == "cuda:sm_100"
+    assert told["portattn_toolchain"] == HERE
+    assert told["portattn_problem"] == NAME
+    assert told["portattn_path"] == "triton"
+    assert told["portattn_level"] == "compiles"
+
+
+def test_cases_are_chosen_like_tests(pytester: pytest.Pytester, inner: Runner) -> None:
+    """Nothing is compiled to collect them, and they stand beside other tests."""
+    pytester.makepyfile(test_it="def test_dense(): pass")
+    common = ["--collect-only", "-q", "--portattn-target=sm_90,gfx942"]
+
+    def ids(*arguments: str) -> list[str]:
+        result = inner(*common, *arguments)
+        assert result.ret == 0
+        return [line for line in result.outlines if "::" in line]
+
+    named = "--portattn-conformance=dense causal*"
+    every = [
+        f"portattn::{target}::{HERE}::{name}"
+        for target in ("cuda:sm_90", "rocm:gfx942")
+        for name in ("dense_causal_fp16_D=64", "dense_causal_bf16_D=128_GQA")
+    ]
+    assert ids() == ["test_it.py::test_dense"]
+    assert ids(named) == ["test_it.py::test_dense", *every]
+    assert ids(named, "-k", "gfx942 and bf16") == every[-1:]
+    assert ids(named, "-m", "portattn_conformance") == every
+    assert ids(named, "--deselect", "portattn::rocm:gfx942") == ["test_it.py::test_dense", *every[:2]]
+    assert ids(named, "portattn::") == every
+    assert ids(named, "portattn::cuda:sm_90", every[-1]) == [*every[:2], every[-1]]
+    assert ids(named, "test_it.py", every[0]) == ["test_it.py::test_dense", every[0]]
+
+
+def test_ids_are_distinct() -> None:
+    for problems in SETS.values():
+        names = [named.name for named in problems()]
+        assert len({slug(name) for name in names}) == len(names)
+
+
+def test_a_toolchain_that_is_not_here_is_skipped_or_red(inner: Runner) -> None:
+    common = (SELECTED, "--portattn-target=sm_90", "--portattn-toolchain=triton==3.3.0", "portattn::")
+    lacks = "not compiled here: triton==3.3.0: its lab environment is not there"
+    hint = f"{lacks}; `portattn lab create triton==3.3.0` makes it"
+    result = inner(*common, "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines([f"SKIPPED * NOT_RUN: {hint}"])
+    result = inner(*common, "--portattn-fail-on=not_run")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"not_run: {hint}"])
+
+
+def test_a_chip_of_this_machine_runs_the_call(inner: Runner) -> None:
+    result = inner(SELECTED, "--portattn-target=cpu", "portattn::", "-rP")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["runs", "path: sdpa"])
+
+
+def kept(path: Path, planted: str) -> str:
+    """A baseline of the case on sm_100 and gfx942, as a run makes it."""
+    specs = select.specs(select.problems("quick", [NAME]), select.targets(["sm_100", "gfx942"], []))
+    options = Options(pythons={HERE: planted}, left_out=("emulated",))
+    cells: list[Cell] = []
+    execute(specs, options, cells.append)
+    made = provenance.this_run(specs, "quick", "a test", (), {HERE: planted})
+    text = baseline.write(snapshot(made, sorted(cells, key=lambda cell: cell.index), "a test"))
+    path.write_text(text, encoding="utf-8")
+    return text
+
+
+def test_what_a_baseline_has_must_not_be_lost(pytester: pytest.Pytester, inner: Runner, planted_compiler: str) -> None:
+    path = pytester.path / "baseline.toml"
+    text = kept(path, planted_compiler)
+    common = (SELECTED, "--portattn-target=sm_100,gfx942", "--portattn-baseline=baseline.toml", "portattn::")
+    inner(*common).assert_outcomes(passed=2)
+
+    assert text.count('level = "compiles"') == 2
+    path.write_text(text.replace('level = "compiles"', 'level = "measured"', 1), encoding="utf-8")
+    result = inner(*common)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([f"_* cuda:sm_100  {HERE}  {NAME} _*", "level: measured → compiles*"])
+
+    path.write_text(text.replace(f'"{NAME}" = {{', f'"{NAME}, sinks" = {{', 1), encoding="utf-8")
+    result = inner(SELECTED + "*", *common[1:])
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "gone: the cell is gone; it was compiles, path *",
+            f"cause: the new run has no problem of the name '{NAME}, sinks'",
+        ]
+    )
+    inner(SELECTED + "*", "--portattn-fail-on=new", *common[1:]).assert_outcomes(passed=1, failed=2)
+
+
+def test_a_column_of_an_older_compiler_is_compared_with_the_newer_one(
+    pytester: pytest.Pytester, inner: Runner, planted_compiler: str
+) -> None:
+    """As `matrix run --baseline` does; with both compilers in the run, the newer one's cells are new."""
+    path = pytester.path / "baseline.toml"
+    text = kept(path, planted_compiler).replace(HERE, "triton==3.5.1")
+    path.write_text(text.replace('level = "compiles"', 'level = "measured"'), encoding="utf-8")
+    common = (SELECTED, "--portattn-target=sm_100", "--portattn-baseline=baseline.toml", "portattn::")
+    result = inner(*common)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["level: measured → compiles*", f"*triton==3.5.1 → {HERE}"])
+    both = (f"--portattn-toolchain={HERE}", "--portattn-toolchain=triton==3.5.1")
+    inner(*common, *both).assert_outcomes(passed=1, failed=1)
+
+
+EXPECTED = """
+[[expected]]
+target    = "cuda:sm_120"
+problem   = "{problem}"
+signature = "{signature}"
+reason    = "the tile is too large"
+owner     = "kernels"
+expires   = {expires}
+"""
+
+
+@pytest.mark.usefixtures("planted_compiler")
+@pytest.mark.parametrize(
+    ("changes", "target", "outcome", "said"),
+    [
+        ({}, "sm_120", {"xfailed": 1}, "XFAIL * expected to fail until * (kernels): the tile is too large"),
+        ({"signature": "no room"}, "sm_120", {"failed": 1}, "other_reason: *fails for another reason than 'no room'*"),
+        ({"expires": "2026-01-01"}, "sm_120", {"failed": 1}, "expired: *until 2026-01-01, and still fails"),
+        ({"target": "cuda:sm_100"}, "sm_100", {"failed": 1}, "unexpected_pass: *and does not: PASS; remove the entry"),
+    ],
+    ids=["its reason", "another reason", "expired", "passes"],
+)
+def test_an_expected_failure_must_fail_for_its_reason(
+    pytester: pytest.Pytester, inner: Runner, changes: dict[str, str], target: str, outcome: dict[str, int], said: str
+) -> None:
+    fields = {"problem": "dense*", "signature": "bytes spilled", "expires": str(TODAY + datetime.timedelta(30))}
+    text = EXPECTED.format(**{**fields, **changes}).replace("cuda:sm_120", changes.get("target", "cuda:sm_120"))
+    (pytester.path / "expected.toml").write_text(text, encoding="utf-8")
+    result = inner(SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml", "-rxf")
+    result.assert_outcomes(**outcome)
+    result.stdout.fnmatch_lines([said])
+    if "xfailed" in outcome:
+        inner(
+            SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml", "--runxfail"
+        ).assert_outcomes(failed=1)

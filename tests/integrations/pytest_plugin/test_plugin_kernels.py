@@ -1,0 +1,258 @@
+"""A team's own kernels, compiled per target and toolchain: the fixture `portattn_target`, and what it compiles with."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from conftest import Runner
+from places import ROOT
+
+from portattn.errors import ArgumentError
+from portattn.planning.registry import parse_target
+from portattn.schema.toolchain import installed
+from portattn.tools import lab
+from portattn.tools.own_kernels import CompileError, compile_for
+from portattn.worker.client import Worker
+
+TEAM = Path(__file__).parent / "team"
+HERE = str(installed())
+TYPES = {"x": "*fp16", "scale": "*fp32", "out": "*fp16", "columns": "i32"}
+GPU = "cuda:sm_90"
+
+pytestmark = pytest.mark.compiles
+
+
+@pytest.fixture
+def team(pytester: pytest.Pytester) -> None:
+    """The team's kernel, and its tests."""
+    for name, source in (("row_scale.py", "row_scale.py"), ("test_kernels.py", "per_target.py")):
+        (pytester.path / name).write_text((TEAM / source).read_text(encoding="utf-8"), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("team")
+def test_a_teams_kernels_on_workers_of_xdist(inner: Runner) -> None:
+    """With the installed compiler, for two chips; beside them a conformance case."""
+    result = inner(
+        "-n2", "-v", "--portattn-target=sm_90,gfx950", "--portattn-conformance=decode*",
+        "-k", "not (decode and gfx950)", alone=True,
+    )  # fmt: skip
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines_random(
+        [
+            f"*PASSED test_kernels.py::test_it_fits_and_does_not_spill[[]cuda:sm_90-{HERE}] ",
+            f"*PASSED test_kernels.py::test_it_compiles_with_kpack[[]rocm:gfx950-{HERE}] ",
+            f"*PASSED portattn::cuda:sm_90::{HERE}::decode_bf16_D=128_GQA ",
+        ]
+    )
+
+
+@pytest.mark.usefixtures("team", "real_lab")
+def test_a_teams_kernels_with_another_compiler(inner: Runner) -> None:
+    """Its kernel's file imports torch and its tests' file pytest, which the lab's environment lacks; there the quirk's
+    assertion fails the compile."""
+    if lab.find("triton==3.4.0") is None:
+        pytest.skip("the lab has no triton==3.4.0: `portattn lab create triton==3.4.0` makes it")
+    result = inner("--portattn-target=gfx950", "--portattn-toolchain=triton==3.4.0", "-rx")
+    result.assert_outcomes(passed=1, xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL *rocm:gfx950-triton==3.4.0* - rocm-0015-kpack: *"])
+
+
+@pytest.mark.usefixtures("team")
+def test_a_toolchain_that_is_not_here_is_skipped_or_red(inner: Runner) -> None:
+    common = ("--portattn-target=sm_90", "--portattn-toolchain=triton==3.3.0", "-rs")
+    hint = "`portattn lab create triton==3.3.0` makes it"
+    lacks = f"not compiled here: triton==3.3.0: its lab environment is not there; {hint}"
+    result = inner(*common)
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines([f"SKIPPED *{lacks}"])
+    result = inner(*common, "--portattn-fail-on=not_run")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines([lacks])
+
+
+def test_a_test_may_name_its_own_targets(pytester: pytest.Pytester, inner: Runner) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("portattn_target", ["h100", "gfx942"], indirect=True)
+        def test_own(portattn_target):
+            assert portattn_target.name in ("cuda:sm_90", "rocm:gfx942")
+        """
+    )
+    inner("--portattn-target=sm_80").assert_outcomes(passed=2)
+    inner().assert_outcomes(passed=2)
+
+
+@pytest.fixture
+def row_scale(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.syspath_prepend(str(TEAM))
+    import row_scale
+
+    return row_scale
+
+
+def test_what_is_compiled_says_what_it_is(row_scale: object) -> None:
+    with lab.worker() as worker:
+        made = compile_for(worker, row_scale.row_scale, parse_target(GPU, HERE), TYPES, {"BLOCK": 1024})
+    assert (made.kernel, made.target, made.toolchain, made.language) == ("row_scale", GPU, HERE, "ptx")
+    assert made.spills == 0
+    assert made.registers
+    assert made.shared_memory is not None
+    assert ".target sm_90" in made.assembly
+
+
+def test_a_compiler_that_refuses_dies_or_hangs(row_scale: object, planted: str) -> None:
+    def failed(target: str, seconds: float = 60.0) -> CompileError:
+        with Worker(python=planted) as worker, pytest.raises(CompileError) as caught:
+            compile_for(worker, row_scale.row_scale, parse_target(target, HERE), TYPES, {"BLOCK": 64}, seconds=seconds)
+        error = caught.value
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        return error
+
+    refused = failed("cuda:sm_89")
+    assert (refused.outcome, refused.kind, refused.stage, refused.unavailable) == (
+        "error",
+        "RuntimeError",
+        "ttgir",
+        False,
+    )
+    assert str(refused).startswith("row_scale for cuda:sm_89 with ")
+    assert "planted refusal" in str(refused)
+    assert "trace" in refused.log
+    died = failed("cuda:sm_80")
+    assert (died.outcome, died.kind) == ("crash", "SIGABRT")
+    assert "Assertion `planted' failed." in str(died)
+    hung = failed("cuda:sm_86", seconds=2)
+    assert (hung.outcome, hung.kind) == ("hang", "timeout")
+
+
+def test_a_module_that_cannot_be_imported_tells_nothing_about_the_compiler(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "once_importable.py"
+    path.write_text("import triton\n@triton.jit\ndef kernel(x): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import once_importable
+
+    path.write_text("raise OSError('gone')\n")
+    with lab.worker() as worker, pytest.raises(CompileError, match="OSError: gone") as caught:
+        compile_for(worker, once_importable.kernel, parse_target(GPU, HERE), {"x": "*fp32"})
+    assert (caught.value.stage, caught.value.unavailable) == ("import", True)
+
+
+@pytest.mark.parametrize(
+    ("types", "constexprs", "divisible", "said"),
+    [
+        ({"x": "*fp16"}, {}, None, "signature is .* none has scale, out, columns, BLOCK$"),
+        ({**TYPES, "y": "i32"}, {"BLOCK": 64}, None, "signature is 'y', but the arguments of row_scale are x, scale, "),
+        (TYPES, {"BLOCKS": 64}, None, "constexprs is 'BLOCKS', but the arguments of row_scale are "),
+        (TYPES, {"BLOCK": 64, "x": 1}, None, "constexprs is 'x', but is in signature too"),
+        (
+            TYPES,
+            {"BLOCK": [64]},
+            None,
+            r"constexprs\['BLOCK'\] is \[64\], but must be a number, a text, a bool or None",
+        ),
+        (TYPES, {"BLOCK": 64}, ["rows"], "divisible is 'rows', but must be one of x, scale, out, columns"),
+    ],
+)
+def test_arguments_that_are_not_the_kernels(row_scale: object, types, constexprs, divisible, said: str) -> None:
+    with Worker(python="/nowhere") as worker, pytest.raises(ArgumentError, match=said):
+        compile_for(worker, row_scale.row_scale, parse_target(GPU, HERE), types, constexprs, divisible=divisible)
+
+
+def test_what_is_no_kernel_of_a_module() -> None:
+    import triton
+
+    def local(x):
+        pass
+
+    for kernel, said in ((local, "must be a @triton.jit function"), (triton.jit(local), "must stand at the top of")):
+        with Worker(python="/nowhere") as worker, pytest.raises(ArgumentError, match=said):
+            compile_for(worker, kernel, parse_target(GPU, HERE), {"x": "*fp32"})
+
+
+# The child's side, in a Python that has Triton and nothing else.
+BARE = """
+    import sys
+    sys.path[:0] = [{root!r}, {triton!r}]
+    from portattn.worker import own_kernels
+    kernel = own_kernels.find({module!r}, "kernel", {file!r}, ["torch", "pytest", "triton"])
+    print(type(kernel).__name__, kernel.arg_names, "torch" in sys.modules, "{module}" in sys.modules)
+"""
+
+
+def bare(folder: Path, module: str, source: str) -> subprocess.CompletedProcess[str]:
+    """What a Python without torch makes of a module of a package in a folder."""
+    import triton
+
+    file = folder.joinpath(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(textwrap.dedent(source), encoding="utf-8")
+    only = folder / "only-triton"
+    only.mkdir(exist_ok=True)
+    (only / "triton").symlink_to(Path(triton.__file__).parent)
+    program = BARE.format(root=str(ROOT), triton=str(only), module=module, file=str(file))
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return subprocess.run(
+        [sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
+    )
+
+
+def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path) -> None:
+    """What takes part in an import: attributes, submodules, base classes, decorators, conditions, optional modules."""
+    (tmp_path / "team").mkdir()
+    (tmp_path / "team" / "__init__.py").write_text("import torch\nSIZE = 16\n")
+    done = bare(
+        tmp_path,
+        "team.kernels",
+        """
+        import pytest
+        import torch
+        import torch.nn.functional as F
+        from torch.autograd import Function
+        import triton
+        import triton.language as tl
+        from team import SIZE
+
+        try:
+            from triton.no_such_module import Thing
+        except ImportError:
+            Thing = None
+        assert Thing is None
+        try:
+            import no_such_package_anywhere
+        except ImportError:
+            no_such_package_anywhere = None
+        assert no_such_package_anywhere is None
+        WIDE = torch.finfo(torch.float16).max if torch.cuda.is_available() else SIZE
+
+        class Scale(Function):
+            pass
+
+        class Layer(torch.nn.Module):
+            pass
+
+        @triton.autotune([triton.Config({"BLOCK": 64})], key=["n"])
+        @triton.jit
+        def kernel(x, n, BLOCK: tl.constexpr):
+            tl.store(x + tl.arange(0, BLOCK), 0.0)
+
+        @pytest.mark.parametrize("n", [1, 2])
+        @torch.no_grad()
+        def test_it(n):
+            assert F.relu(torch.ones(n))
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split(maxsplit=1) == ["JITFunction", "['x', 'n', 'BLOCK'] True True\n"]
+
+
+def test_what_is_no_kernel_in_the_child_is_said(tmp_path: Path) -> None:
+    done = bare(tmp_path, "plain", "def kernel(): pass\n")
+    assert f"kernel of {tmp_path / 'plain.py'} is a function, and no @triton.jit function" in done.stderr
