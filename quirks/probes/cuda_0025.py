@@ -20,7 +20,9 @@ def read_once(keys, out, N: tl.constexpr, POLICY: tl.constexpr):
 
 
 def probe(arm: str, bench: Bench) -> None:
-    bench.compile(read_once, {"keys": "*fp16", "out": "*fp16"}, {"N": 1024, "POLICY": "evict_first" if arm == "off" else ""})
+    bench.compile(
+        read_once, {"keys": "*fp16", "out": "*fp16"}, {"N": 1024, "POLICY": "evict_first" if arm == "off" else ""}
+    )
 
 
 if __name__ == "__main__":
