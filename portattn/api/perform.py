@@ -119,11 +119,11 @@ def _as_autocast(request: Request) -> Result:
         return trained_or_not(request_from(request.op, tensors, values, lengths))
 
 
-def draw_seed(request: Request) -> None:
-    """Where something is dropped and no seed is given, draw one from torch's generator. Nothing is validated yet."""
+def draw_seed(request: Request, draw: Callable[[torch.Tensor], torch.Tensor] = new_seed) -> None:
+    """Where something is dropped and no seed is given, give one, from torch's generator. Nothing is validated yet."""
     share, q = request.values["dropout_p"], request.tensors["q"]
     if request.tensors["dropout_seed"] is None and isinstance(share, float) and share and isinstance(q, torch.Tensor):
-        request.tensors["dropout_seed"] = new_seed(q)
+        request.tensors["dropout_seed"] = draw(q)
 
 
 def trained_or_not(request: Request) -> Result:
@@ -177,6 +177,8 @@ def finished(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
 
 def plan_request(request: Request) -> Plan:
     """How a request would run, without running it."""
+    if "dropout_seed" in request.tensors:  # the plan is the same for any seed, and torch's generator stays as it is
+        draw_seed(request, lambda q: torch.zeros(1, dtype=torch.int64, device=q.device))
     tensors, values, lengths = request.parts
     cast = autocast.cast(request.op, tensors)
     if cast is not tensors:

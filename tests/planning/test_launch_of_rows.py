@@ -168,7 +168,7 @@ def test_which_entries_may_have_values_for_rows(pattern: str, expected: bool) ->
         ({"head_dim": 64, "dropout": True}, (64, 64, 4, 2), (64, 64, 4, 2)),
         ({"head_dim": 64, "aligned": False}, (64, 64, 4, 1), (64, 64, 4, 1)),
         ({"head_dim": 128}, (64, 64, 4, 2), (64, 64, 4, 2)),
-        ({"head_dim": 256}, (64, 32, 8, 2), (128, 32, 8, 1)),
+        ({"head_dim": 256}, (64, 64, 8, 2), (128, 32, 8, 2)),
         ({"head_dim": 256, "softcap": True}, (32, 16, 4, 1), (32, 16, 4, 1)),
     ],
     ids=str,

@@ -6,12 +6,12 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from places import ROOT
 from planted import planted as planted
+from pytest_runs import Runner
 
 # Imported before any inner run: it forgets every module that it was the first to import, and Triton cannot be imported
 # twice.
@@ -27,8 +27,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-Runner = Callable[..., pytest.RunResult]
 
 
 @pytest.fixture

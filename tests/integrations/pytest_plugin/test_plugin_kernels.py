@@ -10,8 +10,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import Runner
 from places import ROOT
+from pytest_runs import Runner
 
 from portattn.errors import ArgumentError
 from portattn.planning.registry import parse_target

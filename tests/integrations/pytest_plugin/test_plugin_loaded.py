@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Runner
+from pytest_runs import Runner
 
 PLAIN = """
     import pytest

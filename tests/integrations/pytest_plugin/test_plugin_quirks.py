@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import quirk_files
 from backend_packages import install
-from conftest import Runner
+from pytest_runs import Runner
 
 from portattn.planning.registry import Registry
 
