@@ -18,6 +18,7 @@ import filelock
 import platformdirs
 
 _PART = re.compile(r"\..*\.[0-9a-z_]{8}\.part")
+_LINKS = 40  # as Linux follows
 _TRIAL_BYTES = 1 << 16  # more than a file system keeps beside a file's name: a full disk does not take it
 _LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
 
@@ -63,6 +64,53 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o
         with contextlib.suppress(OSError):  # the first error is the one to report
             part.unlink(missing_ok=True)
         raise
+
+
+def write_named(path: Path, data: bytes) -> None:
+    """Write a file that a user names: whole or not at all, where it is a regular file or is none yet.
+
+    A link stays one, and the file that it leads to is replaced. What is no regular file (a pipe, a device) is written
+    into, as is what this process has open (/dev/stdout): a rename would put a file in its place. Raises OSError.
+    """
+    place = _place(path)
+    if isinstance(place, int):
+        handle = os.dup(place)
+    elif place.is_file() or not place.exists():
+        write_whole(place, data)
+        return
+    else:
+        handle = os.open(place, os.O_WRONLY | os.O_CLOEXEC)
+    with open(handle, "wb") as file:
+        file.write(data)
+
+
+def takes_no_file(path: Path) -> str:
+    """Why a file that a user names cannot be written; empty where it can."""
+    try:
+        place = _place(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    if isinstance(place, int):
+        return ""
+    if place.is_dir():
+        return "it is a folder"
+    return takes_no_files(place.parent) if place.is_file() or not place.exists() else ""
+
+
+def _place(path: Path) -> Path | int:
+    """What a path's links lead to; the descriptor, where that is what this process has open.
+
+    The kernel's links of open files show the names that they were opened by, which may be other files by now.
+    """
+    opened = Path("/proc/self/fd").resolve()
+    for _ in range(_LINKS):
+        folder = path.parent.resolve()
+        if folder == opened and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            return path
+        path = folder / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def read_limited(path: Path, most: int) -> bytes:

@@ -28,7 +28,7 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
 
     Exit status 0 whatever the figures say; 2 when they cannot be read.
     """
-    from portattn.files import write_whole
+    from portattn.files import write_named
     from portattn.tools.bench import store, tables
     from portattn.tools.bench.summary import document
 
@@ -37,7 +37,7 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     for path, text in ((markdown, tables.as_markdown), (as_csv, tables.as_csv)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text(result).encode())
+            write_named(path, text(result).encode())
             written.append(path)
     if plots is not None:
         from portattn.tools.bench.plots import draw

@@ -140,6 +140,7 @@ def ci(
     Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
     --fail-on names has happened. 2: bad input. 130: interrupted.
     """  # fmt: skip
+    from portattn.files import takes_no_file, takes_no_files
     from portattn.tools.ci.asked import asked
     from portattn.tools.matrix.run import Options
 
@@ -152,10 +153,9 @@ def ci(
         before, after, targets, problems, which="full" if full else "quick" if quick else None, baseline=baseline,
         quirks=quirk_folder,
     )  # fmt: skip
-    for option, folder in (("--summary", summary.parent if summary else None), ("--out", out)):
-        _writable(option, folder)
-    if summary and summary.exists() and not summary.is_file():
-        raise ArgumentError("ci", "--summary", str(summary), "must be a file: it is written whole, by renaming")
+    for option, path, reason in (("--summary", summary, takes_no_file), ("--out", out, takes_no_files)):
+        if path and (why := reason(path)):  # said before the work
+            raise ArgumentError("ci", option, str(path), f"cannot be written: {why}")
     options = Options(seconds=seconds, jobs=jobs, left_out=_left_out(emulate))
     if compiled:
         _need_compilers(what, create)
@@ -189,14 +189,6 @@ def _left_out(emulate: bool) -> tuple[str, ...]:
     from portattn.tools.ci.cells import LEFT_OUT
 
     return LEFT_OUT if emulate else (*LEFT_OUT, "emulated")
-
-
-def _writable(option: str, folder: Path | None) -> None:
-    """Say before the work that a file cannot be written."""
-    from portattn.files import takes_no_files
-
-    if folder is not None and (why := takes_no_files(folder)):
-        raise ArgumentError("ci", option, str(folder), f"cannot be written: {why}")
 
 
 def _need_compilers(what: Asked, create: bool) -> None:

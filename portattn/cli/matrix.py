@@ -119,7 +119,7 @@ def run(
     """
     from portattn.cli.progress import CellProgress
     from portattn.errors import ArgumentError
-    from portattn.files import takes_no_files
+    from portattn.files import takes_no_file
     from portattn.planning.detect import devices
     from portattn.tools.matrix import asked, provenance, results, select
     from portattn.tools.matrix.run import Options, execute
@@ -135,7 +135,7 @@ def run(
         matrix_verdict.expected_of(expected),
     )
     before = asked.baseline(baseline, which)
-    if junit and (why := takes_no_files(junit.parent)):
+    if junit and (why := takes_no_file(junit)):
         raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     tell_unknown(select.toolchains(toolchain))

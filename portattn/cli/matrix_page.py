@@ -11,7 +11,7 @@ import click
 
 from portattn.cli.output import plural
 from portattn.errors import ArgumentError
-from portattn.files import write_whole
+from portattn.files import write_named
 
 if TYPE_CHECKING:
     from portattn.tools.matrix.cells import Cell, Run
@@ -24,7 +24,7 @@ def write_page(made: Run, cells: list[Cell], path: Path) -> None:
     from portattn.tools.matrix.report import render
 
     try:
-        write_whole(path, render(made, cells).encode())
+        write_named(path, render(made, cells).encode())
     except OSError as error:
         raise ArgumentError("matrix", "page", str(path), f"cannot be written: {error.strerror}") from None
 

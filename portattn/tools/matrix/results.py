@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from portattn.errors import ArgumentError, DataError
-from portattn.files import write_whole
+from portattn.files import write_named
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run
 from portattn.tools.matrix.identity import Identity
 from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
@@ -133,7 +133,7 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
 def write_data(path: Path, data: bytes) -> None:
     """Write a whole file, or leave the one that is there. Raises DataError."""
     try:
-        write_whole(path, data)
+        write_named(path, data)
     except OSError as error:
         raise DataError(path, None, f"cannot be written: {error.strerror or error}") from None
 
