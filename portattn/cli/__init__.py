@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from portattn.cli.errors import JSON_KEY, refused
+from portattn.cli.errors import INTERRUPTED, JSON_KEY, refused
 from portattn.errors import PortattnError
 from portattn.version import __version__
 
@@ -87,6 +87,9 @@ class CommandLine(click.Group):
             if isinstance(error, click.exceptions.NoArgsIsHelpError):
                 raise
             raise refused(error, ctx) from error
+        except KeyboardInterrupt:  # what a command does not tell of itself; click's own status is that of red cells
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 @click.group(

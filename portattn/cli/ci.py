@@ -16,7 +16,7 @@ from portattn.cli import matrix_verdict
 from portattn.cli.ci_output import document, show
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, DataError
 from portattn.tools import shell_values
 
 if TYPE_CHECKING:
@@ -282,11 +282,16 @@ def _tell_runner(found: Report, summary: Path | None, as_json: bool) -> None:
     from portattn.tools.ci.summary import render
     from portattn.tools.matrix.results import write_data
 
-    step = os.environ.get(github.SUMMARY)
-    if summary:
-        write_data(summary, render(found).encode())
-    elif step and not github.append(Path(step), found):
-        click.echo("portattn: the step's summary is full, and has none of this", err=True)
     if github.on_runner(os.environ):
         for line in github.annotated(found):
             click.echo(line, err=as_json)  # a runner reads both streams
+    step = os.environ.get(github.SUMMARY)
+    try:
+        if summary:
+            write_data(summary, render(found).encode())
+        elif step and not github.append(Path(step), found):
+            click.echo("portattn: the step's summary is full, and has none of this", err=True)
+    except DataError as error:
+        if not found.losses:
+            raise
+        click.echo(f"portattn: {error}", err=True)  # the losses are what the exit status tells

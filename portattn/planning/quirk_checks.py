@@ -55,6 +55,8 @@ def _identity_problems(quirk: Quirk, backends: Collection[str]) -> _Problems:
         found.append((("when", "backend"), f"unknown backend {backend!r}; known: {', '.join(backends)}"))
     if not quirk.title.strip():
         found.append((("title",), "is empty"))
+    if not quirk.title.isprintable():  # reports of CI and pages show it as one line
+        found.append((("title",), "must be one line, without control characters"))
     return found
 
 

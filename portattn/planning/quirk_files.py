@@ -25,14 +25,16 @@ def load_quirk(path: Path, backends: Collection[str] = ()) -> Quirk:
     return quirk
 
 
-def load_quirks(folders: list[Path], backends: tuple[str, ...]) -> dict[str, Quirk]:
+def load_quirks(folders: list[Path], backends: tuple[str, ...], outer: Path | None = None) -> dict[str, Quirk]:
     """Read every quirk file of the folders, tombstones too.
+
+    outer  one of the folders, which the others are in
 
     Raises DataError on a broken file, an unknown backend, an id used twice.
     """
     quirks: dict[str, Quirk] = {}
     for folder in folders:
-        for nested in folder.glob("*/*.toml"):
+        for nested in folder.glob("*/*.toml") if folder != outer else ():
             raise DataError(nested, None, f"quirk files lie in {folder} itself: this one would never be read")
         for path in sorted(folder.glob("*.toml")):
             quirk = load_quirk(path, backends)

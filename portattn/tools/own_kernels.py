@@ -121,6 +121,8 @@ def compile_for(
     for name in divisible or ():
         if name not in types:
             raise ArgumentError(OP, "divisible", name, f"must be one of {', '.join(types)}")
+    backend = Registry.load().backends[target.backend]
+    adapter = backend.compile_adapter()
     reply = worker.request(
         "compile",
         seconds,
@@ -135,9 +137,10 @@ def compile_for(
             "small": pointers,
             "options": dict(options or {}),
         },
-        target=list(Registry.load().backends[target.backend].triton_target(target.arch)),
+        target=list(backend.triton_target(target.arch)),
         env=dict(env or {}),
         facts="all",
+        **({"adapter": adapter} if adapter else {}),
     )
     if reply.outcome != "ok":
         raise CompileError(function.__name__, target, reply)

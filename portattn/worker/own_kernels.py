@@ -26,19 +26,26 @@ def find(module: str, function: str, file: str, absent: Sequence[str]) -> Any:
 
     absent  top-level packages that the parent has: they are stood in for where this Python has them not
 
-    Raises what the module raises, and TypeError where the name is no jit function.
+    Raises what the module raises, ImportError where something that is not here decorates it, and TypeError where the
+    name is no jit function.
     """
     from triton.runtime.jit import JITFunction
 
     there = sys.modules.get(module)
-    if there is None or os.path.realpath(getattr(there, "__file__", None) or "") != os.path.realpath(file):
+    if (
+        there is None
+        or isinstance(there, _Module)
+        or os.path.realpath(getattr(there, "__file__", None) or "") != os.path.realpath(file)
+    ):
         there = _loaded(module, file, absent)
     found = there
     for name in function.split("."):
         found = getattr(found, name)
     kernel: Any = found
-    while not isinstance(kernel, JITFunction) and hasattr(kernel, "fn"):
+    while not isinstance(kernel, StandIn) and not isinstance(kernel, JITFunction) and hasattr(kernel, "fn"):
         kernel = kernel.fn
+    if isinstance(kernel, StandIn):
+        raise ImportError(f"{function} of {file} is made by {kernel!r}")
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{function} of {file} is a {type(found).__name__}, and no @triton.jit function")
     return kernel
@@ -59,6 +66,8 @@ def _loaded(module: str, file: str, absent: Sequence[str]) -> types.ModuleType:
         return importlib.import_module(module)
     finally:
         sys.meta_path.remove(stand_ins)
+        for name in [name for name, one in sys.modules.items() if isinstance(one, _Module)]:
+            del sys.modules[name]  # nothing else takes one for the module itself
 
 
 def _root(module: str, file: str) -> str | None:

@@ -112,6 +112,20 @@ def test_a_quirk_of_ones_own_that_takes_all_of_rocm_is_red_and_named(portattn, t
     assert same.status == 1, "what it costs, whatever the compiler"
 
 
+def test_quirks_in_a_folder_and_in_one_inside_it_are_both_read(portattn, takes_rocm, tmp_path):
+    plant(tmp_path, "cuda-0901-takes", 'path = "reference"')
+    (tmp_path / "cuda" / "cuda-0901-takes.toml").rename(takes_rocm / "cuda-0901-takes.toml")
+    called = portattn(*BUMP, "--targets", "gfx942,sm_80", "--quirk-folder", str(takes_rocm), "--json")
+    assert {one["quirk"] for one in called.json["losses"]} >= {"cuda-0901-takes", "rocm-0901-takes"}
+
+
+def test_a_folder_that_no_backend_is_called_is_refused(portattn, takes_rocm):
+    (takes_rocm / "rocm").rename(takes_rocm / "amd")
+    called = portattn(*BUMP, "--quirk-folder", str(takes_rocm))
+    assert called.status == 2
+    assert "has amd/rocm-0901-takes.toml, but a folder in it must be" in called.err
+
+
 def test_a_bump_that_changes_nothing_is_green_and_short(portattn, tmp_path):
     same = ("ci", "--from", "triton==3.9.0", "--to", "triton==3.9.0", "--targets", "gfx950")
     called = portattn(*same, "--summary", str(tmp_path / "s.md"))

@@ -9,6 +9,7 @@ import pytest
 
 from portattn import __version__
 from portattn.cli import COMMANDS
+from portattn.tools.matrix import reading
 
 PLAN = ("plan", "attention", "--target", "rocm:gfx942", "--toolchain", "triton==3.6.0")
 SHAPES = ("--q", "1,2,16,64", "--kv", "1,2,16,64", "--dtype", "fp16")
@@ -131,3 +132,14 @@ def test_a_json_error_names_argument_value_and_limit(portattn):
     assert error["kind"] == "ArgumentError"
     assert (error["argument"], error["value"]) == ("--q", "x")
     assert error["limit"].startswith("must be four whole numbers")
+
+
+def test_an_interrupt_is_no_red_cell(portattn, monkeypatch):
+    """Also where a command reads its input, before the work that it tells an interrupt of itself."""
+
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading, "read_cells", interrupted)
+    called = portattn("matrix", "site", "/nowhere", "--out", "/nowhere/site")
+    assert (called.status, called.err) == (130, "interrupted\n")

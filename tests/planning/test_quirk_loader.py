@@ -90,6 +90,7 @@ BROKEN = {
     "wrong type": ('arch      = ["gfx942"]', 'arch = "gfx942"', "arch = ", "when.arch", "array"),
     "unknown level": ('level     = "compiles"\noff       = "pass"', 'level = "sure"\noff = "pass"', "level = ",
                       "verified.1.level", "sure"),
+    "title of two lines": ('title   = "planted"', 'title = "a\\n::error::b"', "title = ", "title", "must be one line"),
     "empty title": ('title   = "planted"', 'title = ""', "title = ", "title", "is empty"),
     "id without number": ('"rocm-0042-planted"', '"rocm-42-planted"', "id      =", "id", "is not <backend>"),
     "id of another backend": ('"rocm-0042-planted"', '"cuda-0042-planted"', "id      =", "id", "does not start"),

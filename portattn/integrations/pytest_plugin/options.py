@@ -132,7 +132,8 @@ def _selection(text: str | None) -> tuple[SetName | None, list[str]]:
     if text is None:
         return None, []
     name = OPTIONS["portattn_conformance"]
-    if text.startswith(NODES) or os.path.exists(text.partition("::")[0]):
+    named = set(select.commas([text])) <= set(NAMES_OF_SETS)
+    if text.startswith(NODES) or (not named and os.path.exists(text.partition("::")[0])):
         raise pytest.UsageError(f"{name} is {text!r}, which is what pytest is to run: write {name}=quick {text}")
     parts = select.commas([text])
     sets = [known for known in NAMES_OF_SETS if known in parts]

@@ -80,7 +80,10 @@ class KernelTarget:
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """One case of a test for each target and toolchain, where the test does not name its own."""
-    own = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    own = (
+        mark.args[0] if mark.args else mark.kwargs.get("argnames", "")
+        for mark in metafunc.definition.iter_markers("parametrize")
+    )
     if not any(FIXTURE in (names.replace(" ", "").split(",") if isinstance(names, str) else names) for names in own):
         pairs = [(one.name, str(one.toolchain)) for one in session.of(metafunc.config).asked.where]
         metafunc.parametrize(FIXTURE, pairs, ids=["-".join(pair) for pair in pairs], indirect=True)

@@ -112,8 +112,11 @@ def with_quirks(registry: Registry, folder: Path) -> Registry:
     if not folder.is_dir():
         raise ArgumentError(OP, "--quirk-folder", str(folder), "must be a folder with quirk files")
     inside = [folder / name for name in (*registry.backends, ANY) if (folder / name).is_dir()]
-    folders = [folder, *inside] if not inside else inside + ([folder] if list(folder.glob("*.toml")) else [])
-    found = load_quirks(folders, tuple(registry.backends))
+    for file in sorted(folder.glob("*/*.toml")):
+        if file.parent not in inside:
+            limit = f"has {file.relative_to(folder)}, but a folder in it must be {', '.join((*registry.backends, ANY))}"
+            raise ArgumentError(OP, "--quirk-folder", str(folder), limit)
+    found = load_quirks([*inside, folder], tuple(registry.backends), outer=folder)
     if not found:
         limit = f"must have quirk files (ID.toml), in it or in one of {', '.join((*registry.backends, ANY))}"
         raise ArgumentError(OP, "--quirk-folder", str(folder), limit)

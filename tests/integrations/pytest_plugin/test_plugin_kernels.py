@@ -90,6 +90,19 @@ def test_a_test_may_name_its_own_targets(pytester: pytest.Pytester, inner: Runne
     inner().assert_outcomes(passed=2)
 
 
+def test_the_arguments_of_parametrize_may_be_named(pytester: pytest.Pytester, inner: Runner) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize(argnames="size", argvalues=[1, 2])
+        def test_own(portattn_target, size):
+            assert portattn_target.name == "cuda:sm_80"
+        """
+    )
+    inner("--portattn-target=sm_80").assert_outcomes(passed=2)
+
+
 @pytest.fixture
 def row_scale(monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.syspath_prepend(str(TEAM))
@@ -164,6 +177,18 @@ def test_a_module_that_cannot_be_imported_tells_nothing_about_the_compiler(tmp_p
 def test_arguments_that_are_not_the_kernels(row_scale: object, types, constexprs, divisible, said: str) -> None:
     with Worker(python="/nowhere") as worker, pytest.raises(ArgumentError, match=said):
         compile_for(worker, row_scale.row_scale, parse_target(GPU, HERE), types, constexprs, divisible=divisible)
+
+
+@pytest.mark.usefixtures("real_lab")
+def test_ascend_compiles_by_its_adapter(row_scale) -> None:
+    """To linalg, as far as a machine without CANN can."""
+    ascend = parse_target("ascend:910b2", "triton-ascend==3.2.0")
+    if lab.find("triton-ascend==3.2.0") is None:
+        pytest.skip("the lab has no triton-ascend==3.2.0: `portattn lab create triton-ascend==3.2.0` makes it")
+    with lab.worker("triton-ascend==3.2.0") as worker:
+        made = compile_for(worker, row_scale.row_scale, ascend, TYPES, {"BLOCK": 64})
+    assert "func.func @row_scale" in made.assembly
+    assert made.target == ascend.name
 
 
 def test_what_is_no_kernel_of_a_module() -> None:
@@ -250,7 +275,23 @@ def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split(maxsplit=1) == ["JITFunction", "['x', 'n', 'BLOCK'] True True\n"]
+    assert done.stdout.split(maxsplit=1) == ["JITFunction", "['x', 'n', 'BLOCK'] False True\n"]
+
+
+def test_a_kernel_that_is_made_by_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    source = """
+        import torch
+        import triton
+
+        @torch.compile
+        @triton.jit
+        def kernel(x):
+            pass
+        """
+    done = bare(tmp_path, "made", source)
+    assert done.returncode == 1
+    assert "ImportError: kernel of " in done.stderr
+    assert "is made by <torch.compile(), which is not installed here>" in done.stderr
 
 
 def test_what_is_no_kernel_in_the_child_is_said(tmp_path: Path) -> None:
