@@ -238,7 +238,7 @@ def _compared(
         old = snapshot(sides[BEFORE].run, sides[BEFORE].cells, str(what.old))
     else:
         old = what.baseline if compiled else cells.as_planned(what.baseline)
-    diff = compare(old, new, lambda entry: counts(what, entry, targets, problems))
+    diff = compare(old, new, counts(what, targets, problems))
     upgrade = upgraded(what.pairs, what.problems)
     return report(what, diff, after, upgrade, compiled=compiled, fail_on=red, expected=listed, today=today)
 

@@ -245,6 +245,10 @@ def test_a_baseline_in_place_of_the_old_side(portattn, kept, takes_rocm, tmp_pat
     gone = portattn(*line, "triton==3.9.0")
     assert gone.status == 1
     assert "LOST  gone: the cell is gone" in gone.out
+    named = portattn(*line, "triton==3.9.0", "--problems", "dense*", "--targets", "gfx942")
+    assert named.status == 1, "a glob that it fits asks for it"
+    assert "LOST  gone: the cell is gone" in named.out
+    assert portattn(*line, "triton==3.9.0", "--problems", "dense*", "--targets", "cuda").status == 1
     assert portattn(*line, "triton==3.9.0", "--problems", "MLA*").status == 0, "that one was not asked for"
 
 

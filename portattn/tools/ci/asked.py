@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from portattn.planning.quirk_files import load_quirks
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed
+from portattn.tools.matrix import asked as matrix_asked
 from portattn.tools.matrix import reading, select
 from portattn.tools.matrix.problems import Named, SetName
 from portattn.tools.matrix.snapshot import Entry, Snapshot
@@ -94,14 +95,11 @@ def asked(
     return Asked(old=old, new=new, pairs=pairs, problems=tuple(named), which=chosen, baseline=kept, own=own)
 
 
-def counts(what: Asked, entry: Entry, targets: Sequence[str], problems: Sequence[str]) -> bool:
-    """Whether a cell of the baseline was asked for by globs: without any, also one whose target or problem is gone."""
-    names = {named.name for named in what.problems}
-    return (
-        entry.toolchain == str(what.old)
-        and (entry.target in what.targets or not targets)
-        and (entry.name in names or not problems)
-    )
+def counts(what: Asked, targets: Sequence[str], problems: Sequence[str]) -> Callable[[Entry], bool]:
+    """Which cells of the old side are asked for by the texts of `asked`: also of a target or problem that is gone."""
+    place = matrix_asked.places(what.targets, select.globs(targets))
+    problem = matrix_asked.problems(select.commas(problems))
+    return lambda entry: entry.toolchain == str(what.old) and place(entry.target) and problem(entry)
 
 
 def with_quirks(registry: Registry, folder: Path) -> Registry:

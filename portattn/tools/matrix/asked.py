@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,18 +29,7 @@ class Asked(NamedTuple):
 
     def counts(self, before: Snapshot, after: Snapshot) -> Callable[[Entry], bool]:
         """Whether a cell of an earlier run was asked for, also where it is of no target any more."""
-        names = {target.name for target in self.where}
-
-        def place(target: str) -> bool:
-            parts = (target, *target.split(":"))
-            globs = self.globs
-            return (
-                not globs or target in names or any(fnmatch.fnmatchcase(part, glob) for part in parts for glob in globs)
-            )
-
-        def problem(entry: Entry) -> bool:
-            return not self.ops or any(wanted_name(entry.op, entry.name, glob) for glob in self.ops)
-
+        place, problem = places({target.name for target in self.where}, self.globs), problems(self.ops)
         if self.every_toolchain:
             return lambda entry: place(entry.target) and problem(entry)
         return part_of(before, after, place, problem)
@@ -48,6 +37,21 @@ class Asked(NamedTuple):
     def compared(self, before: Snapshot, after: Snapshot) -> Diff:
         """A run compared with an earlier one: with what it was asked for of it."""
         return compare(before, after, self.counts(before, after))
+
+
+def places(names: Collection[str], globs: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a target was asked for by globs, also one that is gone. names: those that the globs mean today."""
+
+    def place(target: str) -> bool:
+        parts = (target, *target.split(":"))
+        return not globs or target in names or any(fnmatch.fnmatchcase(part, glob) for part in parts for glob in globs)
+
+    return place
+
+
+def problems(globs: Sequence[str]) -> Callable[[Entry], bool]:
+    """Whether a cell's problem was asked for by globs, also one that is gone."""
+    return lambda entry: not globs or any(wanted_name(entry.op, entry.name, glob) for glob in globs)
 
 
 def baseline(path: Path | None, which: str) -> Snapshot | None:
