@@ -157,14 +157,8 @@ def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers
     """Make one cell. What goes wrong in planning or compiling is what the cell says."""
     begun = time.monotonic()
     registry = options.registry or Registry.load()
-    fields: dict[str, Any]
-    try:
-        made = plan(spec.named.problem, spec.target, registry)
-    except PortattnError as error:
-        fields = _no_plan(error)
-    else:
-        core = core_of(made, spec.target, registry)
-        fields = {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
+    fields, made, core = _planned(spec, registry)
+    if made is not None:
         fields |= _look(made, core, spec.target, options, workers, checkers, registry)
         seen = (*fields.get("gates", ()), *fields.get("lints", ()))
         causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
@@ -176,16 +170,20 @@ def make_cell(spec: Spec, options: Options, workers: Workers, checkers: Checkers
 def planned_cell(spec: Spec, registry: Registry) -> Cell:
     """A cell that is planned alone: nothing is compiled, and it says so."""
     begun = time.monotonic()
-    fields: dict[str, Any]
+    fields, made, _ = _planned(spec, registry)
+    if made is not None:
+        fields |= {"status": "NOT_RUN", "level": "declared", "reason": PLANNED}
+    return _cell(spec, begun, fields)
+
+
+def _planned(spec: Spec, registry: Registry) -> tuple[dict[str, Any], Plan | None, Plan | None]:
+    """What planning says of a cell; the plan, and the core's beside it. Without a plan, the fields are all there is."""
     try:
         made = plan(spec.named.problem, spec.target, registry)
     except PortattnError as error:
-        fields = _no_plan(error)
-    else:
-        core = core_of(made, spec.target, registry)
-        fields = {"status": "NOT_RUN", "level": "declared", "reason": PLANNED}
-        fields |= {"plan": summary(made, core), "footnotes": footnotes(made, registry)}
-    return _cell(spec, begun, fields)
+        return _no_plan(error), None, None
+    core = core_of(made, spec.target, registry)
+    return {"plan": summary(made, core), "footnotes": footnotes(made, registry)}, made, core
 
 
 def _no_plan(error: PortattnError) -> dict[str, Any]:
