@@ -491,16 +491,3 @@ def test_gradients_of_calls_with_sinks_are_the_cores() -> None:
     with_sinks = msgspec.structs.replace(problem, sinks=True)
     assert "gradients by gluon_backward" in plan(problem, target, settings=Settings()).notes
     assert "gradients by triton" in plan(with_sinks, target, settings=Settings()).notes
-
-
-@pytest.mark.parametrize("backend", ["reference", KERNELS])
-def test_planning_a_call_that_drops_needs_no_seed_and_draws_none(backend: str) -> None:
-    q, k, v = qkv()
-    state = torch.get_rng_state()
-    plans = [portattn.plan("attention", q, k, v, dropout_p=0.1, backend=backend) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert plans[0] == plans[1]
-    assert plans[0].problem.dropout
-    assert plans[0].path == backend
-    given = torch.tensor([7])
-    assert portattn.plan("attention", q, k, v, dropout_p=0.1, dropout_seed=given, backend=backend) == plans[0]
