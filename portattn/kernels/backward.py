@@ -187,7 +187,9 @@ def backward_keys(
                                        BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
                     do_tile = load_rows(do_rows, None, start, far, 0, 0, do_stride_s, do_stride_d, HEAD_DIM_V,
                                         BLOCK_N, BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                    lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
+                    # The rows of a full tile are real and see every key of it, but for what a bias or a mask hides.
+                    lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid,
+                                                      edge == 1 or (bias is not None or mask is not None))  # fmt: skip
                     positions = rows + shift
                     row_start = tl.maximum(positions - left, k_first)
                     if CAUSAL != "none":
@@ -205,7 +207,10 @@ def backward_keys(
                     if mask is not None:
                         shown = score_tile(mask, batch, head, rows[None, :], keys[:, None], there, 0, mask_stride_b,
                                            mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
+                    # Both products first: a compiler that starts them asynchronously computes the
+                    # probabilities during the second.
                     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
                     p, bend, keep = score_gradients(
                         products, lse[None, :], positions[None, :], keys[:, None],
                         row_start[None, :], row_end[None, :], slope, added, shown, scale, softcap,
@@ -222,9 +227,7 @@ def backward_keys(
                         kept = kept_scores(dropout_seed, keys[:, None] - drop_key, rows[None, :] - drop_row,
                                            batch * heads_q + head, threshold, MULHI)  # fmt: skip
                         p_kept = tl.where(kept, p * keep_scale, 0.0)
-                    # Before the other product, so that not both tiles of scores are held at once.
                     dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
-                    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
                     if dropout_seed is not None:
                         dp = tl.where(kept, dp * keep_scale, 0.0)
                     ds = p * (dp - row_delta[None, :])
@@ -351,7 +354,7 @@ def backward_rows(
         q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
         do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
         numbers = (slot * heads_q + head).to(tl.int64) * seq_q
-        lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
+        lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid, True)
         slope = None
         if alibi_slopes is not None:
             slope = tl.load(

@@ -11,11 +11,20 @@ from portattn.kernels.tiles import capped, exponential, softmax_scale
 
 
 @triton.jit
-def load_row_numbers(lse, delta, rows, valid):
-    """LSE and delta of rows; +inf for an LSE of -inf and for rows that are not real, which makes each probability 0."""
-    sums = tl.load(lse + rows, mask=valid, other=float("inf"))
-    sums = tl.where(sums == float("-inf"), float("inf"), sums)
-    return sums, tl.load(delta + rows, mask=valid, other=0.0)
+def load_row_numbers(lse, delta, rows, valid, LIMITED: tl.constexpr):
+    """LSE and delta of rows; +inf for an LSE of -inf and for rows that are not real, which makes each probability 0.
+
+    Unless LIMITED all rows are real and attend something. Without masks the loads of a loop are copied ahead as they
+    are: on Hopper a masked load of one number a row made a loop of four products 1.2 times as long.
+    """
+    if LIMITED:
+        sums = tl.load(lse + rows, mask=valid, other=float("inf"))
+        sums = tl.where(sums == float("-inf"), float("inf"), sums)
+        shares = tl.load(delta + rows, mask=valid, other=0.0)
+    else:
+        sums = tl.load(lse + rows)
+        shares = tl.load(delta + rows)
+    return sums, shares
 
 
 @triton.jit
