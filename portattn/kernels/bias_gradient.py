@@ -88,7 +88,7 @@ def backward_bias(
             k_tile = load_query_rows(k_rows, key_valid, k_stride_d, HEAD_DIM, BLOCK_D, False)
             v_tile = load_query_rows(v_rows, key_valid, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
             numbers = (slot * heads_q + head) * seq_q
-            lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid, True)
+            lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
             there = row_valid[:, None] & key_valid[None, :]
             added = score_tile(bias, batch, head, rows[:, None], keys[None, :], there, float("-inf"), bias_stride_b,
                                bias_stride_h, bias_stride_q, bias_stride_k).to(tl.float32)  # fmt: skip

@@ -19,10 +19,21 @@ if hasattr(tl, "make_tensor_descriptor"):
             block_shape=[BLOCK_ROWS, BLOCK_COLS],
         )
 
+    @triton.jit
+    def describe_numbers(base, count, BLOCK: tl.constexpr):
+        """Descriptor of `count` numbers in a row, from an aligned pointer on. Tiles past their end read as 0."""
+        return tl.make_tensor_descriptor(base, shape=[tl.maximum(count, 1)], strides=[1], block_shape=[BLOCK])
+
 else:
 
     @triton.jit
     def describe_rows(base, rows, stride_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+        """Stands in where the toolchain has no descriptors."""
+        tl.static_assert(False, "this Triton has no tensor descriptors: load must be pointer or block_ptr")
+        return base
+
+    @triton.jit
+    def describe_numbers(base, count, BLOCK: tl.constexpr):
         """Stands in where the toolchain has no descriptors."""
         tl.static_assert(False, "this Triton has no tensor descriptors: load must be pointer or block_ptr")
         return base

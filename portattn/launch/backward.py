@@ -13,8 +13,10 @@ from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, DenseBackward, ceil_div, heads_together, packed_keys, packed_tiles
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
+from portattn.schema.lowering import Lowering
 from portattn.schema.plan import Plan
-from portattn.schema.sizes import least
+from portattn.schema.sizes import least, most
+from portattn.schema.tensors import POINTER_ALIGNMENT
 
 MODULE = "portattn.kernels.backward"
 UNSPECIALISED = frozenset(
@@ -26,6 +28,7 @@ UNSPECIALISED = frozenset(
 DELTA_ROWS = 32  # a program of backward_delta
 # Constants that backward_delta has.
 _DELTA = ("HEAD_DIM_V", "BLOCK_DV", "GRID")
+_ALIGNED = POINTER_ALIGNMENT // 4  # float32
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -92,7 +95,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
             "heads_q": problem.heads_q, "heads_k": problem.heads_k, **sizes, "key_tiles": key_tiles,
             "together": together, "tiles": tiles, **rest,
         },
-        constants, launch, UNSPECIALISED,
+        constants | {"NUMBERS": _numbers_by(call, lowering, constants["CAUSAL"])}, launch, UNSPECIALISED,
     )  # fmt: skip
 
     tiles = kernel.row_tiles(problem, launch)
@@ -110,6 +113,20 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     if call.grad_bias is not None:
         launches.append(bias_call(plan, call, delta, constants, lowering, launch, cores))
     return launches, delta, None
+
+
+def _numbers_by(call: Call, lowering: Lowering, causal: str) -> str:
+    """How backward_keys reads the LSE and delta of a full tile of rows. A descriptor's memory, and each tile that is
+    read through it, begins at a multiple of 16 bytes.
+    """
+    problem = call.problem
+    lengths = (call.seqlens_q, call.seqlens_k, call.leftpad_q, call.leftpad_k)
+    if lowering.load != "descriptor" or not problem.aligned or problem.packed or lengths != (None,) * 4:
+        return "pointer"
+    first = 0  # row that sees a key, which the first tile begins at
+    if causal not in ("none", "top_left"):
+        first = most(0, problem.seq_q - problem.seq_k - window(problem)["right"])
+    return "descriptor" if problem.seq_q % _ALIGNED == 0 and first % _ALIGNED == 0 else "pointer"
 
 
 def _given(call: Call) -> dict[str, Any]:

@@ -176,9 +176,14 @@ def aligned(tensor: torch.Tensor) -> bool:
     outer = [tensor.stride(axis) for axis in range(3) if tensor.shape[axis] > 1 or axis == 2]
     return (
         (tensor.stride(3) == 1 or tensor.shape[3] == 1)
-        and (has_no_data(tensor) or tensor.data_ptr() % POINTER_ALIGNMENT == 0)
+        and starts_aligned(tensor)
         and all(stride * size % POINTER_ALIGNMENT == 0 for stride in outer)
     )
+
+
+def starts_aligned(tensor: torch.Tensor) -> bool:
+    """A base that is a multiple of 16 bytes; of a tensor without data it is taken for one."""
+    return has_no_data(tensor) or tensor.data_ptr() % POINTER_ALIGNMENT == 0
 
 
 def in_line(pages: torch.Tensor) -> bool:
