@@ -66,7 +66,9 @@ def test_entries(known) -> None:
 
 
 def test_a_probe_of_one_target_says_nothing_of_another(tmp_path, portattn, monkeypatch) -> None:
-    path = quirk_files.plant(tmp_path, "rocm-0905-half", "launch = { num_warps = 2 }", when=when(">=3.4"), evidence=OPEN)
+    path = quirk_files.plant(
+        tmp_path, "rocm-0905-half", "launch = { num_warps = 2 }", when=when(">=3.4"), evidence=OPEN
+    )
     path.write_text(path.read_text() + BLOCK.format(target="rocm:gfx942", off="fail:signature"))
     known = quirk_files.registry(tmp_path)
     [half] = upgrade.upgrade("triton==3.6.0", "triton==3.9.0", known, ("rocm:gfx942", "rocm:gfx950")).entries
