@@ -18,6 +18,7 @@ import filelock
 import platformdirs
 
 _PART = re.compile(r"\..*\.[0-9a-z_]{8}\.part")
+_OLD = "old"  # in a workshop: the folder that is being replaced, under its own name
 _LINKS = 40  # as Linux follows
 _TRIAL_BYTES = 1 << 16  # more than a file system keeps beside a file's name: a full disk does not take it
 _LEFT_OVER_SECONDS = 3600.0  # nothing of portattn's writes one file for so long
@@ -160,16 +161,18 @@ def replace_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> int:
     files  paths in the folder, and what each file holds; they may be made as they are asked for
 
     Returns how many were written. Raises OSError; after that, and after an interrupt, the old folder is there as it
-    was. Between two renames there is neither: a process killed at that moment leaves the old folder under a name of
-    `sweep`. The files are not synced.
+    was. Between two renames there is neither: where a process was killed at that moment, the next call that replaces a
+    folder beside it first puts the old one back. The files are not synced.
     """
     folder = folder.resolve()  # a link stays one: what it leads to is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _put_back(folder.parent)
     sweep(folder.parent)
     count = 0
     with workshop(folder.parent) as place:
-        new, old = place / "new", place / "old"
+        new, old = place / "new", place / _OLD / folder.name
         new.mkdir()
+        old.parent.mkdir()
         for name, data in files:
             file = new / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +189,17 @@ def replace_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> int:
                 raise OSError(errno.EBUSY, "another process writes it at this moment", str(folder)) from None
             raise
     return count
+
+
+def _put_back(parent: Path) -> None:
+    """Put folders back that were moved away by processes which were killed before their new ones were there.
+
+    A process that lives, and is between its two renames at this moment, is told that another one writes the folder.
+    """
+    for old in parent.glob(f".*.part/{_OLD}/*"):
+        if _PART.fullmatch(old.parent.parent.name) and not os.path.lexists(parent / old.name):
+            with contextlib.suppress(OSError):  # somebody else put it back, or it is not ours
+                old.rename(parent / old.name)
 
 
 def sweep(folder: Path) -> None:

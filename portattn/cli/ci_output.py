@@ -40,8 +40,8 @@ def show(found: Report) -> None:
     shown = {
         "quirks that fall away": [one for one in made.entries if one.change == "falls away"],
         "quirks that newly apply": [one for one in made.entries if one.change == "newly applies"],
-        f"quirks that stay, never probed with {found.after}": [
-            one for one in made.entries if one.change == "stays" and one.assumed
+        f"quirks that stay, not probed on every target with {found.after}": [
+            one for one in made.entries if one.change == "stays" and one.unprobed
         ],
     }
     for title, entries in shown.items():

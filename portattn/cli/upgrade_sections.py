@@ -36,6 +36,8 @@ def show_carried(made: Upgrade) -> None:
 
 def entry_line(entry: Entry) -> str:
     seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
+    if entry.verified and entry.unprobed:
+        seen += f" (not on {named(entry.unprobed, 'target')})"
     return "; ".join(part for part in (entry.title, named(entry.targets, "target"), seen, entry.note) if part)
 
 

@@ -129,7 +129,7 @@ class Backend:
     compiler_says  words that only its compilers print, whatever the failure
     device_words  words in what drivers call its devices that do not tell the chip (maker, memory, form), in lower case,
                  as glob patterns: of `NVIDIA H100 80GB HBM3` all but the second
-    options      options of its compiler that a launch may have, with their types; of portattn's own backends
+    options      options of its compiler that a launch may have: name -> bool, int or str
     compilers    compilers that have this chip's backend, the usual one first; empty when any may. Those that are
                  another distribution than portattn's own are described in the folder's compilers.toml
                  (portattn/schema/compilers.py)

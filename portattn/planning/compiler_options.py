@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from portattn.schema import lowering
@@ -12,14 +13,45 @@ from portattn.schema.lowering import BackendOptions
 _OWN = "portattn.backends"  # by name, as the registry has it: a plan needs their data, and no chip's code
 
 
+KINDS = (bool, int, str)  # types that an option's values may have
+
+_brought: list[BackendOptions] = [{}]  # replaced whole: other threads may be planning
+
+
 @functools.lru_cache(maxsize=1)
-def backend_options() -> BackendOptions:
-    """Backend.options of portattn's own backends, by backend. Those of other packages launch no kernel of portattn's
-    with an option that portattn does not have."""
+def own() -> BackendOptions:
+    """Backend.options of portattn's own backends, by backend."""
     return {backend.name: backend.options for backend in importlib.import_module(_OWN).BUILTIN}
 
 
-@functools.lru_cache(maxsize=1)
+def bring(found: BackendOptions) -> None:
+    """Set the options that backends of other packages declare (planning/plugins.py)."""
+    _brought[0] = dict(found)
+
+
+def backend_options() -> BackendOptions:
+    """Backend.options by backend: portattn's own, and those of packages once the registry has looked for them."""
+    return {**own(), **_brought[0]}
+
+
+def declared_wrongly(given: Any, earlier: BackendOptions) -> str:
+    """What is wrong with a backend's options; empty where nothing is.
+
+    earlier  options of the backends before it: one name has one type, since files are read by it
+    """
+    if not isinstance(given, Mapping):
+        return f"is {given!r}, but must map names to types"
+    for name, kind in given.items():
+        if not isinstance(name, str) or not name.isidentifier() or kind not in KINDS:
+            return f"has {name!r}: {kind!r}, but must map names to bool, int or str"
+        if name in lowering.LAUNCH_FIELDS or name in lowering.CHOICES:
+            return f"has {name!r}, which every launch has"
+        for other, options in earlier.items():
+            if options.get(name, kind) is not kind:
+                return f"has {name!r} of type {kind.__name__}, and {other} has it of type {options[name].__name__}"
+    return ""
+
+
 def options() -> dict[str, type]:
     """Every option of any backend, and its type."""
     return {name: kind for own in backend_options().values() for name, kind in own.items()}

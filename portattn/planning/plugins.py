@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from portattn.errors import DataError, PluginWarning, PortattnError, warn_caller
+from portattn.planning import compiler_options
 from portattn.planning.backend import ENTRY_POINT_GROUP, INTERFACES, Backend, Variant, VendorPath
 from portattn.planning.data_files import load_arches, load_tuning, load_verified
 from portattn.planning.quirk_checks import ANY
@@ -94,6 +95,7 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     left_out = [name for brings in brought.values() for name in brings if name not in names]
     found = {name: brings[name] for brings in brought.values() for name in brings if name in names}
     compilers.bring(found, left_out, [one.told() for one in broken])
+    compiler_options.bring({name: one.options for name, one in usable.items()})
     return usable, broken
 
 
@@ -114,6 +116,7 @@ def _find(
             value = point.load()
             backend = value() if isinstance(value, type) else value
             _check_backend(backend, (*own, *loaded))
+            _check_options(backend, loaded)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever another package does, it stops no plan
             broken.append(Broken(name=point.name, package=package, faults=(_fault(error),)))
         else:
@@ -122,6 +125,7 @@ def _find(
             loaded[backend.name] = _Loaded(package=package, backend=backend, brings=brings, faults=faults)
     # Files of one package may name the compilers of another.
     compilers.bring({name: one for each in loaded.values() for name, one in each.brings.items()})
+    compiler_options.bring({name: one.backend.options for name, one in loaded.items()})
     # A quirk may name a backend that another package brings, broken or not.
     names = (*own, *loaded, *(b.name for b in broken))
     usable: dict[str, Backend] = {}
@@ -270,6 +274,13 @@ def _check_backend(backend: Any, taken: Collection[str]) -> None:
             if not isinstance(path, wanted):
                 raise PortattnError(f"it has {path!r} among its paths, which is no {wanted.__name__}")
             _check_path(path)
+
+
+def _check_options(backend: Backend, loaded: Mapping[str, _Loaded]) -> None:
+    """Raise on options of launches that are no names with types, or whose types contradict another backend's."""
+    earlier = {**compiler_options.own(), **{name: one.backend.options for name, one in loaded.items()}}
+    if wrong := compiler_options.declared_wrongly(backend.options, earlier):
+        raise PortattnError(f"{type(backend).__name__}.options {wrong}")
 
 
 def _check_path(path: VendorPath | Variant) -> None:

@@ -26,12 +26,6 @@ from portattn.worker.programs import load
 ARMS = ("control", "off", "on")
 # Evidence levels that a program can reach, as portattn.schema.quirk spells them.
 COMPILES, LOWERED, EMULATED, RUNS = "compiles", "lowering-checked", "emulated", "runs"
-OLDEST_MODELLED = (
-    3,
-    4,
-)  # Triton whose code the model of AMD's chips was tried with (backends/rocm/emulator/executor.py)
-
-
 _NPU_ADAPTER = "portattn.worker.ascend:compile_kernel"  # for programs that are run by hand, where no backend is asked
 
 
@@ -65,6 +59,7 @@ class Bench:
     passes   list of passes that triton-adapter-opt is given instead of its own (worker/ascend.py); empty for its own
     adapter  what compiles for the target (worker/adapters.py); empty where Triton's own GPU back ends do
     executor a Python with portattn and torch (for linalg also MLIR's programs), which executes code; empty for none
+    path     what that Python imports from besides its own folders, as PYTHONPATH: a checkout, other packages
     level    evidence level that the probe reaches; a program that executes anything raises it
     """
 
@@ -76,16 +71,18 @@ class Bench:
         passes: str = "",
         executor: str = "",
         adapter: str = "",
+        path: str = "",
     ) -> None:
         from portattn.worker import compilers
 
         self.name, self.target, self.passes, self.executor, self.adapter = name, target, passes, executor, adapter
+        self.path = path
         self.version, self.level = compilers.VERSION, COMPILES
         self._enter, self._compilers = enter, compilers
 
     def at(self, name: str) -> Bench:
         """A bench for another target, for controls that this one cannot have."""
-        return Bench(name, triton_target(name), self._enter, self.passes, self.executor, self.adapter)
+        return Bench(name, triton_target(name), self._enter, self.passes, self.executor, self.adapter, self.path)
 
     def compile(
         self,
@@ -131,11 +128,11 @@ class Bench:
         grid: Sequence[int] = (1,),
         unchecked: Sequence[str] = (),
     ) -> dict[str, list[float]]:
-        """Run compiled code on this machine's CPU: the outputs' values. Linalg as it is lowered, AMD's machine code in
-        the model of its chip.
+        """Run compiled code on this machine's CPU, by the executor of the target's backend: the outputs' values. Linalg
+        as it is lowered, AMD's machine code in the model of its chip.
 
         arguments  by name in the kernel's order: numbers, and flat tensors as (type of an element, values)
-        unchecked  the model's checks (rocm/emulator/amdgpu/checks.py) that are left out; the others are on
+        unchecked  checks of AMD's model (rocm/emulator/amdgpu/checks.py) that are left out; the others are on
 
         Raises Seen where the code does what no correct code does (touches memory that is not its own, and what the
         model's checks find), Missing where it cannot be run here, RuntimeError where it is refused.
@@ -146,11 +143,22 @@ class Bench:
             name: {"type": value[0], "values": list(value[1])} if isinstance(value, tuple) else value
             for name, value in arguments.items()
         }
-        code_given = self._code(code, unchecked)
-        request = {"target": self.name, "grid": list(grid), "outputs": list(outputs), "arguments": given, **code_given}
+        request = {
+            "target": self.name,
+            "grid": list(grid),
+            "outputs": list(outputs),
+            "arguments": given,
+            "texts": code.texts,
+            "facts": code.facts,
+            "types": code.types,
+            "unchecked": list(unchecked),
+            "triton": self._compilers.triton.__version__,
+        }
         self._enter("execute")
         # Not this child's path: it is the other Python's own that has torch.
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        if self.path:
+            environment["PYTHONPATH"] = self.path
         command = [self.executor, "-m", "portattn.tools.quirks.probe.executing"]
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
@@ -165,23 +173,6 @@ class Bench:
             raise Seen("; ".join(answer["strays"]))
         found: dict[str, list[float]] = answer["outputs"]
         return found
-
-    def _code(self, code: Code, unchecked: Sequence[str]) -> dict[str, Any]:
-        """The part of a request that is the code. Raises Missing for code that nothing here executes."""
-        if "linalg" in code.texts:
-            return {"linalg": code.texts["linalg"]}
-        if "amdgcn" not in code.texts:
-            raise Missing(f"nothing here executes code for {self.name}")
-        if self.version < OLDEST_MODELLED:
-            oldest = ".".join(map(str, OLDEST_MODELLED))
-            raise Missing(f"the model was tried with the code of Triton {oldest} and newer")
-        return {
-            "amdgcn": code.texts["amdgcn"],
-            "lds": code.facts["scratchpad_bytes"],
-            "waves": code.facts["num_warps"],
-            "types": code.types,
-            "unchecked": list(unchecked),
-        }
 
 
 @contextlib.contextmanager
@@ -207,7 +198,9 @@ def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str
     backend, arch, lanes = request["target"]
     executor = request.get("executor", "")
     adapter = request.get("adapter", "")
-    bench = Bench(request["name"], (backend, arch, lanes), enter, request.get("passes", ""), executor, adapter)
+    place = (backend, arch, lanes)
+    passes, path = request.get("passes", ""), request.get("path", "")
+    bench = Bench(request["name"], place, enter, passes, executor, adapter, path)
     enter("probe")
     try:
         program.probe(request["arm"], bench)

@@ -44,6 +44,24 @@ def test_a_site_of_one_run(portattn, run, tmp_path):
     assert written == set(json.loads((out / site.MARKER).read_text())["files"])
 
 
+def test_every_command_that_counts_cells_says_why_some_are_empty_and_what_fills_them(portattn, run, tmp_path):
+    one, two = run("one", "ascend910b1"), run("two", "ascend910b2")
+    lines = [
+        ("run", "--targets", "ascend910b1", "--ops", "dense*fp16*", "--out", str(tmp_path / "three")),
+        ("report", one),
+        ("check", one),
+        ("merge", one, two, "--out", str(tmp_path / "both")),
+    ]
+    for line in lines:
+        called = portattn("matrix", *line)
+        where = "ascend:ascend910b1" if line[0] != "merge" else "ascend:ascend910b1, ascend:ascend910b2"
+        told = f"cells not run ({where}): triton-ascend==3.2.0 is not in the lab"
+        [number] = [index for index, text in enumerate(called.out.splitlines()) if told in text]
+        fill = called.out.splitlines()[number + 1]
+        assert fill.startswith("  fill: portattn matrix run --targets ascend:ascend910b1"), line[0]
+        assert fill.endswith("--toolchain triton-ascend==3.2.0 --create"), line[0]
+
+
 def test_several_runs_are_merged_and_the_site_is_replaced(portattn, run, tmp_path):
     one, two, out = run("one", "ascend910b1"), run("two", "ascend910b2"), tmp_path / "site"
     portattn("matrix", "site", one, "--out", str(out))

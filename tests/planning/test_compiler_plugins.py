@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from portattn.backends.cpu import CpuBackend
-from portattn.planning import plugins
+from portattn.planning import compiler_options, plugins
 from portattn.planning.backend import INTERFACES, Backend
 from portattn.planning.registry import look_around
 from portattn.schema import compilers
@@ -25,13 +25,17 @@ scratchpad_kind = "none"
 max_programs = 1
 sources = ["a test"]
 """
+PROVENANCE = '[provenance]\nchip = "none"\ntoolchain = "triton-new==1.0"\ndate = 2026-11-24\nmeasured = false\n\n'
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     before = {name: one for name, one in compilers.known().items() if name not in compilers.own()}
+    own = compiler_options.own()
+    options = {name: one for name, one in compiler_options.backend_options().items() if name not in own}
     yield
     compilers.bring(before)
+    compiler_options.bring(options)
 
 
 def backend(folder: Path, own_name: str, compiler: str, **own: Any) -> type[Backend]:
@@ -148,3 +152,45 @@ def test_a_package_that_asks_for_a_name_as_it_is_imported(monkeypatch: pytest.Mo
     found, [broken] = look_around()
     assert "second" in found
     assert "'triton-new' is no known compiler" in broken.told()
+
+
+def test_options_of_launches_are_known_as_long_as_their_package_is_not_broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are read in the package's own tuning and quirk files, and by every command; no other backend has them."""
+    first = backend(tmp_path, "first", "triton-new", options={"lanes": int})
+    (tmp_path / "first" / "tuning").mkdir()
+    tuning = tmp_path / "first" / "tuning" / "one.toml"
+    entry = '[[entry]]\nkernel = "*"\nlaunch = {{ block_m = 16, block_n = 16, {} }}\n'
+    tuning.write_text(PROVENANCE + entry.format("lanes = 4"))
+    provides(monkeypatch, first)
+    found, broken = look_around()
+    assert ("first" in found, broken) == (True, ())
+    compiler_options.check_launch_values({"lanes": 8}, "first")
+    with pytest.raises(ValueError, match="launch lanes is an option of first, and not of cuda"):
+        compiler_options.check_launch_values({"lanes": 8}, "cuda")
+    tuning.write_text(PROVENANCE + entry.format('lanes = "4"'))
+    _, [broken_now] = look_around()
+    assert "launch lanes is '4', but must be of type int" in broken_now.told()
+    assert "lanes" not in compiler_options.options(), "of a package that is left out nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"maxnreg": str}, "has 'maxnreg' of type str, and cuda has it of type int"),
+        ({"num_warps": int}, "has 'num_warps', which every launch has"),
+        ({"dot_precision": str}, "has 'dot_precision', which every launch has"),
+        ({"lanes": float}, "has 'lanes': <class 'float'>, but must map names to bool, int or str"),
+        ({"no name": int}, "has 'no name': <class 'int'>, but must map"),
+        (["lanes"], "is ['lanes'], but must map names to types"),
+    ],
+    ids=["another type", "launch field", "choice", "kind", "name", "list"],
+)
+def test_options_that_are_declared_wrongly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: Any, said: str
+) -> None:
+    provides(monkeypatch, backend(tmp_path, "first", "triton-new", options=options), backend(tmp_path, "b", "triton-b"))
+    found, [broken] = look_around()
+    assert ("first" in found, "b" in found) == (False, True)
+    assert f"Planted.options {said}" in broken.told()

@@ -58,6 +58,8 @@ def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Any]) -> None:
     newer = run(*line, "--toolchain", "pytorch_triton_example==1.2.0,triton==3.6.0", "--json").json
     assert newer["toolchain"] == "triton-example==1.2.0"
     assert newer["launch"]["num_stages"] == 3
+    assert dict(made["launch"]["options"]) == {"fuse": False}, "an option that portattn's own backends do not have"
+    assert dict(newer["launch"]["options"]) == {"fuse": True}
     other = run(*line, "--toolchain", "triton==3.6.0", "--json").json
     assert other["path"] == "example_attention"
     assert other["rejected"][0]["reason"] == "triton==3.6.0 compiles nothing for example"
@@ -103,6 +105,16 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
     [result] = probed.json["results"]
     assert (result["verdict"], result["toolchain"], result["target"]) == ("confirmed", COMPILER, "example:one")
     assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
+
+
+def test_a_program_of_its_own_is_compiled_and_executed_by_it(run: Callable[..., Any]) -> None:
+    """Its adapter compiles the probe's kernel, with an option of its own, and its model runs the code."""
+    probed = run("quirks", "probe", "example-0002", "--json")
+    assert probed.status == 0, probed.err
+    [result] = probed.json["results"]
+    assert (result["verdict"], result["off"]["level"]) == ("confirmed", "emulated"), result
+    assert "the second value is 1.0, and not 2.0" in result["off"]["text"]
+    assert (result["control"]["outcome"], result["on"]["outcome"]) == ("pass", "pass")
 
 
 def test_the_lab_lists_its_releases(run: Callable[..., Any]) -> None:

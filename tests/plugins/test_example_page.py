@@ -44,7 +44,7 @@ def test_what_is_shown_happens(run: Callable[..., Any], tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     [console] = re.findall(r"^```console\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
     commands = re.findall(r"^\$ portattn (.*)\n((?:(?!\$ ).*\n)+)", console, re.MULTILINE)
-    assert len(commands) == console.count("$ ") == 5
+    assert len(commands) == console.count("$ ") == 6
     for command, shown in commands:
         called = run(*shlex.split(command), COLUMNS="120")  # of the terminal that the page shows
         assert called.status == 0, called.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,11 +41,14 @@ class _Fault(ctypes.Structure):
 _runtime: ctypes.CDLL | None = None
 
 
-def load_runtime(path: Path) -> ctypes.CDLL:
-    """Load runtime.c's functions for this process and its kernels, once, and install its signal handler."""
+def load_runtime(make: Callable[[], Path]) -> ctypes.CDLL:
+    """Load runtime.c's functions for this process and its kernels, once, and install its signal handler.
+
+    make  compiles the library; it is not needed once it is loaded
+    """
     global _runtime
     if _runtime is None:
-        loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(make()), mode=ctypes.RTLD_GLOBAL)
         loaded.guard_buffer.restype = ctypes.c_void_p
         loaded.guard_buffer.argtypes = (ctypes.c_size_t,)
         if loaded.guard_install():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 from pathlib import Path
 
@@ -37,23 +36,18 @@ PASSES = (
 
 
 def runtime(programs: dict[str, str], folder: Path) -> Path:
-    """The compiled runtime.c, made once a folder."""
+    """The compiled runtime.c."""
     made = folder / "runtime.so"
-    if not made.exists():
-        _run("cc", [programs["cc"], "-O2", "-fPIC", "-shared", str(RUNTIME), "-o", f"{made}.part", "-lm"])
-        os.replace(f"{made}.part", made)
+    _run("cc", [programs["cc"], "-O2", "-fPIC", "-shared", str(RUNTIME), "-o", str(made), "-lm"])
     return made
 
 
 def library(text: str, programs: dict[str, str], folder: Path) -> Path:
-    """The shared library of a lowered kernel, made once a text and folder.
+    """The shared library of a lowered kernel.
 
     Raises LinalgError with what a program said that refused.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    made = folder / f"{digest}.so"
-    if made.exists():
-        return made
 
     def at(suffix: str) -> str:
         return str(folder / f"{digest}{suffix}")
@@ -64,9 +58,8 @@ def library(text: str, programs: dict[str, str], folder: Path) -> Path:
     # The code runs where it is made. Nothing is contracted or reordered: llc does neither unless it is asked to.
     native = ("-O2", "-mcpu=native", "-relocation-model=pic", "-filetype=obj")
     _run("llc", [programs["llc"], *native, at(".ll"), "-o", at(".o")])
-    _run("cc", [programs["cc"], "-shared", at(".o"), "-o", at(".part"), "-lm"])
-    os.replace(at(".part"), made)
-    return made
+    _run("cc", [programs["cc"], "-shared", at(".o"), "-o", at(".so"), "-lm"])
+    return Path(at(".so"))
 
 
 def _run(name: str, command: list[str]) -> None:

@@ -57,5 +57,5 @@ def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
     lacking = missing()
     if lacking:
         return {"missing": lacking}
-    seen = Programs().launch(request["linalg"], tuple(request["grid"]), arguments, tuple(request["outputs"]))
+    seen = Programs().launch(request["texts"]["linalg"], tuple(request["grid"]), arguments, tuple(request["outputs"]))
     return {"strays": [*map(str, seen.strays), *(f"writes its input {name}" for name in seen.wrote_inputs)]}

@@ -38,8 +38,7 @@ class Programs:
     """Kernels made executable in this process; each text once."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="portattn-linalg-")
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, tuple[ctypes.CDLL, Any]] = {}
 
     def launch(
         self, text: str, grid: tuple[int, ...], arguments: dict[str, Any], outputs: tuple[str, ...] = OUTPUTS
@@ -51,16 +50,10 @@ class Programs:
 
         Raises LinalgError when the text cannot be made executable, or takes other arguments.
         """
-        programs, folder = need(), Path(self._folder.name)
-        runtime = load_runtime(build.runtime(programs, folder))
         kernel = kernel_of(text)
         if text not in self._loaded:
-            path = build.library(text, programs, folder)
-            try:
-                self._loaded[text] = getattr(ctypes.CDLL(str(path)), kernel.name)
-            except (OSError, AttributeError) as error:
-                raise LinalgError(f"{kernel.name}: the compiled code cannot be loaded: {error}") from None
-        function = self._loaded[text]
+            self._loaded[text] = _load(text, kernel.name)
+        runtime, function = self._loaded[text]
         if len(kernel.arguments) != len(arguments):
             given = f"{len(arguments)} of {', '.join(arguments)}"
             raise LinalgError(f"{kernel.name} takes {len(kernel.arguments)} arguments, not the {given}")
@@ -81,6 +74,18 @@ class Programs:
             wrote = tuple(name for name in buffers.changed() if name not in outputs)
             buffers.give_back(outputs)
             return Launched(tuple(buffers.strays()), wrote)
+
+
+def _load(text: str, name: str) -> tuple[ctypes.CDLL, Any]:
+    """The runtime's library and a kernel's function. Their files are gone by then: the code may end this process."""
+    programs = need()
+    with tempfile.TemporaryDirectory(prefix="portattn-linalg-") as made:
+        runtime = load_runtime(lambda: build.runtime(programs, Path(made)))
+        path = build.library(text, programs, Path(made))
+        try:
+            return runtime, getattr(ctypes.CDLL(str(path)), name)
+        except (OSError, AttributeError) as error:
+            raise LinalgError(f"{name}: the compiled code cannot be loaded: {error}") from None
 
 
 def _memref(address: int, elements: int) -> list[Any]:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from portattn.backends.rocm.emulator.amdgpu.checks import Checks
 from portattn.backends.rocm.emulator.amdgpu.errors import Finding, UnknownInstruction, UnknownOperand
 from portattn.backends.rocm.emulator.amdgpu.memory import Memory
 from portattn.backends.rocm.emulator.amdgpu.program import Program
 from portattn.backends.rocm.emulator.amdgpu.tensors import share, value_of
+from portattn.backends.rocm.emulator.executor import OLDEST
 from portattn.launch import KernelCall, has_rows, kernel_calls, load_kernels, signature
 from portattn.planning.registry import Registry
 from portattn.testing.run_plan import call_of, plan_of
@@ -62,12 +64,14 @@ def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
 
     What the model does not know is missing, and is no finding. Raises EmulationError on a text that cannot be run.
     """
+    if Version(request["triton"]) < OLDEST:
+        return {"missing": f"the model was tried with the code of Triton {OLDEST} and newer"}
     checks = Checks(**dict.fromkeys(request["unchecked"], False))
-    memory = Memory()
+    memory, facts = Memory(), request["facts"]
     values = [value_of(kind, arguments[name], memory) for name, kind in request["types"].items()]
-    sizes = {"lds_bytes": request["lds"], "waves": request["waves"]}
+    sizes = {"lds_bytes": facts["scratchpad_bytes"], "waves": facts["num_warps"]}
     try:
-        program = Program.parse(request["amdgcn"])
+        program = Program.parse(request["texts"]["amdgcn"])
         program.launch(request["grid"], values, memory, checks=checks, step_limit=PROBE_STEPS, **sizes)
     except Finding as finding:
         return {"strays": [f"{type(finding).__name__}: {finding}"]}

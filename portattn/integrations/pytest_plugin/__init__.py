@@ -34,6 +34,7 @@ OPTIONS = {
     "portattn_seconds": "--portattn-seconds",
 }
 NODES = "portattn::"  # how ids of conformance cases begin
+USAGE = "portattn: usage"  # the id under which a worker of pytest-xdist reports a usage error
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +83,25 @@ def pytest_configure(config: pytest.Config) -> None:
         from portattn.integrations.pytest_plugin import session
 
         session.begin(config, nodes)
+    if nodes:
+        from portattn.integrations.pytest_plugin import conformance
+
+        conformance.need(config)  # here, since under pytest-xdist this process collects nothing
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_OfWorkers())
+
+
+class _OfWorkers:
+    """Under pytest-xdist: a usage error that workers find as they collect is one of the whole run."""
+
+    found = False
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.found = self.found or (report.failed and report.nodeid == USAGE)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.found:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -122,7 +142,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             raise
         # pytest-xdist tells of a worker that raises here by an internal error, which does not say why. It hands on a
         # failed collection.
-        report = pytest.CollectReport(nodeid="portattn", outcome="failed", longrepr=str(error), result=None)
+        report = pytest.CollectReport(nodeid=USAGE, outcome="failed", longrepr=str(error), result=None)
         config.hook.pytest_collectreport(report=report)
         items.clear()
 

@@ -28,11 +28,17 @@ def collect(session: pytest.Session) -> list[pytest.Item]:
     """The cases of this run, but for those that arguments leave out."""
     nodes = sessions.of(session.config).asked.nodes
     root = Root.from_parent(session, name=ROOT, nodeid=ROOT)
-    items = list(session.genitems(root))
-    for node in nodes:
-        if not any(_within(item.nodeid, node) for item in items):
+    return [item for item in session.genitems(root) if not nodes or any(_within(item.nodeid, node) for node in nodes)]
+
+
+def need(config: pytest.Config) -> None:
+    """Raise UsageError on an id among the arguments that names none of this run's cases."""
+    asked = sessions.of(config).asked
+    ids = [f"{NODES}{spec.target.name}::{spec.target.toolchain}::{slug(spec.named.name)}" for spec in asked.specs]
+    ids += [f"{NODES}{gone.target}::{gone.toolchain}::{slug(gone.name)}" for gone in asked.gone]
+    for node in asked.nodes:
+        if not any(_within(one, node) for one in ids):
             raise pytest.UsageError(f"{node} names no conformance case of this run; --collect-only lists them")
-    return [item for item in items if not nodes or any(_within(item.nodeid, node) for node in nodes)]
 
 
 def _within(nodeid: str, given: str) -> bool:

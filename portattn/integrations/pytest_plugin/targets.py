@@ -11,7 +11,7 @@ from portattn.errors import ArgumentError, PortattnError
 from portattn.integrations.pytest_plugin import FIXTURE, OPTIONS, session
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.schema.toolchain import installed
+from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
 from portattn.tools.own_kernels import Compiled, compile_for
 
@@ -119,7 +119,7 @@ def target_of(param: Any) -> Target | None:
 
 def _lacks(toolchain: str) -> str:
     """Why nothing compiles with a toolchain here; empty where something does."""
-    if toolchain == str(installed()):
+    if is_installed(toolchain):
         return ""
     try:
         lab.need(toolchain)

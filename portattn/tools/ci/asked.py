@@ -13,7 +13,7 @@ from portattn.errors import ArgumentError
 from portattn.planning.quirk_files import load_quirks
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_for
 from portattn.tools.matrix import asked as matrix_asked
 from portattn.tools.matrix import reading, select
 from portattn.tools.matrix.problems import Named, SetName
@@ -130,13 +130,14 @@ def _new(before: str | None, after: str | None, kept: Snapshot | None) -> Toolch
         return parsed(OP, "--to", after)
     if before is None and kept is None:
         raise ArgumentError(OP, "--to", "", "must be named where neither --from nor --baseline is, as in triton==3.9.0")
-    return _installed("--to")
+    there = [parsed(OP, "--from", before).distribution] if before is not None else _distributions(kept)
+    return _installed("--to", there)
 
 
 def _old(before: str | None, new: Toolchain, kept: Snapshot | None, path: Path | None) -> Toolchain:
     """The compiler of the old side; of a baseline, one that it has."""
     if kept is None:
-        return parsed(OP, "--from", before) if before is not None else _installed("--from")
+        return parsed(OP, "--from", before) if before is not None else _installed("--from", [new.distribution])
     there = list(dict.fromkeys(entry.toolchain for entry in kept.entries))
     listed = ", ".join(there) or "none"
     if before is not None:
@@ -151,8 +152,16 @@ def _old(before: str | None, new: Toolchain, kept: Snapshot | None, path: Path |
     return parsed(OP, "--from", of_new[0])
 
 
-def _installed(option: str) -> Toolchain:
-    here = str(installed())
+def _distributions(kept: Snapshot | None) -> list[str]:
+    return list(dict.fromkeys(entry.toolchain.partition("==")[0] for entry in kept.entries)) if kept else []
+
+
+def _installed(option: str, names: Sequence[str]) -> Toolchain:
+    """The compiler of this Python for an option that is left out: of one of these names, where such a one is here.
+
+    names  of what it is compared with: a compiler that is added to Triton is told from Triton by it
+    """
+    here = str(installed_for(names))
     try:
         return parsed(OP, option, here)
     except ArgumentError:

@@ -8,7 +8,7 @@ import msgspec
 
 from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
-from portattn.schema.toolchain import Toolchain, installed
+from portattn.schema.toolchain import Toolchain, installed_for, is_installed
 from portattn.tools import lab
 from portattn.tools.ci.asked import OP, Asked
 from portattn.tools.matrix import provenance, select
@@ -85,10 +85,11 @@ def missing(compilers: Sequence[tuple[str, Toolchain]]) -> list[str]:
     found = []
     for option, toolchain in compilers:
         name = str(toolchain)
-        if name == str(installed()):
+        if is_installed(name):
             continue
         if toolchain.distribution not in lab.distributions():
-            limit = f"goes without --compile: this Python has {installed()}, and the lab cannot install it"
+            here = installed_for((toolchain.distribution,))
+            limit = f"goes without --compile: this Python has {here}, and the lab cannot install it"
             raise ArgumentError(OP, option, name, limit)
         if lab.find(name) is None:
             found.append(name)

@@ -19,7 +19,7 @@ from portattn.tools.upgrade.compare import Upgrade
 from portattn.tools.upgrade.compilers import cautions
 
 # Beside the kinds of changes and the statuses of cells, --fail-on takes what is less sure with the new compiler:
-# unprobed   a quirk applies there, and no probe has looked
+# unprobed   a quirk applies there to a target on which no probe has looked
 # canaries   somebody has run a variant with the old compiler, and nobody with the new one
 # schedules  a launch or a schedule was timed with the old compiler, and not with the new one
 # figures    published figures were measured with the old compiler
@@ -150,9 +150,8 @@ def _less_sure(made: Upgrade, red: Collection[str]) -> Iterator[Finding]:
     """What is less sure with the new compiler, of the kinds that are red."""
     found: list[tuple[str, str, Sequence[str]]] = [
         *(
-            ("unprobed", f"quirk {one.id} applies with {made.after}, and no probe has looked there", one.targets)
+            ("unprobed", f"quirk {one.id} applies with {made.after}, and no probe has looked there", one.unprobed)
             for one in made.entries
-            if one.assumed
         ),
         *(
             ("canaries", f"{one.name} was run with {made.before}, and nobody is known to have run it with {made.after}",

@@ -71,9 +71,9 @@ def _parts(report: Report) -> Iterator[str]:
 
 def _registry(report: Report) -> Iterator[str]:
     made = report.upgrade
-    quirks = [one for one in made.entries if one.change != "stays" or one.assumed]
+    quirks = [one for one in made.entries if one.change != "stays" or one.unprobed]
     yield from _folded(
-        "Quirks that fall away, newly apply, or were never probed there",
+        "Quirks that fall away, newly apply, or were not probed there on every target",
         ("quirk", "change", "targets", "probed there", "what"),
         (
             (

@@ -196,5 +196,7 @@ def _numbers(cells: list[Cell]) -> dict[str, int]:
 
 
 def _used(quirk: str, cells: list[Cell]) -> tuple[Footnote, int]:
-    notes = [note for cell in cells for note in cell.footnotes if note.id == quirk]
-    return notes[0], len(notes)
+    """The first footnote of a quirk, and how many cells have one: a cell may have several, of other roles."""
+    notes = [[note for note in cell.footnotes if note.id == quirk] for cell in cells]
+    found = [own for own in notes if own]
+    return found[0][0], len(found)

@@ -20,6 +20,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     targets   those that it concerns
     verified  targets on which a probe looked on the new compiler, with what it saw: "cuda:sm_90: pass"
+    unprobed  targets on which it applies with the new compiler, and no probe has looked
     note      why the new compiler is in doubt; empty where it is not
     """
 
@@ -29,17 +30,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     change: Change
     targets: tuple[str, ...]
     verified: tuple[str, ...]
+    unprobed: tuple[str, ...] = ()
     note: str = ""
 
     @property
     def unverified(self) -> bool:
         """Whether it applies on the new compiler, or stops to, and no probe has looked there."""
         return not self.verified
-
-    @property
-    def assumed(self) -> bool:
-        """Whether it applies on the new compiler, and no probe has looked there."""
-        return self.unverified and self.change != "falls away"
 
 
 def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
@@ -52,13 +49,16 @@ def entries(pairs: Sequence[Pair]) -> Iterator[Entry]:
             if change:
                 changes.setdefault(change, []).append(new.target)
         for change, where in changes.items():
+            seen = dict(_verified(quirk, where))
+            names = tuple(target.name for target in where)
             yield Entry(
                 id=quirk.id,
                 title=quirk.title,
                 symptom=quirk.symptom,
                 change=change,
-                targets=tuple(target.name for target in where),
-                verified=tuple(_verified(quirk, where)),
+                targets=names,
+                verified=tuple(f"{name}: {outcome}" for name, outcome in seen.items()),
+                unprobed=() if change == "falls away" else tuple(name for name in names if name not in seen),
                 note=_note(quirk, change, where[0]),
             )
 
@@ -79,12 +79,13 @@ def _change(before: bool, after: bool) -> Change | None:
     return "falls away" if before else "newly applies" if after else None
 
 
-def _verified(quirk: Quirk, where: list[Target]) -> Iterator[str]:
+def _verified(quirk: Quirk, where: list[Target]) -> Iterator[tuple[str, str]]:
+    """Targets on which a probe looked with their compiler, and what it saw without the work-around."""
     names = {target.name for target in where}
     compiler = str(where[0].toolchain)
     for seen in quirk.verified:
         if seen.toolchain == compiler and seen.target in names:
-            yield f"{seen.target}: {seen.off}"
+            yield seen.target, seen.off
 
 
 def _note(quirk: Quirk, change: Change, target: Target) -> str:

@@ -15,6 +15,7 @@ from pytest_runs import Runner
 
 # Imported before any inner run: it forgets every module that it was the first to import, and Triton cannot be imported
 # twice.
+from portattn.backends.cuda import ptxas  # noqa: F401
 from portattn.integrations.pytest_plugin import conformance, quirk_marks, session, targets  # noqa: F401
 from portattn.schema.toolchain import installed
 from portattn.testing import numerics

@@ -100,3 +100,14 @@ def test_a_wrong_option_is_one_line(pytester: pytest.Pytester, inner: Runner, ar
     errors = [line for line in result.errlines if line]
     assert len(errors) == 1
     result.stderr.fnmatch_lines([f"ERROR: {said}"])
+
+
+def test_a_wrong_id_under_xdist_is_one_line_before_a_worker_starts(pytester: pytest.Pytester, inner: Runner) -> None:
+    pytester.makepyfile(test_it="def test_it(): pass")
+    arguments = ("-n1", "--portattn-target=sm_90", "--portattn-conformance=decode*")
+    result = inner(*arguments, "portattn::rocm:gfx942", alone=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [
+        "ERROR: portattn::rocm:gfx942 names no conformance case of this run; --collect-only lists them"
+    ]
+    result.stdout.no_fnmatch_line("*created: 1/1 worker*")

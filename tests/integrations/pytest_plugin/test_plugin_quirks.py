@@ -160,8 +160,8 @@ def test_a_wrong_marker_is_one_line(
 
 def test_a_wrong_marker_under_xdist_is_told(pytester: pytest.Pytester, inner: Runner) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.portattn_quirk('x')\ndef test_it(portattn_target): pass\n")
-    result = inner("-n1", alone=True)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result = inner("-n2", alone=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stdout.fnmatch_lines(["*portattn_quirk is 'x', but no quirk has this id*"])
     result.stdout.no_fnmatch_line("*INTERNALERROR*")
 

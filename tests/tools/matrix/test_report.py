@@ -231,3 +231,11 @@ def test_wide_tables_are_broken_so_that_no_column_is_out_of_sight(cell, run):
     heads = [re.findall(r'<th scope="col"', table) for table in page.split("<table")[1:]]
     assert [len(head) for head in heads] == [BAND, 5]
     assert page.count('class="tile k-') == len(cells)
+
+
+def test_a_quirk_with_two_roles_in_a_cell_is_one_number_and_one_cell(cell, run):
+    explains = msgspec.structs.replace(SLOW, role="explains")
+    one = cell(footnotes=(SLOW, explains))
+    page = render(run([one]), [one])
+    assert page.count('<a href="#fn1" title') == 1
+    assert "<code>rocm-0001-slow</code> · 1 cell\n" in page

@@ -216,3 +216,15 @@ def test_the_page_of_a_run_fits_too_and_its_cards_open(driver, made, width):
     driver.find_element("css selector", "button.tile").click()
     assert card.is_displayed()
     assert cells[0].name in card.text
+
+
+def test_the_heading_stays_whole_above_the_rows(driver, made):
+    browsers.sized(driver, SCREENS[0], 500)
+    driver.get(f"{made[0].as_uri()}/index.html")
+    script = """const table = document.querySelector("table"), [upper, lower] = table.tHead.rows;
+    scrollTo({top: table.getBoundingClientRect().top + scrollY + 150, behavior: "instant"});
+    const last = (row) => row.lastElementChild.getBoundingClientRect();
+    return [table.tHead.getBoundingClientRect().top, last(upper).bottom, last(lower).top]"""
+    top, upper, lower = driver.execute_script(script)
+    assert top == 0
+    assert upper <= lower + 1

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import html.parser
 import os
+import signal
+import subprocess
+import sys
+import time
 from xml.etree import ElementTree
 
 import msgspec
@@ -225,7 +229,8 @@ def test_of_two_writers_at_once_one_is_told_and_the_other_is_whole(tmp_path):
 
     def rename(self, target):
         found = real(self, target)
-        if target.name == "old":  # the other one's is there, before ours is
+        if target.parent.name == "old":  # the other one's is there, before ours is
+            patch.undo()
             replace_folder(place, [("index.html", b"other")])
         return found
 
@@ -235,3 +240,41 @@ def test_of_two_writers_at_once_one_is_told_and_the_other_is_whole(tmp_path):
             replace_folder(place, [("index.html", b"ours")])
     assert (place / "index.html").read_bytes() == b"other"
     assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+KILLED = """
+import os, pathlib, signal
+from portattn.files import replace_folder
+real = pathlib.Path.rename
+def rename(self, target):
+    found = real(self, target)
+    if target.parent.name == "old":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+pathlib.Path.rename = rename
+replace_folder(pathlib.Path("site"), [("index.html", b"new")])
+"""
+
+
+@pytest.mark.parametrize("hours", [0, 2], ids=["at once", "hours later"])
+def test_a_process_killed_between_its_renames_costs_no_site(tmp_path, hours):
+    """Whatever the next one does, for this site or another beside it: it fails, or is interrupted, or succeeds."""
+    place = tmp_path / "site"
+    replace_folder(place, [("index.html", b"old")])
+    killed = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = tmp_path.iterdir()
+    assert left.name.endswith(".part")
+    when = time.time() - hours * 3600
+    os.utime(left, (when, when))
+
+    def broken():
+        raise OSError(28, "No space left on device")
+        yield
+
+    with pytest.raises(OSError, match="No space"):
+        replace_folder(tmp_path / "another", broken())
+    assert (place / "index.html").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir() if path != left] == ["site"]
+    assert replace_folder(place, [("index.html", b"newer")]) == 1
+    assert (place / "index.html").read_bytes() == b"newer"

@@ -1,13 +1,14 @@
 """Code of a probe, executed on this machine's CPU: the other half of Bench.execute. Child process only.
 
 The child that compiles has a toolchain, and not what its code runs in; this one has. The executor of the target's
-backend (portattn/testing/executor.py) says which function runs it. One request as JSON on standard input, with what
-that function needs of the code, and one answer on standard output:
+backend (portattn/testing/executor.py) says which function runs it (`code_task`): given the request and its arguments as
+tensors, it changes the outputs in place and answers {"strays": […]} or {"missing": "…"}. One request as JSON on
+standard input, with all that is known of the code, and one answer on standard output:
 
-    {"target": "ascend:ascend910b2", "linalg": "…", "grid": [1], "outputs": ["out"],
-     "arguments": {"out": {"type": "fp32", "values": […]}, "n": 3}}
-    {"target": "rocm:gfx942", "amdgcn": "…", "lds": 8192, "waves": 4, "types": {"out": "*fp32", "n": "i32"},
-     "unchecked": ["barriers"], …}
+    {"target": "rocm:gfx942", "grid": [1], "outputs": ["out"],
+     "arguments": {"out": {"type": "fp32", "values": […]}, "n": 3}, "types": {"out": "*fp32", "n": "i32"},
+     "texts": {"amdgcn": "…"}, "facts": {"scratchpad_bytes": 8192, "num_warps": 4}, "triton": "3.6.0",
+     "unchecked": ["barriers"]}
     {"outputs": {"out": […]}, "level": "emulated"}   or   {"strays": ["reads k past its end"], "level": …}
     or   {"missing": "no mlir-opt here"}
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def run_arm(
         target=list(backend.triton_target(target.arch)),
         passes=passes,
         executor=sys.executable,
+        path=os.pathsep.join(place for place in sys.path if place),
         adapter=backend.compile_adapter(),
     )
     return ended(reply, quirk)

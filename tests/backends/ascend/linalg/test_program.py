@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import lowered_texts as texts
 import pytest
 import torch
@@ -157,3 +159,18 @@ def test_a_text_is_compiled_once(in_child, monkeypatch):
         return len(compiled)
 
     assert in_child(twice) == 1
+
+
+def test_no_file_is_left_of_a_child_however_it_ends(in_child, monkeypatch, tmp_path):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    given = {"x": torch.ones(8), "out": torch.zeros(8)}
+    assert in_child(launch, texts.DOUBLE, (1,), given)[1] == []
+    with pytest.raises(LinalgError, match="takes 2 arguments"):
+        in_child(launch, texts.DOUBLE, (1,), {"x": torch.ones(8)}, ())
+    with pytest.raises(LinalgError, match="mlir-opt: exit status 1"):
+        in_child(launch, texts.DOUBLE.replace("arith.mulf", "arith.nonesuch"), (1,), given)
+    with pytest.raises(ChildProcessError, match="exit code -11"):
+        in_child(launch, texts.kernel(texts.FAR_AWAY, "memref<?xf32>"), (1,), {"out": torch.zeros(1)})
+    assert list(place.iterdir()) == []

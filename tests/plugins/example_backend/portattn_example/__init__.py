@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends import Backend, VendorPath
@@ -50,6 +51,7 @@ class ExampleBackend(Backend):
     interface = 2
     compilers = ("triton-example",)
     adapter = "adapter.py:compile_kernel"
+    options = MappingProxyType({"fuse": bool})
     vendor = (ExampleAttention(),)
 
     def detect(self, index: int | None = None) -> str | None:

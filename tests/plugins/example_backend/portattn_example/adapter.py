@@ -20,11 +20,13 @@ def compile_kernel(
 
     from portattn.worker import compilers
 
-    built = compilers.build(function, signature, SERVED_AS, enter)
+    options = dict(signature["options"])
+    fuse = options.pop("fuse", False)  # this compiler's own: Triton does not know it
+    built = compilers.build(function, signature | {"options": options}, SERVED_AS, enter)
     enter("emit")
     ttir, ttgir = built.asm["ttir"], built.asm["ttgir"]
     scratchpad = built.metadata.shared
-    code = triton_example.emit(ttir, ttgir, signature["options"].get("num_stages", 1), scratchpad)
+    code = triton_example.emit(ttir, ttgir, options.get("num_stages", 1), scratchpad, fuse)
     facts = {
         "scratchpad_bytes": scratchpad,
         "num_warps": built.metadata.num_warps,

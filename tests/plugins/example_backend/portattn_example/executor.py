@@ -19,6 +19,7 @@ class ExampleExecutor(Executor):
     name = "emulated"
     level = "emulated"
     task = "portattn_example.execute:compare"
+    code_task = "portattn_example.execute:run_code"
     interprets = True
 
     def lacks(self, target: Target) -> str:

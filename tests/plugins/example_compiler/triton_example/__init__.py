@@ -17,8 +17,11 @@ class Refused(Exception):
     """A kernel that the chip cannot run."""
 
 
-def emit(ttir: str, ttgir: str, stages: int, scratchpad: int) -> str:
-    """The code of a kernel: its name, and an instruction for each operation. Raises Refused."""
+def emit(ttir: str, ttgir: str, stages: int, scratchpad: int, fuse: bool = False) -> str:
+    """The code of a kernel: its name, and an instruction for each operation. Raises Refused.
+
+    fuse  a load and the addition behind it are one instruction. This release loses the addition
+    """
     if stages > MAX_STAGES:
         raise Refused(f"a loop has at most {MAX_STAGES} stages, and {stages} were asked for")
     before, after = _FUNCTION.search(ttir), _FUNCTION.search(ttgir)
@@ -28,7 +31,10 @@ def emit(ttir: str, ttgir: str, stages: int, scratchpad: int) -> str:
     if bool(products[0]) != bool(products[1]):
         raise Refused("a product was lost on the way")
     lines = [f"{MAGIC}: {after[1]}, {scratchpad} bytes"]
-    lines += [name.replace(".", "_") for name in _OPERATION.findall(ttgir)]
+    for name in (found.replace(".", "_") for found in _OPERATION.findall(ttgir)):
+        if fuse and name == "arith_addf" and lines[-1] == "tt_load":
+            continue
+        lines.append(name)
     return "\n".join(lines) + "\n"
 
 

@@ -57,9 +57,31 @@ def test_entries(known) -> None:
     stays = found["rocm-0902-stays", "stays"]
     assert stays.verified == ("rocm:gfx942: fail:signature",)
     assert not stays.unverified
+    assert stays.unprobed == ()
     assert stays.note == "last seen on triton==3.6.0; applies to be safe"
     assert found["rocm-0904-slow", "falls away"].note == "last seen on triton==3.6.0; is left out"
     assert found["rocm-0903-new", "newly applies"].unverified
+    assert found["rocm-0903-new", "newly applies"].unprobed == ("rocm:gfx942",)
+    assert found["rocm-0904-slow", "falls away"].unprobed == (), "it does not apply any more"
+
+
+def test_a_probe_of_one_target_says_nothing_of_another(tmp_path, portattn, monkeypatch) -> None:
+    path = quirk_files.plant(
+        tmp_path, "rocm-0905-half", "launch = { num_warps = 2 }", when=when(">=3.4"), evidence=OPEN
+    )
+    path.write_text(path.read_text() + BLOCK.format(target="rocm:gfx942", off="fail:signature"))
+    known = quirk_files.registry(tmp_path)
+    [half] = upgrade.upgrade("triton==3.6.0", "triton==3.9.0", known, ("rocm:gfx942", "rocm:gfx950")).entries
+    assert (half.verified, half.unprobed) == (("rocm:gfx942: fail:signature",), ("rocm:gfx950",))
+    monkeypatch.setattr(Registry, "load", lambda: known)
+    line = ("ci", "--from", "triton==3.6.0", "--to", "triton==3.9.0", "--fail-on", "unprobed", "--targets")
+    told = portattn(*line, "gfx942,gfx950", "--json")
+    assert told.status == 1
+    assert [(one["kinds"], one["targets"]) for one in told.json["losses"]] == [(["unprobed"], ["rocm:gfx950"])]
+    assert "--target rocm:gfx950 --toolchain triton==3.9.0" in told.json["losses"][0]["todo"]
+    assert portattn(*line, "gfx942").status == 0
+    shown = portattn(*line, "gfx942,gfx950").out
+    assert "probed there: rocm:gfx942: fail:signature (not on rocm:gfx950)" in " ".join(shown.split())
 
 
 def test_plans(known) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -103,8 +105,9 @@ def test_what_the_model_does_not_know_is_missing() -> None:
         "grid": [1],
         "unchecked": [],
         "types": {},
-        "lds": 0,
-        "waves": 1,
+        "facts": {"scratchpad_bytes": 0, "num_warps": 1},
+        "texts": {"amdgcn": "v_new"},
+        "triton": "3.6.0",
     }
     with pytest.MonkeyPatch.context() as patch:
 
@@ -112,14 +115,18 @@ def test_what_the_model_does_not_know_is_missing() -> None:
             raise UnknownInstruction("v_new is not modelled")
 
         patch.setattr(Program, "parse", parse)
-        answer = executing.execute(request | {"amdgcn": "v_new"})
+        answer = executing.execute(request)
     assert answer == {"missing": "the model does not know: v_new is not modelled"}
-    bench = Bench("rocm:gfx942", ("hip", "gfx942", 64), executor="python")
-    bench.version = (3, 3)
-    with pytest.raises(Missing, match=r"tried with the code of Triton 3\.4 and newer"):
-        bench.execute(Code({"amdgcn": ""}), {}, [])
+    old = executing.execute(request | {"triton": "3.3.1"})
+    assert old == {"missing": "the model was tried with the code of Triton 3.4 and newer"}
+    none = executing.execute(request | {"target": "cuda:sm_90", "texts": {"ptx": ""}})
+    assert none == {"missing": "nothing here executes code for cuda:sm_90"}
     with pytest.raises(Missing, match="nothing here executes code for cuda:sm_90"):
-        Bench("cuda:sm_90", ("cuda", 90, 32), executor="python").execute(Code({"ptx": ""}), {}, [])
+        Bench("cuda:sm_90", ("cuda", 90, 32), executor=sys.executable, path=os.pathsep.join(sys.path)).execute(
+            Code({"ptx": ""}), {}, []
+        )
+    with pytest.raises(Missing, match="needs --executor PYTHON"):
+        Bench("cuda:sm_90", ("cuda", 90, 32)).execute(Code({"ptx": ""}), {}, [])
 
 
 def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
