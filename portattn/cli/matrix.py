@@ -18,6 +18,7 @@ from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
 from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
@@ -60,7 +61,7 @@ def matrix() -> None:
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Cells made at a time.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     default=120.0,
     show_default=True,
     help="Limit of each compile and each numerical check.",

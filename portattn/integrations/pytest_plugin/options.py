@@ -19,6 +19,7 @@ from portattn.tools.matrix.problems import SetName
 from portattn.tools.matrix.select import Spec
 from portattn.tools.matrix.snapshot import Snapshot
 from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, words
+from portattn.tools.number_ranges import LONGEST
 from portattn.tools.own_kernels import SECONDS
 
 # Options of `matrix run` that errors name -> the plug-in's.
@@ -79,8 +80,9 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
         limit = f"is a change, and needs {OPTIONS['portattn_baseline']} to compare with"
         raise ArgumentError("pytest", "--fail-on", changes[0], limit)
     seconds = config.getoption("portattn_seconds")
-    if seconds is not None and not seconds > 0:
-        raise ArgumentError("pytest", OPTIONS["portattn_seconds"], seconds, "must be more than 0")
+    if seconds is not None and not 0 < seconds <= LONGEST:
+        limit = f"must be more than 0, and at most {LONGEST:.0f} s"
+        raise ArgumentError("pytest", OPTIONS["portattn_seconds"], seconds, limit)
     globs = select.globs(texts)
     if texts and not globs:
         raise ArgumentError("pytest", "--targets", ",".join(texts), "names no target")

@@ -84,6 +84,8 @@ def test_markers_are_registered(pytester: pytest.Pytester, inner: Runner) -> Non
             "--portattn-fail-on is 'facts', but is a change, and needs --portattn-baseline to compare with",
         ),
         (["--portattn-seconds=0"], "--portattn-seconds is 0.0, but must be more than 0"),
+        (["--portattn-seconds=nan"], "--portattn-seconds is nan, but must be more than 0"),
+        (["--portattn-seconds=inf"], "--portattn-seconds is inf, but must be more than 0, and at most 1000000 s"),
         (["portattn::rocm:gfx942"], "portattn::rocm:gfx942 is a conformance case, and needs --portattn-conformance"),
         (
             ["--portattn-target=sm_90", "--portattn-conformance=quick", "portattn::rocm:gfx942"],
