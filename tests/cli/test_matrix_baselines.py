@@ -99,3 +99,30 @@ def test_a_run_of_one_set_has_not_lost_the_other_ones_problems(portattn, folder,
     lost = portattn(*line, "--quick")
     assert lost.status == 1, "a problem that neither set has is gone"
     assert [one["problems"] for one in lost.json["losses"]] == [["decode that is gone"]]
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 3000 + "]" * 3000, f"x = {'9' * 5000}"], ids=["deep", "digits"])
+def test_files_that_are_damaged_are_one_error(portattn, folder, amd, tmp_path, text):
+    bad, new = tmp_path / "bad.toml", folder("new", amd)
+    bad.write_text(text)
+    (tmp_path / "quirks").mkdir()
+    (tmp_path / "quirks" / "rocm-0901-x.toml").write_text(text)
+    for line in (
+        ("matrix", "check", new, "--baseline", str(bad)),
+        ("matrix", "check", new, "--expected", str(bad)),
+        ("matrix", "diff", str(bad), new),
+        ("ci", "--to", "triton==3.9.0", "--baseline", str(bad)),
+        ("ci", "--from", "triton==3.6.0", "--to", "triton==3.9.0", "--quirk-folder", str(tmp_path / "quirks")),
+    ):
+        called = portattn(*line)
+        assert (called.status, called.out) == (2, ""), line
+        assert "not TOML" in called.err
+        assert len(called.err.splitlines()) == 1
+
+
+def test_a_site_whose_marker_is_damaged_is_not_written_over(portattn, folder, amd, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "site.json").write_text("[" * 100_000)
+    called = portattn("matrix", "site", folder("new", amd), "--out", str(tmp_path / "site"))
+    assert called.status == 2
+    assert "its site.json is not of this command" in called.err

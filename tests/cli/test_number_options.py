@@ -40,7 +40,8 @@ def test_what_is_no_number_of_the_range_is_refused(name):
     for text in REFUSED:
         with pytest.raises(click.BadParameter):
             option.type.convert(text, option, None)
-    assert option.type.convert(str(option.default or 0.5), option, None) == (option.default or 0.5)
+    least = option.type.min or 0.5
+    assert option.type.convert(str(least), option, None) == least
 
 
 @pytest.mark.parametrize("text", REFUSED)
