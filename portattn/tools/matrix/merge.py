@@ -10,6 +10,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.tools.matrix.cells import Cell, Run
 from portattn.tools.matrix.identity import Identity, digests_of
+from portattn.tools.matrix.results import place_of
 from portattn.tools.matrix.snapshot import entry, evidence, problem_digest, word
 
 
@@ -42,9 +43,11 @@ def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], comm
     Of several results of a cell the one with most evidence is kept, but a red one before any other: that something
     fails on one machine is not taken back by another. The others stay beside it, in `Cell.others`.
 
-    Raises ArgumentError where two runs were made of different kernels, code or data that cells of both depend on.
+    Raises ArgumentError where two runs were made of different kernels, code or data that cells of both depend on, or
+    have different problems of one name.
     """
     _same_code(runs, shown)
+    _same_problems(runs, shown)
     identities = {identity.id: identity for run, _ in runs for identity in run.identities}
     results: dict[str, list[Cell]] = {}
     for _, cells in runs:
@@ -98,6 +101,17 @@ def _same_code(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str])
                 if other != value:
                     limit = f"its {part} ({value}) are not those of {owner} ({other}): make both with one checkout"
                     raise ArgumentError("matrix merge", "RUN", name, limit)
+
+
+def _same_problems(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str]) -> None:
+    """Raise ArgumentError where a problem's name means two problems: later runs find cells by their names."""
+    seen: dict[tuple[str, str, str], tuple[str, str]] = {}  # place -> the cell's id, and the run that has it
+    for (_, cells), name in zip(runs, shown, strict=True):
+        for cell in cells:
+            other, owner = seen.setdefault(place_of(cell), (cell.id, name))
+            if other != cell.id:
+                limit = f"its {cell.name!r} on {cell.target} is another problem than that of {owner}"
+                raise ArgumentError("matrix merge", "RUN", name, limit)
 
 
 def _apart(cell: Cell) -> Iterator[Cell]:
