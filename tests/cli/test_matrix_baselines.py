@@ -94,7 +94,9 @@ def test_a_run_of_one_set_has_not_lost_the_other_ones_problems(portattn, folder,
     quick = portattn(*line, "--quick")
     assert quick.status == 0, quick.out
     assert quick.json["compared"] == 2
-    gone = make_cell(named=msgspec.structs.replace(DECODE, name="decode that is gone"), target="rocm:gfx942")
+    gone = make_cell(
+        named=msgspec.structs.replace(DECODE, name="decode that is gone"), target="rocm:gfx942", id="f" * 16
+    )
     folder("old", [*cells, gone], problems="quick, full")
     lost = portattn(*line, "--quick")
     assert lost.status == 1, "a problem that neither set has is gone"

@@ -116,7 +116,7 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
     run: Run | None = None
     listed: frozenset[str] = frozenset()
     cells: dict[str, Cell] = {}
-    places: dict[Place, int] = {}
+    met: dict[str | Place, int] = {}  # a cell's id, and its place -> the line
     for number, line in lines(path, data, resumed):
         try:
             version = msgspec.json.decode(line, type=_Versioned).schema
@@ -135,7 +135,8 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
             # A run writes each of its cells once; --resume writes the file anew without those that it makes again.
             if item.id not in listed:
                 raise DataError(path, number, f"is of the cell {item.id}, which the run does not list in line 1")
-            if (earlier := places.setdefault(place_of(item), number)) != number or item.id in cells:
+            earlier = min(met.setdefault(name, number) for name in (item.id, place_of(item)))
+            if earlier != number:
                 where = "  ".join(place_of(item))
                 raise DataError(path, number, f"is of a cell that the file has already (line {earlier}): {where}")
             if wrong := next(_no_figures(item), ""):
