@@ -12,6 +12,7 @@ from portattn.cli import benchreport
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.tools.bench.cases import Case
@@ -41,9 +42,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Python file that defines contenders(case, t): a peer by the file's name; can be repeated.",
 )
-@click.option(
-    "--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds after which no further cell is begun."
-)
+@click.option("--budget", type=SECONDS, help="Seconds after which no further cell is begun.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),

@@ -9,6 +9,7 @@ import click
 
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, heading, json_option, table
+from portattn.tools.number_ranges import FiniteRange
 
 if TYPE_CHECKING:
     from portattn.tools.bench.results import Figures, Result, Row
@@ -53,7 +54,7 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
 @click.argument("before", type=click.Path(path_type=Path, exists=True))
 @click.argument("after", type=click.Path(path_type=Path, exists=True))
 @click.option(
-    "--tolerance", type=click.FloatRange(0, 1, max_open=True), default=0.03, show_default=True,
+    "--tolerance", type=FiniteRange(0, 1, max_open=True), default=0.03, show_default=True,
     help="Part of its ratio to the same peer that a case may lose.",
 )  # fmt: skip
 @json_option

@@ -18,6 +18,7 @@ from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.tools.ci.asked import Asked
@@ -81,7 +82,7 @@ def _kinds() -> Iterator[tuple[str, str]]:
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Cells compiled at a time.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     default=120.0,
     show_default=True,
     help="Limit of each compile and each numerical check.",

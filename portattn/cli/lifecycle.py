@@ -16,6 +16,7 @@ from portattn.cli.upgrade_sections import entry_line, show_carried
 from portattn.errors import ArgumentError
 from portattn.schema import quirk_names
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
@@ -158,7 +159,7 @@ def _show_draft(made: Any) -> None:
     metavar="NAME==VERSION",
     help="The compiler; by default the one that it failed on.",
 )
-@click.option("--seconds", default=120.0, show_default=True, help="Time limit of one compile.")
+@click.option("--seconds", type=SECONDS, default=120.0, show_default=True, help="Time limit of one compile.")
 @click.option("--most", default=400, show_default=True, help="Compiles after which the smallest so far is the result.")
 @click.option("--write", is_flag=True, help="Write the result: into the quirk's probe, or as an incident ID-reduced.")
 @json_option
@@ -168,9 +169,8 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
     from portattn.tools import lab
     from portattn.tools.quirks.lifecycle import reduce as reducing
 
-    for option, value in (("--seconds", seconds), ("--most", most)):
-        if value <= 0:
-            raise ArgumentError("quirks reduce", option, value, "must be more than 0")
+    if most <= 0:
+        raise ArgumentError("quirks reduce", "--most", most, "must be more than 0")
     registry = Registry.load()
     subject, incident = _subject(subject_id, registry, toolchain)
     with _status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:

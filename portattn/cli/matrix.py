@@ -18,6 +18,7 @@ from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
 from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
@@ -60,7 +61,7 @@ def matrix() -> None:
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Cells made at a time.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     default=120.0,
     show_default=True,
     help="Limit of each compile and each numerical check.",
@@ -142,9 +143,12 @@ def run(
     globs, problems = select.globs(targets), select.commas(ops)
     where = select.targets(globs, select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
+    specs = select.specs(select.problems(which, problems), where)
+    asked_for = asked.Asked(where, globs, problems, which, all_toolchains)
+    if before is not None:
+        asked_for.must_share(before, specs)
     if create:
         _create(select.missing(where, pythons))
-    specs = select.specs(select.problems(which, problems), where)
     here = tuple(devices())
     if run_ptx_compat:
         _older(where, here)
@@ -189,7 +193,7 @@ def run(
     changes = None
     if before is not None and not interrupted:
         after = snapshot(made, cells, str(out))
-        changes = asked.Asked(where, globs, problems, all_toolchains).compared(before, after)
+        changes = asked_for.compared(before, after)
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
     matrix_verdict.write_junit(junit, made, cells, verdict)
     _tell(made, cells, verdict, out, as_json, interrupted)

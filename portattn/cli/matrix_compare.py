@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +16,9 @@ from portattn.cli.matrix_page import PAGE, counts, tell_empty, write_page
 from portattn.cli.matrix_site import site
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from portattn.tools.matrix.snapshot import Entry, Snapshot
 
 PATH = click.Path(path_type=Path)
 
@@ -39,12 +44,20 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
     --fail-on names has happened. 2: a run cannot be read.
     """
     from portattn.tools.matrix import reading
-    from portattn.tools.matrix.diff import KINDS, LOST, compare, part_of
+    from portattn.tools.matrix.diff import KINDS, LOST, compare
     from portattn.tools.matrix.verdict import words
 
     red = LOST | words(fail_on, "matrix diff", KINDS)
     before, after = reading.read(old), reading.read(new)
-    found = compare(before, after, part_of(before, after)) if partial else compare(before, after)
+    if before.missing:
+        click.echo(
+            f"{old} was interrupted: it lacks {plural(before.missing, 'cell')}, and none can be missed", err=True
+        )
+    if partial and after.missing:
+        limit = f"lacks {plural(after.missing, 'cell')}: which they are is not known; go on with it by --resume"
+        raise ArgumentError("matrix diff", "NEW", str(new), f"was interrupted, and {limit}")
+    counts = _counts("matrix diff", "OLD", before, after, partial)
+    found = compare(before, after, counts)
     lost = [change for change in found.changes if red & set(change.kinds)]
     if as_json:
         emit_json(
@@ -55,6 +68,18 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
         matrix_verdict.show_diff(found, red)
     if lost:
         raise click.exceptions.Exit(RED)
+
+
+def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: bool) -> Callable[[Entry], bool]:
+    """Which cells of OLD count. Raises ArgumentError where NEW is a part that has none of them."""
+    from portattn.tools.matrix.asked import must_compare
+    from portattn.tools.matrix.diff import part_of
+
+    if not partial:
+        return lambda _: True
+    counts = part_of(before, after)
+    must_compare(op, argument, before, counts)
+    return counts
 
 
 @click.command()
@@ -114,10 +139,7 @@ def baseline(run: Path, file: Path, as_json: bool) -> None:
 
     if file.suffix != baselines.SUFFIX:
         raise ArgumentError("matrix baseline", "FILE", str(file), f"must end with {baselines.SUFFIX}: it is TOML")
-    made = reading.read(run)
-    if made.missing:
-        limit = f"it was interrupted, and lacks {plural(made.missing, 'cell')}: nobody would miss them later"
-        raise ArgumentError("matrix baseline", "RUN", str(run), limit)
+    made = reading.whole(run, "matrix baseline", "RUN")
     write_data(file, baselines.write(made).encode())
     red = sum(entry.red for entry in made.entries)
     dirty = sorted({identity.commit[:10] for identity in made.identities.values() if identity.dirty})
@@ -152,18 +174,18 @@ def check(
     expired, cells are missing, something was lost since the baseline, or what --fail-on names is there. 2: bad input.
     """
     from portattn.tools.matrix import reading
-    from portattn.tools.matrix.diff import compare, part_of
+    from portattn.tools.matrix.diff import compare
     from portattn.tools.matrix.snapshot import snapshot
     from portattn.tools.matrix.verdict import of_run
 
     red = matrix_verdict.fail_on(fail_on, "matrix check", against is not None)
     listed = matrix_verdict.expected_of(expected)
-    before = reading.read(against) if against else None
+    before = reading.whole(against, "matrix check", "--baseline") if against else None
     made, cells = reading.read_cells(run)
     changes = None
     if before is not None:
         after = snapshot(made, cells, str(run))
-        changes = compare(before, after, part_of(before, after)) if partial else compare(before, after)
+        changes = compare(before, after, _counts("matrix check", "--baseline", before, after, partial))
     verdict = of_run(
         made, cells, fail_on=red, expected=listed, changes=changes, today=matrix_verdict.today(today)
     )  # fmt: skip

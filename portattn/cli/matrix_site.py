@@ -43,7 +43,7 @@ def site(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
         raise ArgumentError(pages.OP, "--out", str(out), f"is not written over: {why}")
     read = [reading.read_cells(path) for path in runs]
     run, cells = read[0]
-    conflicts: tuple[merge.Conflict, ...] = ()
+    conflicts = merge.conflicts(cells)  # of a run that was merged before
     if len(read) > 1:
         command = shlex.join(["portattn", "matrix", "merge", *(path.name for path in runs)])
         merged = merge.merge(read, [str(path) for path in runs], command)

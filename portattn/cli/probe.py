@@ -13,6 +13,7 @@ from portattn.cli.named import quirk_of
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
@@ -37,7 +38,7 @@ OP = "quirks probe"
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Probes run at a time.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     default=180.0,
     show_default=True,
     help="Limit of each arm: a compiler that takes longer hangs.",

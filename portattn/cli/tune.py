@@ -12,6 +12,7 @@ import click
 from portattn.cli.output import json_option
 from portattn.errors import ArgumentError
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import SECONDS
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
@@ -57,7 +58,7 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
 @click.option(
     "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel or variant; can be repeated."
 )
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For all of it.")
+@click.option("--budget", type=SECONDS, metavar="SECONDS", help="For all of it.")
 @click.option("--candidates", type=click.IntRange(0), default=0, help="Of a class, nearest to today's choice; 0: all.")
 @click.option(
     "--setting",
@@ -74,7 +75,7 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
 )
 @click.option("--rounds", type=click.IntRange(1, 100), default=4, help="Rounds in which finalists take turns.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=2, help="Compiles at a time.")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=120.0, help="Limit of each compile.")
+@click.option("--seconds", type=SECONDS, default=120.0, help="Limit of each compile.")
 @click.option("--compile-only", is_flag=True, help="Time nothing, on a machine that has the chip too.")
 @click.option(
     "--out",

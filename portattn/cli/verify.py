@@ -11,6 +11,7 @@ from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
 from portattn.schema.problem import OPS
 from portattn.tools import shell_values
+from portattn.tools.number_ranges import LONGEST, FiniteRange
 from portattn.tools.problem_text import target_from
 
 COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
@@ -37,7 +38,7 @@ COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused":
     default=None,
     help="Run the target's code on a newer NVIDIA GPU that is here; the default where there is one.",
 )
-@click.option("--seconds", type=click.FloatRange(min=1.0), default=120.0, help="Time limit of each run.")
+@click.option("--seconds", type=FiniteRange(min=1.0, max=LONGEST), default=120.0, help="Time limit of each run.")
 @json_option
 def verify(
     ops: tuple[str, ...],

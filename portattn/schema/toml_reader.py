@@ -35,6 +35,10 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
         where = re.search(r"line (\d+)", str(error))
         # "at end of document" has no line number: what is missing would stand after the last line.
         raise DataError(path, int(where.group(1)) if where else len(text.splitlines()), f"not TOML: {error}") from None
+    except RecursionError:
+        raise DataError(path, None, "not TOML that can be read: it is nested too deeply") from None
+    except ValueError as error:  # an integer of more digits than int() takes
+        raise DataError(path, None, f"not TOML: {error}") from None
 
 
 def line_of(text: str, *keys: str) -> int | None:

@@ -146,7 +146,22 @@ def test_contradicting_quirks_leave_no_plan(portattn, tmp_path):
     assert called.status == 1
     loss = next(one for one in called.json["losses"] if "no plan" in one["what"])
     assert "cuda-0901-x and cuda-0902-x" in loss["what"]
-    assert loss["todo"].startswith("two quirks contradict each other")
+    assert loss["cause"] == "quirks cuda-0901-x and cuda-0902-x contradict each other: there is no plan"
+    assert loss["quirk"] == "cuda-0901-x"
+    files = (tmp_path / "own" / "cuda" / f"cuda-090{n}-x.toml" for n in (1, 2))
+    assert loss["todo"] == f"narrow `[when]` of {' or '.join(map(str, files))}, or take the entry out"
+
+
+def test_a_quirk_of_ones_own_that_contradicts_a_known_one_is_the_cause(portattn, tmp_path):
+    plant(tmp_path / "own", "cuda-0901-x", 'lowering = { load = "block_ptr" }')  # any-0001 sets it back on 3.9.0
+    called = portattn(*BUMP, "--targets", "sm_80", "--quirk-folder", str(tmp_path / "own"), "--json")
+    assert called.status == 1
+    assert called.json["losses"]
+    for one in called.json["losses"]:
+        assert set(one["cause"].split()) >= {"cuda-0901-x", "any-0001-no-block-pointers", "contradict"}
+        assert one["quirk"] == "cuda-0901-x"
+        file = tmp_path / "own" / "cuda" / "cuda-0901-x.toml"
+        assert one["todo"] == f"narrow `[when]` of {file}, or take the entry out"
 
 
 def test_less_sure_is_red_where_it_is_asked_for(portattn):

@@ -189,6 +189,9 @@ def test_runs_of_several_machines_are_merged_and_kept(portattn, made, tmp_path):
     assert "CONFLICT cuda:sm_90" in called.out
     assert "NOTE, path" in called.out
     assert "on nvidia (Linux" in called.out
+    again = portattn("matrix", "site", str(tmp_path / "all"), "--out", str(tmp_path / "site"))
+    assert again.status == 1, "the site of the merged run shows the conflict, too"
+    assert "CONFLICT cuda:sm_90" in again.out
 
 
 def test_a_baseline_of_a_run_that_is_not_whole_is_refused(portattn, made, tmp_path, monkeypatch):

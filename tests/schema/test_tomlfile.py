@@ -118,3 +118,17 @@ def test_a_prefix_names_the_table(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"two\.level") as error:
         convert(data["two"], Inner, path, text, "two")
     assert error.value.line == 4
+
+
+DAMAGED = {
+    "deep": ("x = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+    "a long integer": (f"x = {'9' * 5000}", "not TOML"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), DAMAGED.values(), ids=DAMAGED)
+def test_what_python_cannot_take_is_an_error_with_the_file(tmp_path, text, said):
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"x\.toml.*{said}"):
+        read(path)

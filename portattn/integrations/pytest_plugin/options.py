@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from portattn.tools.matrix.diff import Change, Place, places_now
 from portattn.tools.matrix.expected import Expected
 from portattn.tools.matrix.problems import SetName
 from portattn.tools.matrix.select import Spec
-from portattn.tools.matrix.snapshot import Entry, Snapshot
+from portattn.tools.matrix.snapshot import Snapshot
 from portattn.tools.matrix.verdict import FAIL_ON, STATUSES, words
+from portattn.tools.number_ranges import LONGEST
 from portattn.tools.own_kernels import SECONDS
 
 # Options of `matrix run` that errors name -> the plug-in's.
@@ -80,8 +80,9 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
         limit = f"is a change, and needs {OPTIONS['portattn_baseline']} to compare with"
         raise ArgumentError("pytest", "--fail-on", changes[0], limit)
     seconds = config.getoption("portattn_seconds")
-    if seconds is not None and not seconds > 0:
-        raise ArgumentError("pytest", OPTIONS["portattn_seconds"], seconds, "must be more than 0")
+    if seconds is not None and not 0 < seconds <= LONGEST:
+        limit = f"must be more than 0, and at most {LONGEST:.0f} s"
+        raise ArgumentError("pytest", OPTIONS["portattn_seconds"], seconds, limit)
     globs = select.globs(texts)
     if texts and not globs:
         raise ArgumentError("pytest", "--targets", ",".join(texts), "names no target")
@@ -94,7 +95,7 @@ def _chosen(config: pytest.Config, nodes: Sequence[str]) -> Chosen:
     before = asked.baseline(found, which) if which else None
     listed = _file(config, "portattn_expected")
     specs = select.specs(select.problems(which, ops), where) if which else []
-    was, gone = _earlier(before, specs, asked.Asked(where, globs, ops))
+    was, gone = _earlier(before, specs, asked.Asked(where, globs, ops, which or "full"))
     return Chosen(
         where=tuple(where),
         which=which,
@@ -154,20 +155,8 @@ def _earlier(
     """Which cells of an earlier run those of this one are compared with, and those that are gone."""
     if before is None:
         return {}, ()
-    planned = Snapshot(
-        shown="this run",
-        set=before.set,
-        date=datetime.datetime.now(datetime.timezone.utc),
-        problems={},
-        identities={},
-        entries=tuple(
-            Entry(
-                name=spec.named.name, op=spec.named.problem.op, target=spec.target.name,
-                toolchain=str(spec.target.toolchain), status="NOT_RUN", level="declared",
-            )
-            for spec in specs
-        ),
-    )  # fmt: skip
+    asked_for.must_share(before, specs)
+    planned = asked.planned(specs, asked_for.which)
     counts = asked_for.counts(before, planned)
     counted = [entry for entry in before.entries if counts(entry)]
     gone = [change for change in asked_for.compared(before, planned).changes if "gone" in change.kinds]

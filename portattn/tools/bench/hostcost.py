@@ -36,6 +36,7 @@ from portattn.tools.bench.hostshapes import PARTS, WARM, Sizes, Workload, worklo
 from portattn.tools.bench.peers.libraries import load
 from portattn.tools.bench.provenance import command
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.number_ranges import LONGEST, FiniteRange
 from portattn.tools.source_commit import source_commit_text
 
 QUEUE = 16  # calls until the host waits for the device: fewer than its queue takes
@@ -301,7 +302,7 @@ def markdown(found: HostRun) -> str:
 
 @click.command()
 @click.option(
-    "--seconds", type=click.FloatRange(min=1), default=150, show_default=True, help="for all, compiles included"
+    "--seconds", type=FiniteRange(min=1, max=LONGEST), default=150, show_default=True, help="for all, compiles included"
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--peer-libs", "folder", type=click.Path(path_type=Path, exists=True, file_okay=False))

@@ -69,7 +69,7 @@ def asked(
 
     Raises ArgumentError and DataError on bad input.
     """
-    kept = reading.read(baseline) if baseline else None
+    kept = reading.whole(baseline, OP, "--baseline") if baseline else None
     new = _new(before, after, kept)
     old = _old(before, new, kept, baseline)
     if old.distribution != new.distribution:
@@ -92,13 +92,17 @@ def asked(
         Pair(Side(registry.target(name, old), registry), Side(added.target(name, new), added)) for name in names
     )
     own = tuple(name for name in added.quirks if name not in registry.quirks)
-    return Asked(old=old, new=new, pairs=pairs, problems=tuple(named), which=chosen, baseline=kept, own=own)
+    what = Asked(old=old, new=new, pairs=pairs, problems=tuple(named), which=chosen, baseline=kept, own=own)
+    if kept is not None:
+        matrix_asked.must_compare(OP, "--baseline", kept, counts(what, targets, problems))
+    return what
 
 
 def counts(what: Asked, targets: Sequence[str], problems: Sequence[str]) -> Callable[[Entry], bool]:
     """Which cells of the old side are asked for by the texts of `asked`: also of a target or problem that is gone."""
     place = matrix_asked.places(what.targets, select.globs(targets))
-    problem = matrix_asked.problems(select.commas(problems))
+    sets = what.baseline.set if what.baseline is not None else what.which
+    problem = matrix_asked.problems(select.commas(problems), what.which, sets)
     return lambda entry: entry.toolchain == str(what.old) and place(entry.target) and problem(entry)
 
 

@@ -52,7 +52,7 @@ def together(findings: Sequence[Finding], changes: Sequence[Change], asked: Aske
         groups.setdefault((kinds, what, cause), []).extend(found)
     for (kinds, what, cause), found in groups.items():
         targets = tuple(dict.fromkeys(one.target for one in found if one.target))
-        quirk = cause.name if cause is not None and cause.kind == "quirk" else ""
+        quirk = _quirk_of(cause, asked)
         yield Loss(
             kinds=kinds,
             what=what,
@@ -64,12 +64,22 @@ def together(findings: Sequence[Finding], changes: Sequence[Change], asked: Aske
         )
 
 
+def _quirk_of(cause: Cause | None, asked: Asked) -> str:
+    """The id of the quirk that is the cause; of two that contradict each other the user's own."""
+    if cause is None or cause.kind not in ("quirk", "conflict"):
+        return ""
+    names = cause.name.split()
+    return next((name for name in names if name in asked.own), names[0])
+
+
 def _todo(
     kinds: Sequence[str], what: str, cause: Cause | None, targets: Sequence[str], asked: Asked, after: Made
 ) -> str:
     """What helps against a loss; the commands are of its first target."""
     new = asked.new
     on = f"--target {targets[0]} --toolchain {new}" if targets else f"--toolchain {new}"
+    if cause is not None and cause.kind == "conflict":
+        return _about_conflict(cause, asked, after)
     if "no plan: " in what:
         return "two quirks contradict each other: narrow one, or switch it off by `PORTATTN_QUIRKS=-ID`"
     if set(kinds) & set(COMPLAINTS):
@@ -94,6 +104,15 @@ def _todo(
     if set(kinds) & {"level", "red"}:
         return "`portattn quirks new --from-log FILE` drafts a quirk of what the compiler printed"
     return f"`portattn matrix run --targets {','.join(targets[:1])} --toolchain {new}` shows the cells"
+
+
+def _about_conflict(cause: Cause, asked: Asked, after: Made) -> str:
+    """What helps where two quirks contradict each other: first the user's own entries, which can be changed."""
+    names = cause.name.split()
+    files = [str(after.registry.quirks[name].file) for name in names if name in asked.own]
+    if files:
+        return f"narrow `[when]` of {' or '.join(files)}, or take the entry out"
+    return f"two quirks contradict each other: narrow one, or `PORTATTN_QUIRKS=-{names[0]}` switches it off"
 
 
 def _about_quirk(cause: Cause, on: str, asked: Asked, after: Made) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -11,25 +12,31 @@ from portattn.errors import ArgumentError
 from portattn.schema.target import Target
 from portattn.tools.matrix import reading
 from portattn.tools.matrix.diff import Diff, compare, part_of
-from portattn.tools.matrix.select import OP, wanted_name
-from portattn.tools.matrix.snapshot import Entry, Snapshot
+from portattn.tools.matrix.problems import SETS, SetName
+from portattn.tools.matrix.select import OP, Spec, wanted_name
+from portattn.tools.matrix.snapshot import Entry, Snapshot, columns
+
+NAMED = 3  # columns and problems of a run that an error names
 
 
 class Asked(NamedTuple):
     """What a run was asked for. globs and ops are empty where that is everything.
 
     where       its targets
+    which       the set of problems
     every_toolchain  whether it was asked for all of the lab's: without, those that are installed or named are meant
     """
 
     where: Sequence[Target]
     globs: Sequence[str]
     ops: Sequence[str]
+    which: SetName
     every_toolchain: bool = False
 
     def counts(self, before: Snapshot, after: Snapshot) -> Callable[[Entry], bool]:
         """Whether a cell of an earlier run was asked for, also where it is of no target any more."""
-        place, problem = places({target.name for target in self.where}, self.globs), problems(self.ops)
+        place = places({target.name for target in self.where}, self.globs)
+        problem = problems(self.ops, self.which, before.set)
         if self.every_toolchain:
             return lambda entry: place(entry.target) and problem(entry)
         return part_of(before, after, place, problem)
@@ -37,6 +44,44 @@ class Asked(NamedTuple):
     def compared(self, before: Snapshot, after: Snapshot) -> Diff:
         """A run compared with an earlier one: with what it was asked for of it."""
         return compare(before, after, self.counts(before, after))
+
+    def must_share(self, before: Snapshot, specs: Sequence[Spec]) -> None:
+        """Raise ArgumentError where an earlier run has nothing of what this one is asked for. specs: its cells."""
+        must_compare(OP, "--baseline", before, self.counts(before, planned(specs, self.which)))
+
+
+def planned(specs: Sequence[Spec], which: SetName) -> Snapshot:
+    """The snapshot of a run none of whose cells is made yet."""
+    return Snapshot(
+        shown="this run",
+        set=which,
+        date=datetime.datetime.now(datetime.timezone.utc),
+        problems={},
+        identities={},
+        entries=tuple(
+            Entry(
+                name=spec.named.name, op=spec.named.problem.op, target=spec.target.name,
+                toolchain=str(spec.target.toolchain), status="NOT_RUN", level="declared",
+            )
+            for spec in specs
+        ),
+    )  # fmt: skip
+
+
+def must_compare(op: str, argument: str, before: Snapshot, counts: Callable[[Entry], bool]) -> None:
+    """Raise ArgumentError where no cell of an earlier run counts: a comparison of nothing would be green."""
+    if any(map(counts, before.entries)):
+        return
+    where = _few([f"{target} with {toolchain}" for target, toolchain in columns(before.entries)])
+    names = _few(list(dict.fromkeys(entry.name for entry in before.entries)))
+    has = f"{where} ({names})" if before.entries else "no cell"
+    limit = f"has no cell of what is asked for, and nothing would be compared; it has {has}"
+    raise ArgumentError(op, argument, before.shown, limit)
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def places(names: Collection[str], globs: Sequence[str]) -> Callable[[str], bool]:
@@ -49,16 +94,26 @@ def places(names: Collection[str], globs: Sequence[str]) -> Callable[[str], bool
     return place
 
 
-def problems(globs: Sequence[str]) -> Callable[[Entry], bool]:
-    """Whether a cell's problem was asked for by globs, also one that is gone."""
-    return lambda entry: not globs or any(wanted_name(entry.op, entry.name, glob) for glob in globs)
+def problems(globs: Sequence[str], which: SetName, sets: str) -> Callable[[Entry], bool]:
+    """Whether a cell's problem was asked for by a set and globs, also one that is gone.
+
+    sets  those that the earlier run is of: what another one of them has alone was not asked for
+    """
+    names = {name: {named.name for named in made()} for name, made in SETS.items() if name in sets.split(", ")}
+    others = set().union(*names.values()) - names.get(which, set())
+
+    def problem(entry: Entry) -> bool:
+        named = not globs or any(wanted_name(entry.op, entry.name, glob) for glob in globs)
+        return named and entry.name not in others
+
+    return problem
 
 
 def baseline(path: Path | None, which: str) -> Snapshot | None:
-    """The run to compare with. Raises ArgumentError where it is of another set of problems, DataError."""
+    """The run to compare with. Raises ArgumentError where it is of another set or was interrupted, DataError."""
     if path is None:
         return None
-    before = reading.read(path)
+    before = reading.whole(path, OP, "--baseline")
     if which not in before.set.split(", "):
         limit = f"is of the {before.set} set, and this run of the {which} one"
         raise ArgumentError(OP, "--baseline", str(path), limit)

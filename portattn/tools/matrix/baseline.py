@@ -21,7 +21,7 @@ from portattn.schema import toml_reader
 from portattn.schema.ops import ROWS
 from portattn.schema.quirk import Level
 from portattn.tools.matrix.cells import Status
-from portattn.tools.matrix.identity import Identity, digests_of
+from portattn.tools.matrix.identity import Identity, Moment, digests_of
 from portattn.tools.matrix.snapshot import Entry, Snapshot, Tier, columns
 
 SCHEMA = 1  # raised when a reader of the version before would misread it
@@ -54,7 +54,7 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: int
     set: str
-    date: datetime.datetime
+    date: Moment
     cells: int
     identities: dict[str, Identity] = {}
     problems: dict[str, str] = {}

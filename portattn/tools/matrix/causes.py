@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -11,15 +12,17 @@ from portattn.tools.matrix.snapshot import Entry, Snapshot
 
 # What a digest's name means to people.
 DATA = {"quirks": "quirks of {}", "arches": "arches of {}", "tuning": "tuning of {}", "backends": "code of {}"}
+# The words of QuirkConflict, which a cell's reason keeps.
+_CONFLICT = re.compile(r"quirks (\S+) and (\S+) both apply and set ")
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """What changed a cell.
 
-    kind  `quirk`; `plan`, where no quirk says why a path is not taken; else the part of the identities that differs:
-          toolchain, compiler, digest, commit, executor, device, variable, version, seconds, problem; `nothing` where no
-          part does, and `unknown` where an identity is not recorded
-    name  the quirk's id, the toolchain, the digest's name, …
+    kind  `conflict`, of two quirks that leave no plan; `quirk`; `plan`, where no quirk says why a path is not taken;
+          else the part of the identities that differs: toolchain, compiler, digest, commit, executor, device, variable,
+          version, seconds, problem; `nothing` where no part does, and `unknown` where an identity is not recorded
+    name  the quirk's id, both of a conflict with a blank between; the toolchain, the digest's name, …
     """
 
     kind: str
@@ -36,7 +39,7 @@ def causes(old: Snapshot, before: Entry, new: Snapshot, after: Entry) -> tuple[C
     A quirk that joined the plan explains a change, and so does one that left it; what else differs is then the reason
     why it did. Without, it is all that there is.
     """
-    found = list(_joined(before, after))
+    found = [*_contradicting(after), *_joined(before, after)]
     if old.problems.get(before.name) != new.problems.get(after.name):
         found.append(Cause(kind="problem", name=after.name, text="the problem of this name is another one"))
     if before.toolchain != after.toolchain:
@@ -52,6 +55,14 @@ def causes(old: Snapshot, before: Entry, new: Snapshot, after: Entry) -> tuple[C
         text = "nothing that is recorded differs: the same code, data and compilers gave another result"
         return (Cause(kind="nothing", name="", text=text),)
     return tuple(found)
+
+
+def _contradicting(after: Entry) -> Iterator[Cause]:
+    """The two quirks that leave a cell without a plan."""
+    found = _CONFLICT.search(after.reason) if not after.path else None
+    if found:
+        text = f"quirks {found[1]} and {found[2]} contradict each other: there is no plan"
+        yield Cause(kind="conflict", name=f"{found[1]} {found[2]}", text=text)
 
 
 def _joined(before: Entry, after: Entry) -> Iterator[Cause]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from portattn.schema.plan import Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Level, describe_effect
 from portattn.testing.findings import Gate, KernelFacts, Lint, Numerics
-from portattn.tools.matrix.identity import Identity
+from portattn.tools.matrix.identity import Identity, Moment
 
 SCHEMA = 2  # of results.jsonl; raised when a reader of the version before would misread it
 
@@ -105,7 +104,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     origin: str = ""
     others: tuple[Cell, ...] = ()
     conflict: str = ""
-    date: datetime.datetime
+    date: Moment
 
     @property
     def red(self) -> bool:
@@ -136,7 +135,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     cells: tuple[str, ...]
     environments: dict[str, str] = {}
     identities: tuple[Identity, ...] = ()
-    date: datetime.datetime
+    date: Moment
 
     @property
     def identity(self) -> Identity:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+Moment = Annotated[datetime.datetime, msgspec.Meta(tz=True)]  # without a zone, two machines' do not compare
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +65,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     executors: dict[str, str] = {}
     seconds: float = 0.0
     command: str = ""
-    date: datetime.datetime
+    date: Moment
 
     def code(self) -> str:
         """The commit in short, as people say it: `1a2b3c4d5e`, with `+changes` where the tree had some."""

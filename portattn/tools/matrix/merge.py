@@ -10,6 +10,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.tools.matrix.cells import Cell, Run
 from portattn.tools.matrix.identity import Identity, digests_of
+from portattn.tools.matrix.results import place_of
 from portattn.tools.matrix.snapshot import entry, evidence, problem_digest, word
 
 
@@ -42,9 +43,11 @@ def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], comm
     Of several results of a cell the one with most evidence is kept, but a red one before any other: that something
     fails on one machine is not taken back by another. The others stay beside it, in `Cell.others`.
 
-    Raises ArgumentError where two runs were made of different kernels, code or data that cells of both depend on.
+    Raises ArgumentError where two runs were made of different kernels, code or data that cells of both depend on, or
+    have different problems of one name.
     """
     _same_code(runs, shown)
+    _same_problems(runs, shown)
     identities = {identity.id: identity for run, _ in runs for identity in run.identities}
     results: dict[str, list[Cell]] = {}
     for _, cells in runs:
@@ -53,8 +56,7 @@ def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], comm
                 mine = results.setdefault(one.id, [])
                 if one not in mine:
                     mine.append(one)
-    conflicts: list[Conflict] = []
-    chosen = [_chosen(found, identities, conflicts) for found in results.values()]
+    chosen = [_chosen(found, identities) for found in results.values()]
     wanted = _order(_all(run.cells for run, _ in runs), chosen, runs)
     place = {name: index for index, name in enumerate(wanted)}
     chosen = sorted((msgspec.structs.replace(c, index=place[c.id]) for c in chosen), key=lambda c: c.index)
@@ -74,7 +76,16 @@ def merge(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str], comm
         identities=tuple(identities.values()),
         date=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
     )
-    return Merged(run=made, cells=chosen, conflicts=tuple(conflicts))
+    return Merged(run=made, cells=chosen, conflicts=conflicts(chosen))
+
+
+def conflicts(cells: Iterable[Cell]) -> tuple[Conflict, ...]:
+    """The conflicts that the cells of a merged run record."""
+    return tuple(
+        Conflict(target=cell.target, toolchain=cell.toolchain, name=cell.name, cell=cell.id, text=cell.conflict)
+        for cell in cells
+        if cell.conflict
+    )
 
 
 def _same_code(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str]) -> None:
@@ -92,23 +103,35 @@ def _same_code(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str])
                     raise ArgumentError("matrix merge", "RUN", name, limit)
 
 
+def _same_problems(runs: Sequence[tuple[Run, Sequence[Cell]]], shown: Sequence[str]) -> None:
+    """Raise ArgumentError where a problem's name means two problems: later runs find cells by their names."""
+    seen: dict[tuple[str, str, str], tuple[str, str]] = {}  # place -> the cell's id, and the run that has it
+    for (_, cells), name in zip(runs, shown, strict=True):
+        for cell in cells:
+            other, owner = seen.setdefault(place_of(cell), (cell.id, name))
+            if other != cell.id:
+                limit = f"its {cell.name!r} on {cell.target} is another problem than that of {owner}"
+                raise ArgumentError("matrix merge", "RUN", name, limit)
+
+
 def _apart(cell: Cell) -> Iterator[Cell]:
     """The results that a cell of a run holds: its own, and what a merge has put beside it."""
     for one in (cell, *cell.others):
         yield msgspec.structs.replace(one, others=(), conflict="", index=0)
 
 
-def _chosen(found: Sequence[Cell], identities: dict[str, Identity], conflicts: list[Conflict]) -> Cell:
-    """The result that stands for a cell, with the others beside it."""
+def _chosen(found: Sequence[Cell], identities: dict[str, Identity]) -> Cell:
+    """The result that stands for a cell, with the others beside it.
+
+    Results of every key are compared with each other, also of one that the best result has not.
+    """
     best, *others = sorted(found, key=lambda cell: (not cell.red, -evidence(cell), -cell.date.timestamp()))
+    of_key: dict[str, Cell] = {}
     told = []
-    for other in others:
-        if other.key == best.key and _result(other) != _result(best):
-            text = f"{_said(best, identities)}, but {_said(other, identities)}, under the same conditions"
-            told.append(text)
-            conflicts.append(
-                Conflict(target=best.target, toolchain=best.toolchain, name=best.name, cell=best.id, text=text)
-            )
+    for one in (best, *others):
+        first = of_key.setdefault(one.key, one)
+        if _result(one) != _result(first):
+            told.append(f"{_said(first, identities)}, but {_said(one, identities)}, under the same conditions")
     if not others:
         return best
     return msgspec.structs.replace(best, others=tuple(others), conflict="; ".join(told))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from portattn.errors import ArgumentError
 from portattn.tools.matrix import baseline, results
 from portattn.tools.matrix.cells import Cell, Run
 from portattn.tools.matrix.snapshot import Snapshot, snapshot
@@ -25,6 +26,16 @@ def read(path: Path) -> Snapshot:
     if found.suffix == baseline.SUFFIX:
         return baseline.read(found)
     return snapshot(*results.read(found), shown=str(path))
+
+
+def whole(path: Path, op: str, argument: str) -> Snapshot:
+    """As `read`, of what later runs are compared with. Raises ArgumentError where it was interrupted."""
+    found = read(path)
+    if found.missing:
+        cells = f"{found.missing} cell{'' if found.missing == 1 else 's'}"
+        limit = f"it was interrupted, and lacks {cells}: nobody would miss them later"
+        raise ArgumentError(op, argument, str(path), limit)
+    return found
 
 
 def earlier(path: Path) -> list[Path]:

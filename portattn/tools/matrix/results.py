@@ -5,7 +5,7 @@ Cells are appended as they are finished; a run that ends puts them in the order 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +15,11 @@ from portattn.errors import ArgumentError, DataError
 from portattn.files import write_named
 from portattn.tools.matrix.cells import SCHEMA, Cell, Run
 from portattn.tools.matrix.identity import Identity
+from portattn.tools.matrix.snapshot import WORSE
 from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 
 NAME = "results.jsonl"
+Place = tuple[str, str, str]  # of a cell: target, toolchain, problem's name
 _decoder = msgspec.json.Decoder(Run | Cell)
 
 
@@ -104,15 +106,17 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
 
     resumed  a run will go on with it: see `journal.lines`
 
-    Raises DataError (file, line) on another schema version or a line that breaks the schema, and when the file or its
-    first line is missing.
+    Raises DataError (file, line) on another schema version, on a line that breaks the schema or that no run writes, and
+    when the file or its first line is missing.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
     run: Run | None = None
+    listed: frozenset[str] = frozenset()
     cells: dict[str, Cell] = {}
+    met: dict[str | Place, int] = {}  # a cell's id, and its place -> the line
     for number, line in lines(path, data, resumed):
         try:
             version = msgspec.json.decode(line, type=_Versioned).schema
@@ -121,13 +125,41 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
             item = _decoder.decode(line)
         except UNREADABLE as error:
             raise DataError(path, number, f"not a line of matrix results: {error}") from None
-        if isinstance(item, Run):
-            run = item
+        if run is None:
+            if not isinstance(item, Run):
+                break
+            run, listed = item, frozenset(item.cells)
+        elif isinstance(item, Run):
+            raise DataError(path, number, "is the line of a second run: a file has one")
         else:
+            # A run writes each of its cells once; --resume writes the file anew without those that it makes again.
+            if item.id not in listed:
+                raise DataError(path, number, f"is of the cell {item.id}, which the run does not list in line 1")
+            earlier = min(met.setdefault(name, number) for name in (item.id, place_of(item)))
+            if earlier != number:
+                where = "  ".join(place_of(item))
+                raise DataError(path, number, f"is of a cell that the file has already (line {earlier}): {where}")
+            if wrong := next(_no_figures(item), ""):
+                raise DataError(path, number, wrong)
             cells[item.id] = item
     if run is None:
         raise DataError(path, 1, "the first line, which says where the cells come from, is missing")
     return run, sorted(cells.values(), key=lambda c: c.index)
+
+
+def place_of(cell: Cell) -> Place:
+    """What names a cell in every run: a run has one of each."""
+    return cell.target, cell.toolchain, cell.name
+
+
+def _no_figures(cell: Cell) -> Iterator[str]:
+    """Facts that are compared and are no numbers."""
+    for one in (cell, *cell.others):
+        for kernel in one.kernels:
+            for fact in WORSE:
+                value = kernel.facts.get(fact, 0)
+                if not isinstance(value, int) or value < 0:
+                    yield f"its {fact} of {kernel.function} are {value!r}, and must be a number of 0 or more"
 
 
 def write_data(path: Path, data: bytes) -> None:

@@ -69,7 +69,7 @@ def foreign(folder: Path) -> str:
         if isinstance(error, FileNotFoundError):
             return "it is not empty, and no site of this command"
         return f"it cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError):  # damaged, or somebody else's
+    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or somebody else's
         return f"its {MARKER} is not of this command"
     return ""
 

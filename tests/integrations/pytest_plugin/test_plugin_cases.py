@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from handmade import make_cell, make_run
 from pytest_runs import Runner
 
 from portattn.integrations.pytest_plugin.conformance import slug
@@ -14,6 +15,7 @@ from portattn.schema.toolchain import installed
 from portattn.tools.matrix import baseline, provenance, select
 from portattn.tools.matrix.cells import Cell
 from portattn.tools.matrix.problems import SETS
+from portattn.tools.matrix.results import Results
 from portattn.tools.matrix.run import Options, execute
 from portattn.tools.matrix.snapshot import snapshot
 
@@ -200,3 +202,24 @@ def test_an_expected_failure_must_fail_for_its_reason(
         inner(
             SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml", "--runxfail"
         ).assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize(
+    ("target", "lacks", "said"),
+    [
+        ("sm_90", 0, "*has no cell of what is asked for, and nothing would be compared; it has rocm:gfx942 with *"),
+        ("gfx942", 1, "*--portattn-baseline is '*old', but it was interrupted, and lacks 1 cell*"),
+    ],
+    ids=["nothing of it is asked for", "interrupted"],
+)
+def test_a_baseline_that_says_nothing_is_refused(
+    pytester: pytest.Pytester, inner: Runner, target: str, lacks: int, said: str
+) -> None:
+    named = select.problems("quick", ["dense*"])[:2]
+    made, cells = make_run([make_cell(named=one, target="rocm:gfx942", toolchain=HERE) for one in named])
+    with Results(pytester.path / "old") as file:
+        file.replace(made, cells[: len(cells) - lacks])
+    result = inner("--portattn-conformance=quick", f"--portattn-target={target}", "--portattn-baseline=old")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([said])
+    result.stderr.no_fnmatch_line("*Traceback*")

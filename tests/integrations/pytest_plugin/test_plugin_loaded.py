@@ -78,12 +78,16 @@ def test_markers_are_registered(pytester: pytest.Pytester, inner: Runner) -> Non
         (["--portattn-expected=e.toml"], "--portattn-expected is about conformance cases, and needs*"),
         (["--portattn-conformance", "--portattn-baseline=b.toml"], "*b.toml: cannot be read: No such file*"),
         (["--portattn-conformance", "--portattn-expected=broken.toml"], "*broken.toml:1: *"),
+        (["--portattn-conformance", "--portattn-expected=deep.toml"], "*deep.toml: *nested too deeply"),
+        (["--portattn-conformance", "--portattn-baseline=digits.toml"], "*digits.toml: not TOML: *"),
         (["--portattn-fail-on=rde"], "--portattn-fail-on is 'rde', but must be one of note, not_run, red*"),
         (
             ["--portattn-conformance", "--portattn-fail-on=facts"],
             "--portattn-fail-on is 'facts', but is a change, and needs --portattn-baseline to compare with",
         ),
-        (["--portattn-seconds=0"], "--portattn-seconds is 0.0, but must be more than 0"),
+        (["--portattn-seconds=0"], "--portattn-seconds is 0.0, but must be more than 0, *"),
+        (["--portattn-seconds=nan"], "--portattn-seconds is nan, but must be more than 0, *"),
+        (["--portattn-seconds=inf"], "--portattn-seconds is inf, but must be more than 0, and at most 1000000 s"),
         (["portattn::rocm:gfx942"], "portattn::rocm:gfx942 is a conformance case, and needs --portattn-conformance"),
         (
             ["--portattn-target=sm_90", "--portattn-conformance=quick", "portattn::rocm:gfx942"],
@@ -94,7 +98,8 @@ def test_markers_are_registered(pytester: pytest.Pytester, inner: Runner) -> Non
 )
 def test_a_wrong_option_is_one_line(pytester: pytest.Pytester, inner: Runner, arguments: list[str], said: str) -> None:
     pytester.makepyfile(test_it="def test_it(): pass")
-    pytester.makefile(".toml", broken="[[expected]")
+    deep, digits = "x = " + "[" * 3000 + "]" * 3000, f"x = {'9' * 5000}"
+    pytester.makefile(".toml", broken="[[expected]", deep=deep, digits=digits)
     result = inner("-q", *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.errlines if line]

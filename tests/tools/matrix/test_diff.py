@@ -171,6 +171,20 @@ def test_interpreted_numbers_that_are_not_there_any_more_are_lost(cell, seen):
     assert change.lost
 
 
+def test_interpreted_numbers_of_a_variant_are_lost_too(cell, seen):
+    variant = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
+    change = only(compare(seen([cell(plan=variant, interpreter=PASSED)]), seen([cell(plan=variant)])))
+    assert change.kinds == ("interpreter",)
+
+
+def test_the_least_loss_of_evidence_is_a_lost_level(cell, seen):
+    """A level that rests on another chip is one step less than one on the chip itself."""
+    older = cell(level="runs", label="sm_80 code on sm_90")
+    change = only(compare(seen([cell(level="runs")]), seen([older])))
+    assert change.kinds == ("level",)
+    assert change.told["level"] == "runs → runs (sm_80 code on sm_90)"
+
+
 def test_levels_in_order(cell):
     def known(**changes):
         return evidence(cell(**changes))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+
 import msgspec
 import pytest
 
 from portattn.errors import ArgumentError
-from portattn.tools.matrix.merge import merge
+from portattn.testing.findings import KernelFacts, Numerics
+from portattn.tools.matrix.cells import PlanSummary
+from portattn.tools.matrix.merge import conflicts, merge
 from portattn.tools.matrix.problems import decode
 
 COMMAND = "portattn matrix merge"
@@ -67,6 +71,55 @@ def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell
     assert made.cells[0].conflict == conflict.text
     assert merged(one, run_of([cell(key="other", status="NOTE", level="declared")], host="b")).conflicts == ()
     assert merged(one, run_of([cell(key="same", level="emulated", seconds=9.0)], host="b")).conflicts == ()
+
+
+def test_a_conflict_is_not_hidden_by_a_better_result_of_another_key(run_of, cell):
+    best = run_of([cell(key="other", level="measured")], host="chip")
+    red = run_of([cell(key="other", level="declared", status="FAIL", reason="wrong")], host="chip")
+    one = run_of([cell(key="same", level="emulated")], host="a")
+    two = run_of([cell(key="same", level="compiles")], host="b")
+    for runs in ((best, one, two), (one, two, best), (two, red, one)):
+        made = merged(*runs)
+        (conflict,) = made.conflicts
+        expected = "emulated, path triton on a (Linux x86_64), but compiles, path triton on b (Linux x86_64)"
+        assert conflict.text == f"{expected}, under the same conditions"
+
+
+def test_a_conflict_stays_one_when_its_run_is_merged_again(run_of, cell):
+    one = run_of([cell(key="same", level="emulated")], host="a")
+    two = run_of([cell(key="same", level="compiles")], host="b")
+    made = merged(one, two)
+    best = run_of([cell(key="other", level="measured")], host="chip")
+    for runs in ([(made.run, made.cells)], [(made.run, made.cells), best], [best, (made.run, made.cells), one]):
+        assert [conflict.text for conflict in merged(*runs).conflicts] == [made.conflicts[0].text]
+    assert conflicts(made.cells) == made.conflicts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"label": "sm_80 code on sm_90"},
+        {"interpreter": Numerics(outcome="fail", where="interpreter")},
+        {"kernels": (KernelFacts(function="dense_forward", facts={"spills": 8}),)},
+        {"plan": PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})},
+        {"level": "emulated"},
+        {"status": "NOTE"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_whatever_of_a_result_is_not_its_time_must_be_the_same(run_of, cell, changes):
+    same = {"key": "same", "level": "runs", "kernels": (KernelFacts(function="dense_forward", facts={"spills": 0}),)}
+    one = run_of([cell(**same)], host="a")
+    assert merged(one, run_of([cell(**same, seconds=9.0)], host="b")).conflicts == ()
+    assert len(merged(one, run_of([cell(**same | changes)], host="b")).conflicts) == 1
+
+
+def test_of_two_results_of_the_same_evidence_the_newest_stands(run_of, cell):
+    was, now = cell().date, cell().date + datetime.timedelta(days=1)
+    old = run_of([cell(key="a", date=was, reason="old")], host="a")
+    new = run_of([cell(key="b", date=now, reason="new")], host="b")
+    for runs in ((old, new), (new, old)):
+        assert merged(*runs).cells[0].reason == "new"
 
 
 def test_merging_again_changes_nothing_and_counts_nothing_twice(run_of, cell):

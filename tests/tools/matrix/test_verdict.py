@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from portattn.errors import ArgumentError
-from portattn.testing.findings import Numerics
+from portattn.testing.findings import KernelFacts, Numerics
 from portattn.tools.matrix import junit
+from portattn.tools.matrix.cells import PlanSummary
 from portattn.tools.matrix.diff import compare
 from portattn.tools.matrix.expected import Expected
 from portattn.tools.matrix.history import history
@@ -57,6 +58,26 @@ def test_expected_failures_excuse_their_cells_and_their_lost_level(run_of, cells
     # Without a day it is today's: the entry's day is over long before this test is read, or the clock is wrong.
     old = msgspec.structs.replace(EXPECTED, expires=datetime.date(2026, 1, 1))
     assert kinds(of_run(made, cells, expected=[old])) == ["expired"]
+
+
+def test_expected_failures_excuse_no_path_and_no_figures(run_of, cell, seen):
+    """The compiler is expected to refuse; that the kernel is not the one of before was not said."""
+    variant = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
+    core = PlanSummary(path="triton", kernel="dense_forward")
+    reference = PlanSummary(path="reference", core_taken=False)
+    red = {"target": "cuda:sm_80", "status": "ERROR", "level": "declared", "reason": "refused"}
+
+    def kinds_of(was, now, **changes):
+        made, cells = run_of([cell(**red | now)])
+        found = compare(seen([cell(target="cuda:sm_80", **was)]), seen(cells))
+        return kinds(of_run(made, cells, expected=[EXPECTED], changes=found, today=TODAY, **changes))
+
+    assert kinds_of({"plan": variant}, {"plan": core}) == ["variant"]
+    assert kinds_of({"plan": core}, {"plan": reference}) == ["core"]
+    spills = [(KernelFacts(function="dense_forward", facts={"spills": n}),) for n in (0, 8)]
+    figures = {"kernels": spills[0]}, {"kernels": spills[1]}
+    assert kinds_of(*figures) == []
+    assert kinds_of(*figures, fail_on={"facts"}) == ["facts"]
 
 
 def test_an_entry_that_is_idle_is_a_note(run_of, cells):

@@ -245,7 +245,7 @@ def _read(path: Path) -> dict[str, Any]:
     """A draft's tables; none of a file that cannot be read, or is being written by hand and is no TOML now."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
