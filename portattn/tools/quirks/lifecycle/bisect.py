@@ -27,7 +27,7 @@ Seen = Literal["bad", "good", "other", "skipped", "recorded"]
 
 class Tested(msgspec.Struct, frozen=True, kw_only=True):
     """One compiler. bad: fails with the signature; good: passes; other: fails otherwise, so that it is in no range;
-    skipped: cannot run here; recorded: not tested with a result now, and a failure with the signature in the entry's file."""
+    skipped: cannot run here; recorded: no result now, and a failure with the signature in the entry's file."""
 
     toolchain: str
     seen: Seen
