@@ -81,7 +81,7 @@ def load_for_audit(
         folders += [own for backend in backends.values() if (own := backend.quirk_folder())]
     quirks: dict[str, Quirk] = {}
     findings = [finding for one in broken for finding in _left_out(one)] if folder is None else []
-    paths = [path for place in folders for path in sorted(place.glob("*.toml"))]
+    paths = [path for place in folders for path in toml_reader.files(place)]
     if not paths:
         where = folder or shipped_quirks()
         text = "holds no quirk files: they are looked for as <backend>/<id>.toml"
