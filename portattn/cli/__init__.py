@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +23,8 @@ EXIT_STATUSES = """\b
 Exit status:
   0    fine
   1    what was checked is red: a failed check, a red cell, a path that cannot run
-  2    bad input; one line on standard error names the argument, its value and the limit
+  2    bad input; one line on standard error names the argument, its value and the limit.
+       Also what the system refuses: output that cannot be written, a full disk
   130  interrupted (Ctrl-C); what was finished is kept
 
 Every command takes --json: one JSON document on standard output, errors included."""
@@ -78,11 +82,13 @@ class CommandLine(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Looked for before anything is parsed, so that errors in the other options come as JSON too.
         ctx.meta[JSON_KEY] = "--json" in args
-        return super().parse_args(ctx, args)
+        with _system_told(ctx):  # --help and --version print here
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _system_told(ctx):
+                return super().invoke(ctx)
         except (PortattnError, click.UsageError) as error:
             if isinstance(error, click.exceptions.NoArgsIsHelpError):
                 raise
@@ -90,6 +96,17 @@ class CommandLine(click.Group):
         except KeyboardInterrupt:  # what a command does not tell of itself; click's own status is that of red cells
             click.echo("interrupted", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _system_told(ctx: click.Context) -> Iterator[None]:
+    """What the system refuses, such as a full disk, is one line too. No check is red by that."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # whoever read the output has enough: click ends quietly
+            raise
+        raise refused(error, ctx) from error
 
 
 @click.group(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 from typing import IO, Any
 
 import click
@@ -12,6 +15,7 @@ from portattn.errors import ArgumentError, PathUnavailable
 RED = 1  # what was checked is red
 BAD_INPUT = 2
 INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 JSON_KEY = "portattn.json"  # in click's meta: whether --json was given
 
 
@@ -24,18 +28,20 @@ class Refused(click.ClickException):
         self.document = document
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(self.message, err=True)
-        if self.document is not None:
-            click.echo(json.dumps({"error": self.document}, indent=2))
+        with contextlib.suppress(OSError):  # where nobody can be told, the exit status still says it
+            click.echo(self.message, err=True)
+            if self.document is not None:
+                click.echo(json.dumps({"error": self.document}, indent=2))
 
 
 def refused(error: Exception, ctx: click.Context) -> Refused:
-    """The Refused for one of portattn's errors or of click's own about the command line."""
+    """The Refused for one of portattn's errors, of click's own about the command line, or of the system's."""
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "portattn"
         text, kind = error.format_message(), "UsageError"
     else:
-        command, text, kind = "portattn", str(error), type(error).__name__
+        text = _of_system(error) if isinstance(error, OSError) else str(error)
+        command, kind = "portattn", type(error).__name__
     document: dict[str, Any] = {"kind": kind, "message": text}
     if isinstance(error, ArgumentError):
         document |= {"operation": error.op, "argument": error.argument, "value": str(error.value), "limit": error.limit}
@@ -43,3 +49,11 @@ def refused(error: Exception, ctx: click.Context) -> Refused:
         document["rejected"] = [{"path": r.path, "reason": r.reason, "hint": r.hint} for r in error.rejected]
     status = RED if isinstance(error, PathUnavailable) else BAD_INPUT
     return Refused(f"{command}: {text}", status, document if ctx.meta.get(JSON_KEY) else None)
+
+
+def _of_system(error: OSError) -> str:
+    """What the system refused, and of which file: the one that has no name is what a command prints to."""
+    what = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+    if not what and error.errno in _NOT_WRITTEN:
+        what = "output cannot be written"
+    return ": ".join(part for part in (what, error.strerror or str(error) or type(error).__name__) if part)

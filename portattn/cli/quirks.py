@@ -185,14 +185,18 @@ def why(target: str, toolchain: str | None, as_json: bool) -> None:
 def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -> None:
     """Check every quirk file: readable, fresh, of use, and at peace with the others.
 
+    The files of --folder are checked among themselves, and beside portattn's own, which they are meant for.
+
     Exit status 1: an error was found. Findings name file and line.
     """
     from rich.console import Console
 
-    from portattn.tools.quirks.audit import run
+    from portattn.tools.quirks.audit import beside_shipped, run
 
     with Console(stderr=True).status("auditing quirks"):
         findings = run(folder, today.date() if today else None)
+        if folder is not None:
+            findings += beside_shipped(folder)
     errors = [finding for finding in findings if finding.severity == "error"]
     if as_json:
         emit_json({"errors": len(errors), "warnings": len(findings) - len(errors), "findings": findings})

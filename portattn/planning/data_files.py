@@ -123,4 +123,4 @@ def load_verified(folder: Path) -> tuple[Seen, ...]:
 
 def load_tunings(folder: Path, backend: str) -> dict[str, Tuning]:
     """Read every tuning file of a backend's folder, by arch. Raises DataError (file, line, key)."""
-    return {path.stem: load_tuning(path, backend) for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: load_tuning(path, backend) for path in toml_reader.files(folder)}

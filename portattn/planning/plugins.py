@@ -19,7 +19,7 @@ from portattn.planning.backend import ENTRY_POINT_GROUP, INTERFACES, Backend, Va
 from portattn.planning.data_files import load_arches, load_tuning, load_verified
 from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
-from portattn.schema import compilers, quirk_names
+from portattn.schema import compilers, quirk_names, toml_reader
 from portattn.schema.compilers import Compiler
 from portattn.schema.problem import DEMANDS, OPS
 from portattn.worker import distributions
@@ -298,7 +298,7 @@ def _check_path(path: VendorPath | Variant) -> None:
 def _data_faults(backend: Backend, names: tuple[str, ...], taken: Collection[str], found: set[str]) -> Iterator[Fault]:
     """Everything that is wrong with a backend's files. Ids of its quirks are added to `found`."""
     yield from _caught(functools.partial(load_arches, backend.folder))
-    for path in sorted((backend.folder / "tuning").glob("*.toml")):
+    for path in toml_reader.files(backend.folder / "tuning"):
         yield from _caught(functools.partial(load_tuning, path, backend.name))
     yield from _caught(functools.partial(load_verified, backend.folder))
     try:
@@ -308,9 +308,9 @@ def _data_faults(backend: Backend, names: tuple[str, ...], taken: Collection[str
         return
     if folder is None:
         return
-    for nested in sorted(folder.glob("*/*.toml")):
+    for nested in toml_reader.files(folder, "*/*.toml"):
         yield Fault(text=f"quirk files lie in {folder} itself: this one would never be read", file=str(nested))
-    for path in sorted(folder.glob("*.toml")):
+    for path in toml_reader.files(folder):
         yield from _quirk_faults(path, names)
         if path.stem in taken:  # a quirk's id is its file's name
             yield Fault(text=f"id {path.stem!r} is already taken", file=str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,7 @@ def load_quirk(path: Path, backends: Collection[str] = ()) -> Quirk:
 
 
 def load_quirks(folders: list[Path], backends: tuple[str, ...], outer: Path | None = None) -> dict[str, Quirk]:
-    """Read every quirk file of the folders, tombstones too.
+    """Read every quirk file of the folders, tombstones too. Hidden files are none.
 
     outer  one of the folders, which the others are in
 
@@ -34,9 +35,9 @@ def load_quirks(folders: list[Path], backends: tuple[str, ...], outer: Path | No
     """
     quirks: dict[str, Quirk] = {}
     for folder in folders:
-        for nested in folder.glob("*/*.toml") if folder != outer else ():
+        for nested in toml_reader.files(folder, "*/*.toml") if folder != outer else ():
             raise DataError(nested, None, f"quirk files lie in {folder} itself: this one would never be read")
-        for path in sorted(folder.glob("*.toml")):
+        for path in toml_reader.files(folder):
             quirk = load_quirk(path, backends)
             if quirk.id in quirks:
                 raise DataError(path, None, f"id {quirk.id!r} is already taken by {quirks[quirk.id].file}")
@@ -52,6 +53,24 @@ def check_file(path: Path, backends: Collection[str] = ()) -> tuple[Quirk | None
     """
     try:
         data, text = toml_reader.read(path)
+    except DataError as error:
+        return None, [error]
+    return _checked(data, text, path, backends)
+
+
+def check_text(text: str, path: Path, backends: Collection[str] = ()) -> tuple[Quirk | None, list[DataError]]:
+    """As check_file, of the text that a file at this path would have; the file need not be there."""
+    try:
+        data = toml_reader.parse(text, path)
+    except DataError as error:
+        return None, [error]
+    return _checked(data, text, path, backends)
+
+
+def _checked(
+    data: dict[str, Any], text: str, path: Path, backends: Collection[str]
+) -> tuple[Quirk | None, list[DataError]]:
+    try:
         if "file" in data:  # a field of Quirk that is filled in here, and no key of the format
             raise DataError(path, toml_reader.line_of(text, "file"), "key 'file': the table has the unknown key `file`")
         quirk = toml_reader.convert(data, Quirk, path, text)

@@ -16,7 +16,7 @@ from portattn.planning.data_files import load_arches as load_arches
 from portattn.planning.data_files import load_tunings
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import load_quirks
-from portattn.schema import quirk_names
+from portattn.schema import quirk_names, toml_reader
 from portattn.schema.quirk import Quirk, parse_overrides
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed_for
@@ -199,5 +199,5 @@ def find_backends() -> dict[str, Backend]:
 def look_around() -> tuple[dict[str, Backend], tuple[Broken, ...]]:
     """Backends as of find_backends, and the installed packages that are left out."""
     own = own_backends()
-    usable, broken = plugins.find(own, {path.stem for path in shipped_quirks().glob("*/*.toml")})
+    usable, broken = plugins.find(own, {path.stem for path in toml_reader.files(shipped_quirks(), "*/*.toml")})
     return own | usable, broken

@@ -22,6 +22,11 @@ _TABLE = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.]+)\s*=")
 
 
+def files(folder: Path, pattern: str = "*.toml") -> list[Path]:
+    """A folder's TOML files, in order, without hidden ones: those are what editors and interrupted writers leave."""
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+
+
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """Parse a TOML file into a dict, beside its text. Raises DataError with the line of a syntax error."""
     try:
@@ -29,8 +34,13 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise DataError(path, line, f"not UTF-8: {error.reason}") from None
+    return parse(text, path), text
+
+
+def parse(text: str, path: Path) -> dict[str, Any]:
+    """The dict of a TOML file's text. Raises DataError, as of that file, with the line of a syntax error."""
     try:
-        return tomllib.loads(text), text
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"line (\d+)", str(error))
         # "at end of document" has no line number: what is missing would stand after the last line.

@@ -6,9 +6,10 @@ process; standard library and Triton only.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import triton
@@ -67,11 +68,22 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
 
 def build(function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None]) -> Any:
     """Triton's compiled kernel of a jit function, for a GPU: (backend, arch, lanes of a warp)."""
+    return _compiled(source(function, signature, target[0]), target, signature["options"], enter)
+
+
+def build_file(path: str, target: tuple[str, Any, int], options: dict[str, Any], enter: Callable[[str], None]) -> Any:
+    """Triton's compiled kernel of a file that holds a stage's text; its suffix is the stage's name, as in `.ttir`."""
+    return _compiled(path, target, options, enter)
+
+
+def _compiled(
+    what: ASTSource | str, target: tuple[str, Any, int], options: dict[str, Any], enter: Callable[[str], None]
+) -> Any:
     chip = GPUTarget(*target)
     if chip.backend == "hip":
         _link_without_rocm()
-    _announce_stages(chip, enter)
-    return triton.compile(source(function, signature, chip.backend), target=chip, options=signature["options"])
+    with _announced_stages(chip, enter):
+        return triton.compile(what, target=chip, options=options)
 
 
 def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
@@ -140,12 +152,17 @@ def _looked_at(parameter: Any, kind: str) -> bool:
     return not unaligned and (kind.startswith("*") or kind in ("i32", "i64", "u32", "u64"))
 
 
-def _announce_stages(target: GPUTarget, enter: Callable[[str], None]) -> None:
-    """Have the backend's stages announce themselves. Patches the backend class once a process."""
+@contextlib.contextmanager
+def _announced_stages(target: GPUTarget, enter: Callable[[str], None]) -> Iterator[None]:
+    """Have the backend's stages announce themselves inside the block.
+
+    The backend's class is as it was afterwards: a later compile that does not come through here must not announce its
+    stages as those of this request.
+    """
     from triton.compiler.compiler import make_backend
 
     kind = type(make_backend(target))
-    original = getattr(kind, "_portattn_add_stages", kind.add_stages)
+    original = kind.add_stages
 
     def add_stages(self: Any, stages: dict[str, Any], *arguments: Any) -> Any:
         result = original(self, stages, *arguments)
@@ -153,8 +170,11 @@ def _announce_stages(target: GPUTarget, enter: Callable[[str], None]) -> None:
             stages[name] = _announced(name, run, enter)
         return result
 
-    kind._portattn_add_stages = original
     kind.add_stages = add_stages
+    try:
+        yield
+    finally:
+        kind.add_stages = original
 
 
 def _announced(name: str, run: Callable[..., Any], enter: Callable[[str], None]) -> Callable[..., Any]:

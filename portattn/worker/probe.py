@@ -120,6 +120,15 @@ class Bench:
         texts = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
         return Code(texts, facts, dict(types))
 
+    def compile_file(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Code:
+        """Compile a file that holds a stage's text, as `.ttir`. Whatever the compiler raises passes through.
+
+        Triton compiles it, also where an adapter compiles jit functions: the code has no facts then.
+        """
+        compiled = self._compilers.build_file(os.fspath(path), self.target, dict(options or {}), self._enter)
+        facts = {} if self.adapter else self._compilers.resources.read(compiled, self.target[1], full=True)
+        return Code({name: text for name, text in compiled.asm.items() if isinstance(text, str)}, facts)
+
     def execute(
         self,
         code: Code,

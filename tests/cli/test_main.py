@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from portattn import __version__
 from portattn.cli import COMMANDS
 from portattn.tools.matrix import reading
+from portattn.tools.quirks import audit as quirk_files
 
 PLAN = ("plan", "attention", "--target", "rocm:gfx942", "--toolchain", "triton==3.6.0")
 SHAPES = ("--q", "1,2,16,64", "--kv", "1,2,16,64", "--dtype", "fp16")
@@ -53,6 +55,37 @@ def test_help_imports_neither_torch_nor_triton():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("quirks", "list"), ("quirks", "list", "--json"), ("plam",)])
+def test_output_that_cannot_be_written_is_one_line(arguments):
+    """A traceback and Python's own status 1 would tell that a check is red."""
+    command = [sys.executable, "-m", "portattn", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "No such command 'plam'" if arguments == ("plam",) else "output cannot be written: No space left on device"
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"portattn: {said}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_message_that_nobody_gets_keeps_its_status():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "portattn", "plam", "--json"], stdout=full, stderr=full, check=False
+        )
+    assert done.returncode == 2
+
+
+def test_a_file_that_the_system_refuses_is_named(portattn, monkeypatch):
+    def refuse(path, *arguments):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(quirk_files, "check_file", refuse)
+    called = portattn("quirks", "audit", "--json")
+    assert called.status == 2
+    assert called.json["error"]["kind"] == "OSError"
+    assert called.json["error"]["message"].endswith(".toml: Too many open files")
 
 
 @pytest.mark.parametrize(

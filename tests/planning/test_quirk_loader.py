@@ -11,6 +11,7 @@ from portattn.errors import DataError
 from portattn.planning.quirk_files import check_file, load_quirk
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema import toml_reader
+from portattn.tools.quirks import audit
 
 GOOD = """\
 id      = "rocm-0042-planted"
@@ -330,3 +331,14 @@ def test_line_of_dotted_key_and_comment() -> None:
     assert toml_reader.line_of(text, "when", "backend") == 2
     assert toml_reader.line_of(text, "effect", "path") == 4
     assert toml_reader.line_of(text, "id") is None
+
+
+def test_hidden_files_are_no_quirks(tmp_path: Path) -> None:
+    """An editor's lock, and what a writer that was killed left."""
+    (tmp_path / "rocm").mkdir()
+    write(tmp_path / "rocm", GOOD)
+    write(tmp_path / "rocm", "", ".rocm-0042-planted.toml")
+    (tmp_path / "rocm" / ".#rocm-0042-planted.toml").symlink_to("nobody@nowhere.1")
+    assert list(Registry.read(find_backends(), tmp_path).quirks) == ["rocm-0042-planted"]
+    findings = audit.run(tmp_path, datetime.date(2026, 11, 24))
+    assert not [finding for finding in findings if "/." in finding.file]

@@ -12,6 +12,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.planning.quirk_files import load_quirks
 from portattn.planning.registry import Registry
+from portattn.schema import toml_reader
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed_for
 from portattn.tools.matrix import asked as matrix_asked
@@ -114,7 +115,7 @@ def with_quirks(registry: Registry, folder: Path) -> Registry:
     if not folder.is_dir():
         raise ArgumentError(OP, "--quirk-folder", str(folder), "must be a folder with quirk files")
     inside = [folder / name for name in (*registry.backends, ANY) if (folder / name).is_dir()]
-    for file in sorted(folder.glob("*/*.toml")):
+    for file in toml_reader.files(folder, "*/*.toml"):
         if file.parent not in inside:
             limit = f"has {file.relative_to(folder)}, but a folder in it must be {', '.join((*registry.backends, ANY))}"
             raise ArgumentError(OP, "--quirk-folder", str(folder), limit)

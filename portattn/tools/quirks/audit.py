@@ -64,6 +64,36 @@ def run(folder: Path | None = None, today: datetime.date | None = None) -> list[
     return findings + audit(registry, today or datetime.date.today())
 
 
+def beside_shipped(folder: Path) -> list[Finding]:
+    """What a folder's entries do to the registry that they are meant for: numbers that are taken, and contradictions.
+
+    An entry of the registry that the folder has too counts as the folder's. Raises DataError as `run` does.
+    """
+    given, _ = load_for_audit(folder)
+    shipped, _ = load_for_audit()
+    mine = given.quirks
+    others = {name: quirk for name, quirk in (shipped.quirks | shipped.retired).items() if name not in mine}
+    numbers = {_number(name): quirk.file for name, quirk in others.items()}
+    findings = [
+        _at(quirk, ("id",), f"{_number(quirk.id)} is already taken by {numbers[_number(quirk.id)]}")
+        for quirk in mine.values()
+        if _number(quirk.id) in numbers
+    ]
+    kept = {name: quirk for name, quirk in shipped.quirks.items() if name not in mine and name not in given.retired}
+    both = Registry(
+        backends=shipped.backends,
+        arches=shipped.arches,
+        tunings=shipped.tunings,
+        quirks=kept | mine,
+        retired=shipped.retired,
+        broken=shipped.broken,
+    )
+    met = dict(_conflicts_by_condition(list(both.quirks.values()), both))
+    met |= {pair: finding for pair, finding in _conflicts_by_planning(both) if pair not in met}
+    # Pairs of the folder's own are `run`'s to tell, and pairs of the registry's own the audit's of the registry.
+    return findings + [finding for pair, finding in met.items() if pair & set(mine) and not pair <= set(mine)]
+
+
 def load_for_audit(
     folder: Path | None = None, backends: Mapping[str, Backend] | None = None
 ) -> tuple[Registry, list[Finding]]:
@@ -81,7 +111,7 @@ def load_for_audit(
         folders += [own for backend in backends.values() if (own := backend.quirk_folder())]
     quirks: dict[str, Quirk] = {}
     findings = [finding for one in broken for finding in _left_out(one)] if folder is None else []
-    paths = [path for place in folders for path in sorted(place.glob("*.toml"))]
+    paths = [path for place in folders for path in toml_reader.files(place)]
     if not paths:
         where = folder or shipped_quirks()
         text = "holds no quirk files: they are looked for as <backend>/<id>.toml"

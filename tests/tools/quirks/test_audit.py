@@ -211,6 +211,24 @@ def test_conflict_by_conditions(tmp_path: Path, one: str, two: str, meets: bool)
     assert bool(pairs) is meets
 
 
+def test_a_draft_is_audited_beside_the_registry(tmp_path: Path) -> None:
+    """Alone it is green; copied to quirks/ it would leave gfx1100 without a plan."""
+    when = 'arch = ["gfx942", "gfx1100"]\ntoolchain = { triton = "==3.9.0" }'
+    effect = "launch = { num_stages = 1, num_warps = 8 }"
+    plant(tmp_path, "rocm-0991-draft", effect, when, evidence='last_seen = "triton==3.9.0"')
+    assert not [f for f in audited(tmp_path) if "rocm-0121" in f.message]
+    [found] = [f for f in audit.beside_shipped(tmp_path) if "rocm-0121" in f.message]
+    assert found.severity == "error"
+    assert "rocm-0991-draft" in found.message
+
+
+def test_a_drafts_number_is_not_one_of_the_registrys(tmp_path: Path) -> None:
+    plant(tmp_path, "rocm-0121-another", 'note = "mind"', 'arch = ["gfx942"]')
+    [found] = audit.beside_shipped(tmp_path)
+    assert found.message.startswith("rocm-0121 is already taken by ")
+    assert found.file.endswith("rocm-0121-another.toml")
+
+
 def test_same_value_is_no_conflict(tmp_path: Path) -> None:
     plant(tmp_path, "rocm-0901-one", CAP.format(1))
     plant(tmp_path, "rocm-0902-two", CAP.format(1))

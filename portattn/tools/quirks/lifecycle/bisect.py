@@ -26,8 +26,8 @@ Seen = Literal["bad", "good", "other", "skipped", "recorded"]
 
 
 class Tested(msgspec.Struct, frozen=True, kw_only=True):
-    """One compiler. bad: fails with the signature; good: passes; other: fails otherwise; skipped: cannot run here;
-    recorded: not tested with a result now, and a failure with the signature in the entry's file."""
+    """One compiler. bad: fails with the signature; good: passes; other: fails otherwise, so that it is in no range;
+    skipped: cannot run here; recorded: no result now, and a failure with the signature in the entry's file."""
 
     toolchain: str
     seen: Seen
@@ -209,9 +209,19 @@ def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], fa
     after = [t for t in told if _version(t) > _version(last)]
     good_inside = [t for t in told if words[t] == "good" and _version(first) < _version(t) < _version(last)]
     ends = (before[-1] if before else first, after[0] if after else last)
-    parts = list(_bounds(first, last, before[-1] if before else "", after[0] if after else ""))
-    parts += [f"!={t.partition('==')[2]}" for t in good_inside]
-    untested = tuple(_between(compiler_of(quirk), toolchains, told, *ends))
+    # What fails otherwise has not shown the bug: the range stops short of it, as of what is good.
+    otherwise = [t for t in words if words[t] == "other"]
+    clear = [t for t in words if words[t] in ("good", "other")]
+    parts = list(
+        _bounds(
+            first,
+            last,
+            next((t for t in reversed(clear) if _version(t) < _version(first)), ""),
+            next((t for t in clear if _version(t) > _version(last)), ""),
+        )
+    )
+    parts += [f"!={_version(t)}" for t in clear if _version(first) < _version(t) < _version(last)]
+    untested = tuple(_between(compiler_of(quirk), toolchains, [*told, *otherwise], *ends))
     says = []
     if good_inside:
         says.append(f"not monotone: it is gone in {', '.join(good_inside)} and back after")
@@ -219,6 +229,8 @@ def _result(quirk: Quirk, toolchains: Sequence[str], seen: dict[str, Tested], fa
         says.append(
             f"contradicts the entry's file, which has failures on {', '.join(contradicts)}: they stay in the range"
         )
+    if otherwise:
+        says.append(f"fails otherwise, which is no part of the range: {', '.join(otherwise)}")
     if untested:
         says.append(f"not tested, and between these: {', '.join(untested)}")
     return Bisected(
@@ -256,10 +268,12 @@ def _between(compiler: str, toolchains: Sequence[str], told: Sequence[str], low:
 
 
 def _bounds(first: str, last: str, before: str, after: str) -> Iterator[str]:
-    """PEP 440 bounds: from the first bad one where an older one is good, up to the release after the last bad one.
+    """PEP 440 bounds: from the first bad one where an older one is not, up to the release after the last bad one.
 
-    The upper bound is the next minor release, or the first good one where that comes sooner: `<3.7` where 3.6.0 is
-    bad and 3.7.1 is not. Without a good one on a side there is no bound on it.
+    before, after  the nearest ones that were tested and are not bad; empty where there is none: no bound on that side
+
+    The upper bound is the next minor release, or `after` where that comes sooner: `<3.7` where 3.6.0 is bad and 3.7.1
+    is not.
     """
     if before:
         yield f">={_version(first)}"

@@ -81,7 +81,7 @@ def make(
     force   draft although the registry has an entry with this signature, or the folder a draft
     worker  a child under the compiler that failed; by default one is started, where that compiler is here
 
-    Raises ArgumentError on bad words or where a file exists, OSError where nothing can be written.
+    Raises ArgumentError on bad words, where a file exists, and where nothing can be written.
     """
     if words and not _WORDS.match(words):
         raise ArgumentError(OP, "--words", words, "must be lower-case words with dashes, as in four-stages")

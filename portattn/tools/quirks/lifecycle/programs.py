@@ -86,7 +86,7 @@ _NUMBERS = """\
 _TEXT = """\
     options = OPTIONS | (WORKAROUND if arm == "on" else {})
     try:
-        triton.compile(str(PROGRAM), target=GPUTarget(*bench.target), options=options)
+        bench.compile_file(PROGRAM, options)
     except Exception as error:
         # Without CANN the front half of triton-ascend is all that can be compiled: that it ends is what is asked.
         if "ASCEND_HOME_PATH is not set" not in str(error):
@@ -156,12 +156,6 @@ def program(facts: Facts, name: str, title: str, target: Target | None) -> str:
         imports="".join(f"\n{line}" for line in imports) + ("\n" if imports else ""), names=", ".join(names),
         target=where, data="\n".join(data) + "\n", body=body,
     )  # fmt: skip
-    if form == "text":
-        text = text.replace(
-            "import triton.language as tl\n",
-            "import triton.language as tl\nfrom triton.backends.compiler import GPUTarget\n",
-            1,
-        )
     if form == "ptx":
         text = text.replace(
             "from portattn.worker.probe", "from portattn.worker import resources\nfrom portattn.worker.probe", 1

@@ -22,7 +22,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.outcome import Incident
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
-from portattn.tools.quirks.lifecycle.editing import edit
+from portattn.tools.quirks.editing import edit
 from portattn.tools.quirks.lifecycle.facts import failure_of
 from portattn.tools.quirks.lifecycle.planline import plan_line
 from portattn.tools.quirks.lifecycle.simplifications import OFFERS, Step, offered

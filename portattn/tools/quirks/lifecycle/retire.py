@@ -14,8 +14,8 @@ from portattn.planning.registry import Registry
 from portattn.schema import compilers
 from portattn.schema.quirk import Quirk, Verified
 from portattn.schema.toolchain import nameable, parse_range, unknown_name
+from portattn.tools.quirks.editing import edit
 from portattn.tools.quirks.examples import releases
-from portattn.tools.quirks.lifecycle.editing import edit
 from portattn.tools.quirks.probe.results import probe_outcome
 
 OP = "quirks retire"
@@ -72,7 +72,7 @@ def retire(
 
     Raises ArgumentError on an unknown or retired id, an empty reason, a malformed `fixed_in`, a successor that does
     not exist, and, without `force`, on an entry that a probe confirms on a supported compiler. DataError where the file
-    would no longer load, OSError where it cannot be written.
+    would no longer load, or cannot be written.
     """
     quirk = _living(quirk_id, registry)
     if not reason.strip():

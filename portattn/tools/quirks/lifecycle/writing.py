@@ -51,11 +51,13 @@ def write_new(files: Mapping[Path, str]) -> None:
     """Write files that do not exist, in the order given: an error, or an interruption, leaves none of them.
 
     The last one is what makes the others count: who dies in between (SIGKILL) leaves no entry behind. Raises
-    ArgumentError when one of them exists, and OSError when one cannot be written.
+    ArgumentError when one of them exists, or cannot be written.
     """
     made: list[Path] = []
+    folders: list[Path] = []
     try:
         for path, text in files.items():
+            folders += [folder for folder in reversed((path.parent, *path.parent.parents)) if not folder.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}", suffix=".tmp")
             try:
@@ -70,7 +72,13 @@ def write_new(files: Mapping[Path, str]) -> None:
             finally:
                 Path(name).unlink(missing_ok=True)
             made.append(path)
-    except BaseException:
-        for path in made:
-            path.unlink(missing_ok=True)
+    except BaseException as error:
+        for written in made:
+            written.unlink(missing_ok=True)
+        for folder in reversed(folders):
+            with contextlib.suppress(OSError):  # never made, or another process has a file in it
+                folder.rmdir()
+        if isinstance(error, OSError):
+            reason = f"cannot be written: {error.strerror or error}"
+            raise ArgumentError("quirks new", "--out", str(path), reason) from error
         raise

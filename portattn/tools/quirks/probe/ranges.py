@@ -38,6 +38,13 @@ def narrowed(text: str, version: str, affected: Iterable[str]) -> str:
     return _joined([s for s in kept if not s.startswith((*UPPER, "==", "~="))] + _lower_of(text) + [f"<{version}"])
 
 
+def satisfiable(text: str) -> bool:
+    """Whether a range has any version, released or not."""
+    named = [Version(s.version.removesuffix(".*")) for s in parse_range(text)]
+    after = [Version(f"{v}.0.0.1") for v in named]  # right behind each of them
+    return any(parse_range(text).contains(v, prereleases=True) for v in (Version("0"), *named, *after))
+
+
 def _lower_of(text: str) -> list[str]:
     """The lower bound that `==` and `~=` imply."""
     return [f">={s.version.removesuffix('.*')}" for s in parse_range(text) if s.operator in ("==", "~=")]
@@ -72,13 +79,19 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def diff(quirk: Quirk, target: Target, verdict: str, affected: Iterable[str]) -> str:
-    """The change of the quirk's file that `stale` or `too narrow` on this target asks for; empty for none."""
+    """The change of the quirk's file that `stale` or `too narrow` on this target asks for; empty for none.
+
+    Where no version of the range would be left, a sentence that says so.
+    """
     name = component(quirk)
     version = target.toolchain.component(name) if name else None
     if verdict not in ("stale", "too narrow") or version is None:
         return ""
-    old = quirk.when.toolchain[name]
+    old, affected = quirk.when.toolchain[name], list(affected)
     new = narrowed(old, version, affected) if verdict == "stale" else extended(old, version)
+    if not satisfiable(new):
+        seen = f"{name}=={version} does not have it any more" if version in affected else f"nobody has seen it in {old}"
+        return f"{seen}: retire {quirk.id}, or mend its probe"
     path = Path(quirk.file)
     if not path.is_file() or new == old:
         return ""

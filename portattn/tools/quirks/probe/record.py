@@ -9,9 +9,8 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 from portattn.errors import DataError
-from portattn.files import write_whole
-from portattn.planning.quirk_files import check_file
 from portattn.schema.quirk import Quirk, Verified
+from portattn.tools.quirks import editing
 from portattn.tools.quirks.probe.results import Result, saw
 
 SAID_NOTHING = ("unverified", "broken", "inconclusive")  # verdicts of probes that saw nothing about their quirk
@@ -37,7 +36,7 @@ def record(quirk: Quirk, results: list[Result]) -> int:
     """Write the results of one quirk into its file, one table for each (toolchain, target); how many were written.
 
     A table of an earlier probe is replaced. The file is replaced whole or not at all; one that would break the schema
-    is never written. Raises DataError when the file is not the quirk's any more, and OSError when it cannot be written.
+    is never written. Raises DataError when the file is not the quirk's any more, or cannot be written.
     """
     seen = [table for result in results if (table := verified_of(quirk, result)) is not None]
     if not seen:
@@ -74,18 +73,7 @@ def _fill(table: Table, new: Verified) -> Table:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write the file, once what would be written has been read back as a quirk."""
+    """Write the file, laid out as the others are."""
     # A table begins after an empty line, and after its comment where it has one.
     text = re.sub(r"(?m)^(?!#)(.+)\n+(?=\[\[verified\]\]$)", r"\1\n\n", text.rstrip("\n") + "\n")
-    trial = path.with_name(f".{path.stem}.trial")  # no name that a reader of the folder would take for a quirk
-    trial.write_text(text, encoding="utf-8")
-    try:
-        _, errors = check_file(trial)
-    finally:
-        trial.unlink()
-    wrong = [error for error in errors if "is not the file's name" not in error.problem]
-    if wrong:
-        raise DataError(
-            path, wrong[0].line, f"would be broken by recording, so nothing was written: {wrong[0].problem}"
-        )
-    write_whole(path, text.encode())
+    editing.replace(path, text)

@@ -67,7 +67,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     in_range  whether the quirk's range has this toolchain
     reason    of `unverified`: what is missing, and since when nobody has looked; of others: the failure's main line
     stand_in  the toolchain that ran in this one's place; empty when it was the very one
-    diff      the change of the quirk's file that the verdict asks for; empty for none
+    diff      the change of the quirk's file that the verdict asks for, or a sentence where no range is left; else empty
     """
 
     quirk: str

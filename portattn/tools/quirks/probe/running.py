@@ -74,9 +74,11 @@ def run(
             arms["off"] = arm("off")
             if arms["off"].matched and quirk.effect.kind != "note":
                 arms["on"] = arm("on")
-    passing = next((f"{name} arm: {a.kind}" for name, a in arms.items() if _says_nothing(a)), "")
-    if passing:
-        reason = f"{passing}, which is this machine's doing; {_since(quirk, where)}"
+    silent = next(((name, arm) for name, arm in arms.items() if _says_nothing(arm)), None)
+    if silent:
+        name, ended = silent
+        told = f"{name} arm: {saw(quirk, ended) or ended.kind}, which says nothing about the compiler"
+        reason = f"{told}; {_since(quirk, where)}"
         return Result(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     lacking = next((a.text for a in arms.values() if a.kind == MISSING), "")
     if lacking:

@@ -122,6 +122,32 @@ def test_what_cannot_be_run_is_passed_over(tmp_path) -> None:
         assert seen["triton==3.7.1"].seen == "other"
 
 
+@pytest.mark.parametrize(
+    ("bad", "odd", "range_", "good"),
+    [
+        ("3.5.1 3.6.0", "3.2.0 3.3.1 3.4.0", ">=3.5.1,<3.7", ("", "triton==3.7.1")),
+        ("3.5.1 3.6.0", "3.7.1 3.8.0 3.9.0", ">=3.5.1,<3.7", ("triton==3.4.0", "")),
+        ("3.4.0 3.6.0", "3.2.0 3.3.1 3.5.1 3.7.1 3.8.0 3.9.0", ">=3.4.0,<3.7,!=3.5.1", ("", "")),
+    ],
+)
+def test_what_fails_otherwise_is_no_part_of_the_range(tmp_path, bad: str, odd: str, range_: str, good) -> None:
+    made = bisect.bisect(planted(tmp_path, "==3.6.0"), RELEASES, Probe(bad, odd=odd), every=True)
+    assert made.range == range_
+    assert (made.last_good_before, made.first_good) == good
+    assert made.monotone, "to fail otherwise is not to be without the bug"
+    named = ", ".join(f"triton=={version}" for version in odd.split())
+    assert f"fails otherwise, which is no part of the range: {named}" in made.says
+    assert not {f"triton=={version}" for version in odd.split()} & set(made.untested)
+    for tested in made.tested:
+        assert parse_range(made.range).contains(tested.toolchain.partition("==")[2]) is (tested.seen == "bad")
+
+
+def test_a_failure_that_is_recorded_and_ends_otherwise_now_stays(tmp_path) -> None:
+    quirk = recorded(tmp_path, ">=3.4,<3.7", "3.4.0 3.6.0")
+    made = bisect.bisect(quirk, RELEASES, Probe("3.6.0", odd="3.3.1 3.4.0 3.5.1"), every=True)
+    assert made.range == ">=3.4.0,<3.7,!=3.5.1"
+
+
 def test_seen_nowhere(tmp_path) -> None:
     made = bisect.bisect(planted(tmp_path), RELEASES, Probe())
     assert (made.says, made.range, made.last_bad) == ("seen nowhere", "", "")

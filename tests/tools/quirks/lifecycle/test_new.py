@@ -157,8 +157,8 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch) -> None:
         real(source, target)
 
     monkeypatch.setattr(os, "link", full)
-    with pytest.raises(OSError, match="No space"):
-        writing.write_new({tmp_path / name: name for name in ("one", "two", "three")})
+    with pytest.raises(ArgumentError, match=r"--out is '.*three', but cannot be written: No space left on device"):
+        writing.write_new({tmp_path / "out" / name: name for name in ("one", "two", "three")})
     assert len(calls) == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -276,6 +276,19 @@ def test_of_what_no_plan_avoids_no_work_around_is_missed(portattn, tmp_path) -> 
     assert called.out.startswith("this is ascend-0109-adapter-dies: ")
     assert "no plan can avoid it: a compiler that dies is retried once" in called.out
     assert "its work-around should have been applied" not in called.out
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "/dev/null/x", "a-file/x"])
+def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, monkeypatch, out: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("mine")
+    log = FOLDER / "triton-3.4-kpack.log"
+    called = portattn("quirks", "new", "--from-log", log, "--no-replay", "--force", "--out", out, "--json")
+    assert called.status == 2
+    assert called.json["error"]["argument"] == "--out"
+    assert called.json["error"]["limit"].startswith("cannot be written: ")
+    assert len(called.err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import quirk_files
 
 from portattn.errors import ArgumentError, DataError
+from portattn.planning import quirk_checks
 from portattn.planning.registry import Registry, find_backends
+from portattn.tools.quirks.editing import edit
 from portattn.tools.quirks.lifecycle import retire, writing
-from portattn.tools.quirks.lifecycle.editing import edit
 
 TODAY = datetime.date(2026, 11, 30)
 BLOCK = """
@@ -136,6 +140,44 @@ def test_an_edit_that_would_break_the_file_is_not_written(tmp_path) -> None:
         edit(path, "rocm-0007-other", lambda document: None)
     assert path.read_text() == before
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Every write to a file fails, as on a full disk; Python ignores the signal of this limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_the_entry_stays_as_it_was(tmp_path) -> None:
+    known = planted(tmp_path)
+    path = Path(known.quirks["rocm-0901-planted"].file)
+    before = path.read_text()
+    with full_disk(), pytest.raises(DataError, match=f"{path.name}: cannot be written: File too large"):
+        retire.retire("rocm-0901-planted", known, "gone")
+    assert path.read_text() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert "rocm-0901-planted" in Registry.read(find_backends(), tmp_path).quirks
+
+
+def test_nothing_is_in_the_folder_while_the_change_is_checked(tmp_path, monkeypatch) -> None:
+    """A trial file there would be read by other processes, and stay where this one is killed."""
+    known = planted(tmp_path)
+    path = Path(known.quirks["rocm-0901-planted"].file)
+    seen: list[str] = []
+    real = quirk_checks.problems
+
+    def look(*arguments):
+        seen.extend(p.name for p in path.parent.iterdir())
+        return real(*arguments)
+
+    monkeypatch.setattr(quirk_checks, "problems", look)
+    retire.retire("rocm-0901-planted", known, "gone")
+    assert seen == [path.name]
 
 
 def test_the_command_line(portattn, tmp_path, monkeypatch) -> None:

@@ -63,6 +63,19 @@ def test_crash_keeps_its_text(tmp_path: Path) -> None:
     assert result.reason == "SIGABRT: Assertion `boom' failed."
 
 
+@pytest.mark.parametrize(
+    ("arm", "words"),
+    [
+        ("ProtocolError:answered request 1", "ProtocolError: answered request 1"),
+        ("ModuleNotFoundError:No module named 'x'", "ModuleNotFoundError: No module named 'x'"),
+    ],
+)
+def test_what_says_nothing_about_the_compiler_is_told_whole(tmp_path: Path, arm: str, words: str) -> None:
+    result = probed(tmp_path, IN, "pass", arm, "pass")
+    assert result.verdict == "unverified"
+    assert result.reason.startswith(f"off arm: {words}, which says nothing about the compiler; never verified on")
+
+
 def test_what_a_probe_sees_itself(tmp_path: Path) -> None:
     """Without a signature only what the probe reports is the quirk's; what the compiler raises is something else."""
     seen = "Seen:61 for 64"

@@ -31,6 +31,37 @@ def test_narrowed(old: str, version: str, affected: list[str], new: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("range_", "last", "advice"),
+    [
+        ("==3.6.0", "3.9.0", "nobody has seen it in ==3.6.0: retire rocm-0901-planted, or mend its probe"),
+        (">=3.6", "3.9.0", "nobody has seen it in >=3.6: retire rocm-0901-planted, or mend its probe"),
+        (">=3.6.0,<3.7", "3.4.0", "nobody has seen it in >=3.6.0,<3.7: retire rocm-0901-planted, or mend its probe"),
+        ("==3.6.0", "3.6.0", "triton==3.6.0 does not have it any more: retire rocm-0901-planted, or mend its probe"),
+    ],
+)
+def test_a_range_of_which_nothing_is_left_is_advised_to_nobody(
+    tmp_path: Path, range_: str, last: str, advice: str
+) -> None:
+    table = f'\n[[verified]]\ntoolchain = "triton=={last}"\ntarget = "rocm:gfx942"\nlevel = "compiles"\n'
+    saw = "fail:signature" if last == "3.6.0" else "pass"
+    quirk = plant(tmp_path, range_=range_, more=f'{table}off = "{saw}"\non = "pass"\ndate = 2026-11-01\n')
+    with child(tmp_path) as worker:
+        stale = probe.run(quirk, "triton==3.6.0", worker=worker)
+    assert (stale.verdict, stale.diff) == ("stale", advice)
+
+
+@pytest.mark.parametrize(
+    ("text", "some"),
+    [
+        ("", True), ("<3.9", True), (">3.5,<3.6", True), ("==3.7.*,!=3.7.0", True), (">=3.6,<3.7,!=3.6.0", True),
+        (">=3.9.0,<3.9.0", False), ("==3.9.0,!=3.9.0", False), ("==3.7.1,>=3.8.0", False), ("==3.6.*,!=3.6.*", False),
+    ],
+)  # fmt: skip
+def test_satisfiable(text: str, some: bool) -> None:
+    assert ranges.satisfiable(text) is some
+
+
+@pytest.mark.parametrize(
     ("old", "version", "new"),
     [
         (">=3.5.1,<3.7", "3.7.1", ">=3.5.1,<=3.7.1"),
