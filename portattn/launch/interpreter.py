@@ -9,8 +9,8 @@ def mend_bf16() -> None:
     """Let `tl.dot` multiply and `-x` negate bfloat16 under the interpreter; call it once kernels are interpreted.
 
     Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers: wrong numbers, and
-    no error (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to float32 first is
-    exact. Patches the class once a process; other dtypes go through Triton's own functions.
+    no error: quirk cpu-0002 (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to
+    float32 first is exact. Patches the class once a process; other dtypes go through Triton's own functions.
     """
     import numpy as np
     import triton.language as tl

@@ -44,7 +44,7 @@ def test_an_entry_has_its_fields_and_its_lines_are_not_too_long() -> None:
 def test_left_out_has_reasons(tmp_path: Path) -> None:
     reports = pages.load_left_out()
     assert all(r.what and r.where and r.source and r.reason for r in reports)
-    assert {r.backend for r in reports} == {"any", "cuda", "rocm", "ascend"}
+    assert {r.backend for r in reports} == {"any", "cpu", "cuda", "rocm", "ascend"}
     broken = tmp_path / "left.toml"
     broken.write_text('[[report]]\nbackend = "cuda"\nwhat = "x"\n')
     with pytest.raises(DataError, match=r"left.toml:1: key 'report.0': the table lacks the key `where`"):

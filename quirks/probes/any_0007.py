@@ -1,0 +1,35 @@
+"""Triton before 3.4 adds the elements of a mask in one bit when it takes their running sum.
+
+A kernel that packs the keys that a mask chose asks for each one's place with `tl.cumsum(chosen, 0) - 1`. The scan adds
+values of type i1, which wrap around at 2, so that all places are 0 or -1, and keys overwrite each other.
+https://github.com/triton-lang/triton/issues/5897, mended by https://github.com/triton-lang/triton/pull/6927
+
+Expected: the sum is taken in 32 bits. `control` and `on` convert the mask before they sum it.
+"""
+
+import re
+
+import triton
+import triton.language as tl
+from harness import Bench, Seen, main
+
+
+@triton.jit
+def pack(tokens, packed, N: tl.constexpr, WIDE: tl.constexpr):
+    token = tl.load(tokens + tl.arange(0, N))
+    chosen = token >= 0
+    if WIDE:  # noqa: SIM108 - a jit function is read as it is written
+        place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    else:
+        place = tl.cumsum(chosen, axis=0) - 1
+    tl.store(packed + place, token, mask=chosen)
+
+
+def probe(arm: str, bench: Bench) -> None:
+    code = bench.compile(pack, {"tokens": "*i32", "packed": "*i32"}, {"N": 128, "WIDE": arm != "off"})
+    if re.search(r"arith\.addi [^:\n]*: i1\b", code.texts["ttir"]):
+        raise Seen("the mask's elements are added in one bit")
+
+
+if __name__ == "__main__":
+    main(probe, "cuda:sm_80", __doc__)
