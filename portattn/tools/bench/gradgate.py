@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from portattn.testing.tolerance import budget
+from portattn.testing.tolerance import budget, largest
 from portattn.tools.bench.backward import Differentiated
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Contender
@@ -27,6 +27,11 @@ DROPOUT_PAIRS = 1 << 26  # the same where masks have to be found and each conten
 BLOCK_PAIRS = 1 << 24  # of a block of rows: 128 MiB in float64, of which some are alive at a time
 SEGMENT = 128  # rows or keys, at least, that share a budget
 NAMES = ("out", "dq", "dk", "dv")
+# Tensor cores, which TF32x3 products use, add up this many terms at a time, and cut off what their float32 accumulator
+# has no place for: half a unit in its last place on average, always towards 0, where the additions of torch's own
+# products are rounded to either side. So many sums may be as far off (Fasi, Higham, Mikaitis, Pranesh, "Numerical
+# behavior of NVIDIA tensor cores", 2021, section 4.1).
+CUT_TERMS = 8
 KEPT_WITHIN = 1 / 256  # FlashAttention-2 draws a byte for each pair: the share that it keeps is this close to 1 − p
 KEPT_SIGMA = 6.0  # standard deviations of a share that is counted
 
@@ -35,12 +40,16 @@ Compared = dict[str, torch.Tensor]  # by NAMES; out and dq (1, group, rows, ·),
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence and key/value head: its float64 results, and torch's own in the case's dtype."""
+    """One sequence and key/value head: its float64 results, and torch's own in the case's dtype.
+
+    cut  of float32 results, what sums that are cut off may lose beside torch's own; empty for the others
+    """
 
     sequence: int
     head: int
     values: Compared
     same: Compared
+    cut: Compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +64,13 @@ class Expected:
         budgets: dict[str, list[float]] = {}
         for name in NAMES:
             pairs = [(segments(part.values[name]), segments(part.same[name])) for part in parts]
+            cut = [segments(part.cut[name]) for part in parts if part.cut]
             budgets[name] = []
             for place in range(max(len(values) for values, _ in pairs)):
                 there = [(values[place], same[place]) for values, same in pairs if place < len(values)]
                 values, same = (torch.cat([x.flatten() for x in side]) for side in zip(*there, strict=True))
-                budgets[name].append(budget(dtype, values, same))
+                lost = max((largest(one[place]) for one in cut if place < len(one)), default=0.0)
+                budgets[name].append(budget(dtype, values, same) + lost)
         return cls(parts, budgets)
 
 
@@ -173,7 +184,23 @@ def _of_part(case: Case, name: str, result: torch.Tensor, sequence: int, head: i
 def _part(case: Case, t: Tensors, sequence: int, head: int, kept: torch.Tensor | None = None) -> Part:
     one, part = t.part(case, sequence, head)
     values, same = (gradients(one, part, dtype, kept) for dtype in (torch.float64, part.q.dtype))
-    return Part(sequence, head, values, same)
+    cut = cut_off(one, values) if part.q.dtype is torch.float32 else {}
+    return Part(sequence, head, values, same, cut)
+
+
+def cut_off(case: Case, values: Compared) -> Compared:
+    """What float32 sums of one part may lose that are cut off every CUT_TERMS terms: for each element, by how many
+    terms it adds up.
+    """
+    device = values["out"].device
+    step = max(1, BLOCK_PAIRS // max(case.seq_k, 1))
+    seen = (attended(case, i, min(i + step, case.seq_q), device) for i in range(0, case.seq_q, step))
+    counts = [(rows.sum(1), rows.sum(0)) for rows in seen]
+    of_rows = torch.cat([rows for rows, _ in counts])[:, None]
+    of_keys = torch.stack([keys for _, keys in counts]).sum(0)[:, None] * case.group
+    half = torch.finfo(torch.float32).eps / 2
+    terms = {"out": of_rows, "dq": of_rows, "dk": of_keys, "dv": of_keys}
+    return {name: values[name].abs() * (half / CUT_TERMS * terms[name]) for name in NAMES}
 
 
 def gradients(case: Case, t: Tensors, dtype: torch.dtype, kept: torch.Tensor | None = None) -> Compared:
