@@ -21,7 +21,7 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Contender
 from portattn.tools.bench.tensors import Tensors, keys_of, slot_of
 
-CHECKED_PARTS = 32  # sequences and key/value heads at most
+CHECKED_PARTS = 8  # sequences and key/value heads at most; heads are independent, so that each is judged exactly
 CHECKED_PAIRS = 1 << 29  # of a query and a key, in all of them: two of 16k by 16k
 DROPOUT_PAIRS = 1 << 26  # the same where masks have to be found and each contender has its own
 BLOCK_PAIRS = 1 << 24  # of a block of rows: 128 MiB in float64, of which some are alive at a time
@@ -96,8 +96,10 @@ class GradientGate:
         self.case, self.t = case, t
         self._said = ""
         self._expected: Expected | None = None
+        places = sample(case)
         if not case.dropout:
-            self._expected = Expected.of([_part(case, t, *place) for place in sample(case)], t.q.dtype)
+            self._expected = Expected.of([_part(case, t, *place) for place in places], t.q.dtype)
+        self.checked = f"{len(places)} of {case.batch * case.heads_k} sequences and key/value heads, every row and key"
 
     def error(self, contender: Contender) -> float:
         """The contender's error in the sample; NaN counts as infinite. Raises ValueError for another shape."""
@@ -112,6 +114,9 @@ class GradientGate:
                 raise ValueError(f"returns {name} of shape {tuple(results[name].shape)}")
         worst, self._said = 0.0, ""
         for name in NAMES:
+            if not all_finite(self.case, results[name], rows=name in ("out", "dq")):
+                self._said = f"{name}: not finite somewhere"
+                return math.inf
             for off, allowed in self._off(name, results[name], expected):
                 of_budget = off / allowed if allowed else (math.inf if off else 0.0)
                 if of_budget > worst:
@@ -173,6 +178,19 @@ def kept_pairs(case: Case, contender: Differentiated, places: list[tuple[int, in
         for mask, (sequence, head) in zip(masks, places, strict=True):
             mask[first + columns] = dv[sequence, head].T[: len(columns)] != 0
     return masks
+
+
+def all_finite(case: Case, result: torch.Tensor, rows: bool) -> bool:
+    """Whether all of a result is finite: of each sequence's own rows, or of its own keys.
+
+    Memory that nobody has written, and what lies behind a sequence's end, can hold anything.
+    """
+    if rows and not case.packed and case.lengths_q:
+        whole = slice(None)
+        return all(bool(slot_of(case, result, i, whole).isfinite().all()) for i in range(case.batch))
+    if not rows and case.op != "varlen_attention" and case.lengths_k:
+        return all(bool(result[i, :, :keys].isfinite().all()) for i, keys in enumerate(case.keys))
+    return bool(result.isfinite().all())
 
 
 def _of_part(case: Case, name: str, result: torch.Tensor, sequence: int, head: int) -> torch.Tensor:
