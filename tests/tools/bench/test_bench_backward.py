@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 from dataclasses import replace
 
 import msgspec
@@ -379,12 +378,11 @@ def test_the_sample_is_bounded_by_pairs():
     assert gradgate.sample(long) == [(0, 0)]
 
 
-def test_the_plan_is_that_of_the_backwards_thread(monkeypatch):
-    """Where the last plan of the thread that ran the backward is a backward's, it is the contender's path."""
+def test_the_plan_is_that_of_the_backward_where_portattn_computes_it():
+    """And none where torch differentiates the forward's path, whatever another backward told before."""
     tensors = Tensors.random(DENSE, CPU)
-    assert right(DENSE, tensors).path == ""
-    told = types.SimpleNamespace(path="gluon_backward", problem=types.SimpleNamespace(op="attention_backward"))
-    monkeypatch.setattr(portattn, "last_plan", lambda: told)
-    contender = right(DENSE, tensors)
-    assert contender.path == "gluon_backward"
-    assert contender.plan is told
+    leaves = tensors.leaves()
+    kernels = backward.differentiated(leaves, {OURS: lambda: ours(DENSE, leaves, "interpreter")}, ordered=False)[OURS]()
+    assert (kernels.path, kernels.plan.problem.op) == ("interpreter", "attention_backward")
+    other = right(DENSE, tensors)
+    assert (other.path, other.plan) == ("", None)
