@@ -237,17 +237,17 @@ def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], d
 
 def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], ops: tuple[str, ...]) -> list[Any]:
     """The cases that are asked for."""
-    from portattn.schema.ops import PUBLIC
+    from portattn.schema.ops import BACKWARD, ROWS
     from portattn.tools.tune.workloads import from_sets, parse, tunable_sets
 
     for op in ops:
-        if op not in PUBLIC:
-            raise ArgumentError("tune", "--op", op, f"must be one of {', '.join(PUBLIC)}")
+        if op not in ROWS:
+            raise ArgumentError("tune", "--op", op, f"must be one of {', '.join(ROWS)}")
     if not sets and not problems:
         limit = f"must be given, or --problem; sets: {', '.join([*tunable_sets(), 'all'])}"
         raise ArgumentError("tune", "--set", "nothing", limit)
     found = from_sets(sets, only) + [parse(text) for text in problems]
-    left = [case for case in found if not ops or case.op in ops]
+    left = [case for case in found if not ops or (BACKWARD[case.op] if case.backward else case.op) in ops]
     if not left:
         raise ArgumentError("tune", "--op", ", ".join(ops), "must be the op of a problem that is asked for")
     return left

@@ -112,19 +112,30 @@ class GradientGate:
         for name, like in zip(NAMES, (contender.out, self.t.q, self.t.k, self.t.v), strict=True):
             if results[name].shape != like.shape:
                 raise ValueError(f"returns {name} of shape {tuple(results[name].shape)}")
-        worst, self._said = 0.0, ""
-        for name in NAMES:
-            if not all_finite(self.case, results[name], rows=name in ("out", "dq")):
-                self._said = f"{name}: not finite somewhere"
-                return math.inf
-            for off, allowed in self._off(name, results[name], expected):
-                of_budget = off / allowed if allowed else (math.inf if off else 0.0)
-                if of_budget > worst:
-                    worst, self._said = of_budget, f"{name}: error {off:.2e} is over the budget {allowed:.2e}"
+        worst, _ = self._shares(results, expected)
         if worst <= self.budget and not all(torch.equal(one, other) for one, other in zip(made, again, strict=False)):
             self._said = "two deterministic runs differ"
             return math.inf
         return worst
+
+    def shares(self, results: Compared) -> tuple[float, float]:
+        """Of results by NAMES, without dropout: the largest error in parts of its budget, and the segments' mean."""
+        assert self._expected is not None
+        return self._shares(results, self._expected)
+
+    def _shares(self, results: Compared, expected: Expected) -> tuple[float, float]:
+        worst, total, count = 0.0, 0.0, 0
+        self._said = ""
+        for name in NAMES:
+            if not all_finite(self.case, results[name], rows=name in ("out", "dq")):
+                self._said = f"{name}: not finite somewhere"
+                return math.inf, math.inf
+            for off, allowed in self._off(name, results[name], expected):
+                of_budget = off / allowed if allowed else (math.inf if off else 0.0)
+                total, count = total + of_budget, count + 1
+                if of_budget > worst:
+                    worst, self._said = of_budget, f"{name}: error {off:.2e} is over the budget {allowed:.2e}"
+        return worst, total / max(count, 1)
 
     def refusal(self, error: float) -> str:
         """Why the contender that `error` was last asked about is not timed."""

@@ -13,6 +13,7 @@ import torch
 from portattn.schema.target import Target
 from portattn.tools.bench.gate import reason
 from portattn.tools.tune import race
+from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import compile_all, verdict
 from portattn.tools.tune.log import History
@@ -209,6 +210,25 @@ class Tuner:
                 left.append(entrant)
         return left
 
+    def joined(self, ground: Field, ranked: Sequence[Choice]) -> list[Entrant]:
+        """What the tunable makes of the choices that were probed, the fastest first; compiled. Of kernels whose parts
+        are swept one by one it is the best parts together.
+        """
+        join = getattr(ground.tunable, "joined", None)
+        if join is None:
+            return []
+        seen = {tuple(built.identity for built in one.built.values()): one.choice for one in ground.entrants}
+        told, before = len(ground.dropped), list(ground.entrants)
+        ground.entrants = []
+        for choice in join(ground.of.incumbent or Choice(), ranked):
+            ground.enter(choice, self.target, seen)
+        self.compile([one.codes for one in ground.entrants])
+        entrants = compiled(ground, self.codes, self.target, self.options.spills)
+        ground.entrants = [*before, *ground.entrants]
+        for record in ground.dropped[told:]:
+            self.note(record)
+        return entrants
+
     def _compile_only(self, ground: Field, entrants: list[Entrant]) -> Outcome:
         """The incumbent where it compiles without spills; else the largest tile that does."""
         of, chosen = ground.of, None
@@ -257,7 +277,9 @@ class Tuner:
         runs = Race(
             ground, self.codes, self.device, self.clock, self.note, self.history.fatal, lambda: time.monotonic() >= end
         )
-        left = runs.finalists(runs.probe(entrants))
+        probed = runs.probe(entrants)
+        probed += runs.probe(self.joined(ground, [one.choice for one in runs.ranked(probed)]))
+        left = runs.finalists(probed)
         ranked = runs.final(self.serving(ground, left), self.options.rounds)
         if not ranked:
             return self._nothing(ground, "no candidate compiles, fits, is right and does not spill")
