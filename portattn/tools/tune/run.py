@@ -221,7 +221,8 @@ class Tuner:
         told, before = len(ground.dropped), list(ground.entrants)
         ground.entrants = []
         for choice in join(ground.of.incumbent or Choice(), ranked):
-            ground.enter(choice, self.target, seen)
+            if choice.among(self.options.only):
+                ground.enter(choice, self.target, seen)
         self.compile([one.codes for one in ground.entrants])
         entrants = compiled(ground, self.codes, self.target, self.options.spills)
         ground.entrants = [*before, *ground.entrants]
