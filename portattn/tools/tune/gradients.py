@@ -14,7 +14,7 @@ import torch
 import portattn
 from portattn.planning.gradients import backward_problem
 from portattn.schema.call import Call
-from portattn.schema.lowering import OF_ROWS, Launch
+from portattn.schema.lowering import OF_ROWS, Launch, OptionValue
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import arguments
 from portattn.tools.bench.gate import as_call
@@ -87,8 +87,8 @@ def joined(base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
         yield Choice(launch=keys[i].launch | _rows(rows[j]), lowering=keys[i].lowering, flags=keys[i].flags)
 
 
-def _rows(choice: Choice) -> dict[str, object]:
-    return {name: choice.launch[name] for name in OF_ROWS.values()}  # type: ignore[return-value]
+def _rows(choice: Choice) -> dict[str, OptionValue]:
+    return {name: choice.launch[name] for name in OF_ROWS.values()}
 
 
 def _rest(choice: Choice) -> tuple[object, object]:

@@ -91,8 +91,14 @@ class FakeBackward:
 
     name, ops = "dense_backward", ("attention_backward",)
 
-    def __init__(self, keys: dict[int, float], rows: dict[int, float], behaviour: str = "right") -> None:
-        self.keys, self.rows, self.behaviour = keys, rows, behaviour
+    def __init__(
+        self,
+        keys: dict[int, float],
+        rows: dict[int, float],
+        behaviour: str = "right",
+        spills: dict[int, int] | None = None,
+    ) -> None:
+        self.keys, self.rows, self.behaviour, self.spills = keys, rows, behaviour, spills or {}
 
     def space(self, problem, target, base):
         own = swept(base).launch
@@ -108,7 +114,8 @@ class FakeBackward:
     def build(self, problem, choice, target) -> Built:
         launch = Launch().changed(dict(choice.launch))
         held = launch.block_m, launch.of_rows().block_m
-        one = Made(us=self.keys[held[0]] + self.rows[held[1]])
+        facts = {"registers": 128, "spills": self.spills.get(held[0], 0), "scratchpad_bytes": 1}
+        one = Made(facts=facts, us=self.keys[held[0]] + self.rows[held[1]])
 
         def start(call) -> Started:
             delta = call.new_out()
@@ -149,6 +156,16 @@ def test_wrong_gradients_are_not_chosen(class_of, search, behaviour: str) -> Non
     outcome, records = search(tunable, class_of(tunable, SMALL, file=FILE))
     assert [one.choice.launch["block_m"] for one in records if getattr(one, "verdict", "") == "wrong"] == [32]
     assert (outcome.choice.launch["block_m"], outcome.choice.launch["rows_m"]) == (64, 32)
+
+
+@pytest.mark.parametrize("as_today", [True, False])
+def test_a_candidate_may_spill_what_todays_choice_does(class_of, search, as_today: bool) -> None:
+    """Gradients' tiles that were the best on a chip spill more than is allowed elsewhere."""
+    tunable = FakeBackward(KEYS, ROWS, spills={64: 900, 32: 880, 16: 901})
+    outcome, records = search(tunable, class_of(tunable, SMALL, file=FILE), spills_as_today=as_today, spills=256)
+    out = {one.choice.launch["block_m"] for one in records if getattr(one, "verdict", "") == "ruled out"}
+    assert out == ({16} if as_today else {16, 32, 64})
+    assert outcome.choice.launch["block_m"] == (32 if as_today else 64)
 
 
 @pytest.mark.interpreter
