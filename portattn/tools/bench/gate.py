@@ -79,10 +79,9 @@ class Gate:
             self._parts.append((sequence, head, rows, expected))
         expected = torch.cat([part[3].flatten() for part in self._parts])
         self.budget = budget(t.q.dtype, expected, torch.cat(same))
-        rows = f"{CHECKED_ROWS} rows" if case.seq_q > CHECKED_ROWS else "every row"
-        self.checked = (
-            f"{len(self._parts)} of {case.batch * case.heads_k} sequences and key/value heads, {rows} of each"
-        )
+        of_each = f"{CHECKED_ROWS} rows" if case.seq_q > CHECKED_ROWS else "every row"
+        total = case.batch * case.heads_k
+        self.checked = f"{len(self._parts)} of {total} sequences and key/value heads, {of_each} of each"
 
     def error(self, contender: Contender) -> float:
         """The contender's largest error in the sample; NaN counts as infinite."""
