@@ -178,8 +178,8 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     cells = run.run_cells
 
-    def interrupted(left, *rest):
-        cells(left[:1], *rest)
+    def interrupted(left, *rest, **named):
+        cells(left[:1], *rest, **named)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_cells", interrupted)
