@@ -30,6 +30,7 @@ _PUBLIC = {
     "warmup": "portattn.api.warmup",
     "monitor": "portattn.api.monitor",
     "Prepared": "portattn.api.prepare",
+    "last_backward_plan": "portattn.api.dispatch",
     "last_plan": "portattn.api.dispatch",
     "settings": "portattn.config",
     "Problem": "portattn.schema.problem",
@@ -61,6 +62,7 @@ _OTHER_NAMES = {"target": "parse_target"}  # where the module has another one
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
+    from portattn.api.dispatch import last_backward_plan as last_backward_plan
     from portattn.api.dispatch import last_plan as last_plan
     from portattn.api.dropout_mask import dropout_mask as dropout_mask
     from portattn.api.merge_states import merge_states as merge_states

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from portattn.api import dispatch
 from portattn.api.operators import SIGNATURES, Signature, arguments_of
 from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import request_from
@@ -70,10 +71,11 @@ def gradients(
         if name in asked:
             given[at[own]] = _memory(name, tensors[way.source[name]], lse)
     if lse.numel():
-        ready = tuple(given)
+        ready, before = tuple(given), dispatch.noted()
         delta = found_cached(way.op, ready, fixed, tuple(lengths))
         if delta is None:
             delta = carried_out(request_from(way.op, ready, fixed, lengths))
+        dispatch.note_backward(before)
         assert isinstance(delta, torch.Tensor)
     else:  # without rows nothing is launched, and there may be keys
         delta = lse

@@ -31,6 +31,8 @@ from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 
 _last = cache.last_plan
+# As _last, of the process's last backward pass: autograd runs those of a device in a thread of its own.
+_last_backward: Any = None
 _warned: set[tuple[str, str, str, str]] = set()
 # Keys of plans, under a canary setting, whose families gave right numbers here or need not show it.
 _trusted: set[tuple[str, str]] = set()
@@ -54,11 +56,62 @@ def last_plan() -> Plan | None:
     """
     found = _last.get()
     if type(found) is tuple:
-        planner, inputs = found
-        found = planner(inputs)
+        found = _made(found)
         _last.set(found)
     made: Plan | None = found
     return made
+
+
+def last_backward_plan() -> Plan | None:
+    """The plan of the last backward pass that portattn computed in this process, in whatever thread; None before any.
+
+    It is one of the gradients' operations (`attention_backward`, `varlen_attention_backward`). Where their kernels did
+    not run after all, it is that of the forward which was computed anew and differentiated. Where torch differentiates
+    the forward's own path, such as `sdpa`, portattn computes no backward pass, and this stays as it was: the notes of
+    the forward's plan say `gradients by sdpa`.
+
+    Returns the Plan.
+
+    Raises nothing.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    >>> portattn.attention(q, q, q, backend="interpreter").sum().backward()
+    >>> portattn.last_plan().problem.op, portattn.last_backward_plan().problem.op
+    ('attention', 'attention_backward')
+    """
+    global _last_backward
+    found = _last_backward
+    if type(found) is tuple:
+        made = _made(found)
+        if _last_backward is found:  # and not that of another thread's meanwhile
+            _last_backward = made
+        found = made
+    plan: Plan | None = found
+    return plan
+
+
+def _made(noted: tuple[Any, Any]) -> Any:
+    planner, inputs = noted
+    return planner(inputs)
+
+
+def noted() -> Any:
+    """What `last_plan` is of now, for `note` to put back."""
+    return _last.get()
+
+
+def forget_backward() -> None:
+    """Forget the last backward pass: what `last_backward_plan` says then is of a later one."""
+    global _last_backward
+    _last_backward = None
+
+
+def note_backward(before: Any) -> None:
+    """Remember what was noted last as the backward pass's, and `before`, which it replaced, as this thread's call."""
+    global _last_backward
+    _last_backward = _last.get()
+    _last.set(before)
 
 
 def note(made: Any) -> None:

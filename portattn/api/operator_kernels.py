@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.api import vmapping
+from portattn.api import dispatch, vmapping
 from portattn.api.backward import Gradients, gradients
 from portattn.api.operators import Signature
 from portattn.api.perform import carried_out, found_cached
@@ -97,8 +97,10 @@ def differentiated(
         if needed:
             given[place] = given[place].detach().requires_grad_()
             inputs.append(given[place])
+    before = dispatch.noted()
     with _recording():
         found = by_torch(request_from(signature.op, *signature.split(given)))
+        dispatch.note_backward(before)
         results = found if isinstance(found, tuple) else (found,)
         pairs = [(r, g) for r, g in zip(results, (grad_out, grad_lse), strict=False) if g is not None]
         pairs = [(r, g) for r, g in pairs if r.requires_grad]  # of calls without keys, nothing depends on anything

@@ -175,8 +175,9 @@ def _measure(
     with ExitStack() as stack:
         store = stack.enter_context(Store(out)) if out else None
         limits = None if options.only_host else clock.ceilings()
+        asked = tuple((name, case.name) for name, case in cells)
         run = this_run(
-            sets=tuple(chosen), cells=len(cells), rounds=options.rounds, backend=options.backend, core=options.core,
+            sets=tuple(chosen), asked=asked, rounds=options.rounds, backend=options.backend, core=options.core,
             only_host=options.only_host, peers=peers.presence(options.wanted, options.others), libraries=loaded,
             ceilings=limits, commit=commit,
         )  # fmt: skip
@@ -201,7 +202,7 @@ def _measure(
                 result.add(item)
                 progress.cell(item)
 
-            count = run_cells(left, len(result.runs) - 1, clock, limits, options, keep, budget)
+            count = run_cells(left, len(result.runs) - 1, clock, limits, options, keep, budget, say=progress.doing)
         except KeyboardInterrupt:
             return result, INTERRUPTED
         except DeviceLost as lost:

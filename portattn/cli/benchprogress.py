@@ -5,6 +5,7 @@ from __future__ import annotations
 from portattn.cli.progress import Counted
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.peers import SLOW, library
 from portattn.tools.bench.results import Row
 
 
@@ -13,6 +14,14 @@ class BenchProgress(Counted):
 
     def __init__(self, total: int, already: int) -> None:
         super().__init__(total, already, "bench")
+
+    def doing(self, case: str, what: str) -> None:
+        """Say what is done of the cell under way; where there is no bar, only what takes long."""
+        why = SLOW.get(library(what))
+        if self._bar:
+            self._bar.update(self._task, description=f"{case}: {what}{f' ({why})' if why else ''}"[:100])
+        elif why:
+            self.line(f"{case}: {what} is {why}")
 
     def cell(self, item: Row | FirstCall) -> None:
         """Count one finished cell and say what came out."""

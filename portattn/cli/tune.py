@@ -71,7 +71,7 @@ TIMED_SPILLS = 256  # bytes: tiles that were timed best on an H200 spill up to 1
     "--spills",
     type=click.IntRange(0),
     metavar="BYTES",
-    help=f"That a candidate may have. [default: 0, and {TIMED_SPILLS} where time will tell]",
+    help=f"That a candidate may have. [default: 0; where time will tell {TIMED_SPILLS}, or today's choice's if more]",
 )
 @click.option("--rounds", type=click.IntRange(1, 100), default=4, help="Rounds in which finalists take turns.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=2, help="Compiles at a time.")
@@ -160,11 +160,13 @@ def tune(
     device = None if compile_only else _device(where)
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")  # else another program, which has arguments of its own
     command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn tune"
+    as_today = spills is None and device is not None
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
     made = origin(where, device is not None, chosen, command, spills, commit, fixed)
     options = Options(
-        budget=budget, jobs=jobs, seconds=seconds, spills=spills, candidates=candidates, rounds=rounds, only=fixed
+        budget=budget, jobs=jobs, seconds=seconds, spills=spills, spills_as_today=as_today, candidates=candidates,
+        rounds=rounds, only=fixed,
     )  # fmt: skip
     with Log(log_path) as log:
         records: list[Record] = log.resume(made) if resume else [made]
@@ -238,17 +240,17 @@ def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], d
 
 def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], ops: tuple[str, ...]) -> list[Any]:
     """The cases that are asked for."""
-    from portattn.schema.ops import PUBLIC
+    from portattn.schema.ops import BACKWARD, ROWS
     from portattn.tools.tune.workloads import from_sets, parse, tunable_sets
 
     for op in ops:
-        if op not in PUBLIC:
-            raise ArgumentError("tune", "--op", op, f"must be one of {', '.join(PUBLIC)}")
+        if op not in ROWS:
+            raise ArgumentError("tune", "--op", op, f"must be one of {', '.join(ROWS)}")
     if not sets and not problems:
         limit = f"must be given, or --problem; sets: {', '.join([*tunable_sets(), 'all'])}"
         raise ArgumentError("tune", "--set", "nothing", limit)
     found = from_sets(sets, only) + [parse(text) for text in problems]
-    left = [case for case in found if not ops or case.op in ops]
+    left = [case for case in found if not ops or (BACKWARD[case.op] if case.backward else case.op) in ops]
     if not left:
         raise ArgumentError("tune", "--op", ", ".join(ops), "must be the op of a problem that is asked for")
     return left

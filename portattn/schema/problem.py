@@ -283,7 +283,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ]
         if self.packed:
             sizes.append(f"{self.batch} sequences")
-        flags = [flag for flag in ASKED if getattr(self, flag)]
+        flags = [flag for flag in (*ASKED, "dropout") if getattr(self, flag)]
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []

@@ -386,12 +386,60 @@ def test_the_settings_of_the_call_hold_in_its_backward_pass() -> None:
 
     def run() -> None:
         out.sum().backward()
-        seen.append(portattn.last_plan().path)
+        seen.append(portattn.last_backward_plan().path)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert seen == [KERNELS]
+
+
+def test_a_backward_pass_has_a_plan_of_its_own_in_whatever_thread() -> None:
+    """And last_plan stays that of the last call, as it does where autograd's thread is another one."""
+    for _ in range(3):  # the later ones are cached
+        dispatch.forget_backward()
+        q, k, v = qkv()
+        out = portattn.attention(q, k, v, causal=True, backend=KERNELS)
+        assert portattn.last_backward_plan() is None
+        out.sum().backward()
+        of_call, of_backward = portattn.last_plan(), portattn.last_backward_plan()
+        assert (of_call.problem.op, of_call.path) == ("attention", KERNELS)
+        assert (of_backward.problem.op, of_backward.path) == (BACKWARD["attention"], KERNELS)
+        assert of_backward.problem.causal == "bottom_right"
+    assert portattn.last_backward_plan() is of_backward
+    out = portattn.attention(q, k, v, window=(2, 0), backend=KERNELS)
+    thread = threading.Thread(target=lambda: out.sum().backward())
+    thread.start()
+    thread.join()
+    assert portattn.last_backward_plan().problem.window_left == 2
+    assert portattn.last_plan().problem.op == "attention"
+
+
+def test_the_plan_of_a_backward_pass_is_what_the_forwards_plan_says() -> None:
+    q, k, v = qkv()
+    note = portattn.plan("attention", q, k, v, backend=KERNELS).notes[-1]
+    portattn.attention(q, k, v, backend=KERNELS).sum().backward()
+    assert note == f"gradients by {portattn.last_backward_plan().path}"
+    before = portattn.last_backward_plan()
+    portattn.attention(q, k, v, backend="reference").sum().backward()
+    assert portattn.last_backward_plan() is before, "torch differentiates the reference"
+
+
+def test_the_backward_of_a_graph_has_a_plan() -> None:
+    dispatch.forget_backward()
+    q, k, v = qkv()
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(q, k.detach(), v.detach(), backend=KERNELS).sum()
+
+    torch.compile(loss, backend="aot_eager")(q).backward()
+    assert portattn.last_backward_plan().problem.op == BACKWARD["attention"]
+
+
+def test_explain_names_dropout() -> None:
+    q, k, v = qkv()
+    assert " dropout" in portattn.explain("attention", q, k, v, dropout_p=0.2).splitlines()[0]
+    assert "dropout" not in portattn.explain("attention", q, k, v).splitlines()[0]
 
 
 def test_a_training_call_keeps_its_inputs_its_result_and_an_lse() -> None:
@@ -438,7 +486,8 @@ def test_where_no_kernel_runs_the_backward_pass_the_reference_does(monkeypatch: 
     monkeypatch.setattr(backward, "own_path", lambda *given: "auto")  # of a CPU, where auto has no kernel
     monkeypatch.setattr(backward, "_WAYS", {op: backward._Way(op) for op in BACKWARD})
     found = gradients(lambda b: out, inputs, "")
-    assert (portattn.last_plan().path, portattn.last_plan().problem.op) == ("reference", BACKWARD["attention"])
+    made = portattn.last_backward_plan()
+    assert (made.path, made.problem.op) == ("reference", BACKWARD["attention"])
     for ours, right in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
 

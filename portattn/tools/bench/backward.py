@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import portattn
+from portattn.api import dispatch
 from portattn.schema.plan import Plan
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import CORE, CORE_PATH, OURS, UNORDERED, Build, Contender, ours, own
@@ -29,7 +30,7 @@ class Differentiated(Contender):
     out      the forward's result, (B, Hq, Sq, Dv), of packed queries (Tq, Hq, Dv)
     pull     the gradients for any gradient of `out`
     ordered  whether two runs have to agree in every bit
-    plan     of portattn's own: the backward's, where its thread tells one
+    plan     of portattn's own: the backward's; None where torch differentiates the forward's path
     """
 
     out: torch.Tensor
@@ -98,7 +99,7 @@ def _differentiated(leaves: Tensors, build: Build, ordered: bool, mine: bool) ->
     found = None
     if mine:
         with around():
-            found = backward_plan(out, lambda: pull(grad_out))
+            found = backward_plan(lambda: pull(grad_out))
     return Differentiated(
         run=lambda: pull(grad_out), around=around, path=found.path if found else "",
         result_bytes=sum(x.numel() * x.itemsize for x in inputs), out=out.detach(), pull=pull, ordered=ordered,
@@ -121,15 +122,8 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def backward_plan(out: torch.Tensor, pull: Callable[[], Any]) -> Plan | None:
-    """The plan of a backward, asked for in the thread that ran it: autograd has threads of its own for a device's. None
-    where that thread tells of none."""
-    found: list[Plan | None] = []
-    node = out.grad_fn
-    assert node is not None
-    hook = node.register_hook(lambda *_: found.append(portattn.last_plan()))
-    try:
-        pull()
-    finally:
-        hook.remove()
-    return next((plan for plan in found if plan is not None and plan.problem.op.endswith("_backward")), None)
+def backward_plan(pull: Callable[[], Any]) -> Plan | None:
+    """The plan of a backward; None where torch differentiates the path of the forward."""
+    dispatch.forget_backward()
+    pull()
+    return portattn.last_backward_plan()

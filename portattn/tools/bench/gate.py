@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,13 +17,16 @@ from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import budget, same_dtype
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import Build, Contender, arguments
-from portattn.tools.bench.gradgate import GradientGate
+from portattn.tools.bench.gradgate import GradientGate, all_finite
 from portattn.tools.bench.tensors import Tensors, rows_of
 
 CHECKED_PARTS = 32  # pairs of a sequence and a key/value head that are compared with the float64 oracle
 CHECKED_ROWS = 64  # query rows of each
 # What a library that cannot run a case raises; torch's own errors are RuntimeErrors.
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, OSError, PortattnError)
+
+
+Say = Callable[[str], None]
 
 
 class DeviceLost(PortattnError):
@@ -61,7 +66,7 @@ class Gate:
     """
 
     def __init__(self, case: Case, t: Tensors) -> None:
-        self.case = case
+        self.case, self._finite = case, True
         self._parts: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         generator = torch.Generator().manual_seed(1)
         same = []
@@ -74,6 +79,9 @@ class Gate:
             self._parts.append((sequence, head, rows, expected))
         expected = torch.cat([part[3].flatten() for part in self._parts])
         self.budget = budget(t.q.dtype, expected, torch.cat(same))
+        of_each = f"{CHECKED_ROWS} rows" if case.seq_q > CHECKED_ROWS else "every row"
+        total = case.batch * case.heads_k
+        self.checked = f"{len(self._parts)} of {total} sequences and key/value heads, {of_each} of each"
 
     def error(self, contender: Contender) -> float:
         """The contender's largest error in the sample; NaN counts as infinite."""
@@ -86,10 +94,13 @@ class Gate:
                 raise ValueError(f"returns {tuple(out.shape)}")
             difference = (got.double() - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
             worst.append(difference.max())
-        return float(torch.stack(worst).max())
+        self._finite = all_finite(self.case, out, rows=True)
+        return float(torch.stack(worst).max()) if self._finite else math.inf
 
     def refusal(self, error: float) -> str:
-        """Why a contender with this error is not timed."""
+        """Why the contender that `error` was last asked about is not timed."""
+        if not self._finite:
+            return "not finite somewhere: not timed"
         return f"error {error:.2e} is over the budget {self.budget:.2e}: not timed"
 
 
@@ -103,22 +114,38 @@ def sample(case: Case) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Admitted:
-    """Who passed, each one's error, and why the others did not. All by name."""
+    """Who passed, each one's error, and why the others did not. All by name.
+
+    checked      what of each result was compared; that all of it is finite is checked besides
+    reference_s  seconds that the float64 results took
+    admit_s      seconds to make each contender, which compiles it, and to check it
+    """
 
     budget: float
+    checked: str = ""
+    reference_s: float = 0.0
     contenders: dict[str, Contender] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    admit_s: dict[str, float] = field(default_factory=dict)
 
 
-def admit(case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], str] = str) -> Admitted:
+def admit(
+    case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], str] = str, say: Say = lambda what: None
+) -> Admitted:
     """Build and check every contender of a case. lost: tells why the device takes no more work (Clock.lost).
+
+    say  is told which contender is next
 
     Raises DeviceLost.
     """
+    say("float64")
+    begun = time.monotonic()
     gate = GradientGate(case, t) if case.backward else Gate(case, t)
-    found = Admitted(gate.budget)
+    found = Admitted(gate.budget, gate.checked, time.monotonic() - begun)
     for name, build in builds.items():
+        say(name)
+        begun = time.monotonic()
         try:
             contender = build()
             error = gate.error(contender)
@@ -128,6 +155,8 @@ def admit(case: Case, t: Tensors, builds: dict[str, Build], lost: Callable[[], s
                 raise DeviceLost(name, failure, gone) from None
             found.refused[name] = reason(failure)
             continue
+        finally:
+            found.admit_s[name] = time.monotonic() - begun
         found.errors[name] = error
         if error <= gate.budget:
             found.contenders[name] = contender

@@ -32,8 +32,9 @@ _QUERY = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_ver
 
 
 def this_run(
-    *, sets: tuple[str, ...], cells: int, rounds: int, backend: str, core: bool, only_host: bool,
-    peers: Mapping[str, str], libraries: Mapping[str, str], ceilings: Ceilings | None, commit: str = "",
+    *, sets: tuple[str, ...], asked: tuple[tuple[str, str], ...], rounds: int, backend: str, core: bool,
+    only_host: bool, peers: Mapping[str, str], libraries: Mapping[str, str], ceilings: Ceilings | None,
+    commit: str = "",
 ) -> Run:  # fmt: skip
     """The Run of this process. commit: told by the caller; git's where that is empty."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -65,7 +66,8 @@ def this_run(
         peers=dict(peers),
         libraries=dict(libraries),
         sets=sets,
-        cells=cells,
+        cells=len(asked),
+        asked=asked,
         rounds=rounds,
         backend=backend,
         core=core,

@@ -40,6 +40,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     versions   of torch, cuDNN, CUDA or ROCm, the driver, Python and the peers that are installed
     peers      of each peer "here", or why it is absent
     libraries  op libraries by their files' names: "loaded", or why not
+    asked      sets and names of the cells that it was to measure, those that an earlier run has measured among them
     ceilings   None where only enqueuing was timed
     state      after the ceilings were measured: a warm card
     """
@@ -59,6 +60,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     libraries: dict[str, str]
     sets: tuple[str, ...]
     cells: int
+    asked: tuple[tuple[str, str], ...] = ()
     rounds: int
     backend: str
     core: bool
@@ -77,6 +79,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     rounds_ms     device time of one call, round by round, in milliseconds; graph_ms: replayed from a graph
     no_graph      why there is no graph
     host_us       time to enqueue one call, in microseconds
+    admit_s       seconds that it took to make it, which compiles it, and to check it
     extra_bytes   memory allocated at the peak of a call (of our own only); of a backward, beyond the gradients, of all
     ms, tflops    median of rounds_ms, and what follows: tflops, and of ops that read a cache tbs
     of_floor      the least time that the case can take on this card, over the time
@@ -88,6 +91,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""
     refused: str = ""
     error: float | None = None
+    admit_s: float | None = None
     rounds_ms: tuple[float, ...] = ()
     graph_ms: tuple[float, ...] = ()
     no_graph: str = ""
@@ -128,7 +132,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
     best_peer   the fastest peer's contender; best_graph: of graphs
     plan        what portattn's plan says of itself
     state       the device while the rounds were going
-    seconds     that the row took in all
+    checked     what of each contender's result was compared with float64; that all of it is finite is checked besides
+    seconds     that the row took in all; reference_s, timing_s: of them, those of the float64 results and of timing
     """
 
     set: str
@@ -144,7 +149,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
     best_graph: str = ""
     plan: tuple[str, ...] = ()
     state: DeviceState | None = None
+    checked: str = ""
     seconds: float = 0.0
+    reference_s: float | None = None
+    timing_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -231,6 +239,12 @@ class Result(msgspec.Struct, kw_only=True):
     def done(self) -> set[tuple[str, str]]:
         """(set, case's name) of all that is measured."""
         return {(r.set, r.name) for r in self.rows} | {(c.set, c.case) for c in self.first_calls}
+
+    @property
+    def left(self) -> list[tuple[str, str]]:
+        """(set, case's name) of what the last run was asked for and nobody has measured."""
+        asked = self.runs[-1].asked if self.runs else ()
+        return [cell for cell in asked if cell not in self.done]
 
     @property
     def failed(self) -> bool:

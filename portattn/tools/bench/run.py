@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from portattn.tools.bench.backward import Differentiated, own_builds
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Clock
 from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, plan_of
-from portattn.tools.bench.gate import FAILURES, Admitted, DeviceLost, admit, reason
+from portattn.tools.bench.gate import FAILURES, Admitted, DeviceLost, Say, admit, reason
 from portattn.tools.bench.order import Cell
 from portattn.tools.bench.peers import PEERS, Peer
 from portattn.tools.bench.provenance import DeviceProbe
@@ -43,11 +45,13 @@ class Options:
 
 
 def run_case(
-    set_: str, case: Case, index: int, device: torch.device, clock: Clock, limits: Ceilings | None, options: Options
-) -> Row:
+    set_: str, case: Case, index: int, device: torch.device, clock: Clock, limits: Ceilings | None, options: Options,
+    say: Say = lambda what: None,
+) -> Row:  # fmt: skip
     """Gate and time one case. Who is wrong, or cannot run it, has a reason instead of a time.
 
     index  of the run that the row belongs to
+    say    is told what is done next: "float64", a contender's name as it is made and checked, "timing"
 
     Raises DeviceLost when the device takes no more work.
     """
@@ -56,18 +60,21 @@ def run_case(
         t = Tensors.random(case, device)
         builds = own_builds(case, t, options.backend, options.core)
         builds |= peers.contenders(case, t, options.wanted, options.others)
-        admitted = admit(case, t, builds, clock.lost)
+        admitted = admit(case, t, builds, clock.lost, say)
     except torch.OutOfMemoryError as failure:
         empty = {OURS: Figures(name=OURS, refused=reason(failure))}
         return results.row(set_, case, index, limits, None, empty, seconds=time.monotonic() - begun)
     same = _same_path(admitted)
+    say("timing")
+    timing_begun = time.monotonic()
     measured, probe = _timed(case, admitted, clock, options)
+    timing_s = time.monotonic() - timing_begun
     if same:  # the plan takes the core anyway
-        measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE)
+        measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE, admit_s=admitted.admit_s.get(CORE))
     plan = _explained(case, t, admitted.contenders.get(OURS), options.backend)
     return results.row(
         set_, case, index, limits, admitted.budget, measured, plan=plan, state=probe.read()[0],
-        seconds=time.monotonic() - begun,
+        checked=admitted.checked, seconds=time.monotonic() - begun, reference_s=admitted.reference_s, timing_s=timing_s,
     )  # fmt: skip
 
 
@@ -103,9 +110,10 @@ def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tu
         graphs, no_graph = _graphs(case, contenders, turns, clock)
     measured = {}
     for name in dict.fromkeys([*admitted.contenders, *refused]):
-        contender = contenders.get(name)
+        contender, admit_s = contenders.get(name), admitted.admit_s.get(name)
         if contender is None:
-            measured[name] = Figures(name=name, refused=refused[name], error=admitted.errors.get(name))
+            error = admitted.errors.get(name)
+            measured[name] = Figures(name=name, refused=refused[name], error=error, admit_s=admit_s)
             continue
         with contender.around():
             taken = turns.ms.get(name) or [clock.turn_ms(contender.run, "hot", 1, 0.0)]
@@ -114,6 +122,7 @@ def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tu
         measured[name] = Figures(
             name=name, path=contender.path, error=admitted.errors[name], rounds_ms=tuple(turns.ms.get(name, ())),
             graph_ms=tuple(graphs.ms.get(name, ())), no_graph=no_graph.get(name, ""), host_us=host, extra_bytes=extra,
+            admit_s=admit_s,
         )  # fmt: skip
     return measured, probe
 
@@ -152,20 +161,22 @@ def run_cells(
     done: Callable[[Row | firstcall.FirstCall], None],
     budget: float | None = None,
     device: torch.device | None = None,
+    say: Callable[[str, str], None] = lambda case, what: None,
 ) -> int:
     """Measure cells until they are all done, or another one would go beyond `budget` seconds if it took as long as the
-    longest so far; how many were done. `done` gets each as it is finished."""
-    begun, longest = time.monotonic(), 0.0
+    median so far: the first one loads libraries and compiles, and those that follow often take less. How many were
+    done; `done` gets each as it is finished. say: as run_case's, with the case's name before it."""
+    begun, took = time.monotonic(), list[float]()
     device = device or torch.device("cuda", torch.cuda.current_device())
     for count, (set_, case) in enumerate(cells):
         since = time.monotonic()
-        if budget is not None and count and since - begun + longest > budget:
+        if budget is not None and took and since - begun + statistics.median(took) > budget:
             return count
         if set_ == firstcall.COLD_START:
             done(firstcall.measure(case, index))
         else:
             try:
-                found = run_case(set_, case, index, device, clock, limits, options)
+                found = run_case(set_, case, index, device, clock, limits, options, functools.partial(say, case.name))
             except DeviceLost as lost:  # kept, so that a run that goes on does not end here again
                 who = {lost.name: Figures(name=lost.name, refused=str(lost))}
                 done(results.row(set_, case, index, limits, None, who))
@@ -173,5 +184,5 @@ def run_cells(
             done(found)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        longest = max(longest, time.monotonic() - since)
+        took.append(time.monotonic() - since)
     return len(cells)

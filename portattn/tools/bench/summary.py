@@ -63,12 +63,13 @@ def _worst(rows: list[Row], contender: str) -> tuple[float | None, str]:
 
 
 def document(result: Result) -> dict[str, Any]:
-    """bench.json: all that was measured, the sets' summaries and the verdicts on the goals."""
+    """bench.json: all that was measured, what was left, the sets' summaries and the verdicts on the goals."""
     return {
         "schema": SCHEMA,
         "runs": result.runs,
         "summaries": summaries(result),
         "goals": goal_results(result),
+        "left": [{"set": name, "case": case} for name, case in result.left],
         "rows": result.rows,
         "first_calls": result.first_calls,
     }

@@ -6,8 +6,10 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.testing.tolerance import nan_filled_memory
+from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import Gate
-from portattn.tools.bench.tensors import rows_of
+from portattn.tools.bench.tensors import Tensors, rows_of
+from portattn.tools.tune.gradients import WRITTEN, Shares
 from portattn.tools.tune.tunable import Built, Started
 
 
@@ -39,7 +41,28 @@ class Checker(Gate):
         return Errors(worst, total / max(count, 1), self.budget)
 
 
+class GradientChecker:
+    """Compares the gradients that a candidate fills with float64. Errors are parts of their budgets, which are 1."""
+
+    def __init__(self, case: Case, t: Tensors, call: Call) -> None:
+        self._shares = Shares(case, t, call)
+
+    def errors(self, out: torch.Tensor) -> Errors:
+        """out: delta, which is not judged: the gradients are made of it."""
+        largest, mean = self._shares.of()
+        return Errors(largest, mean, self._shares.gate.budget)
+
+
+def checker(case: Case, t: Tensors, call: Call) -> Checker | GradientChecker:
+    """What judges the candidates of a case."""
+    return GradientChecker(case, t, call) if case.backward else Checker(case, t)
+
+
 def start(built: Built, call: Call) -> Started:
     """The candidate with outputs that hold NaN: what it does not write shows."""
+    for name in WRITTEN:
+        memory = getattr(call, name)
+        if memory is not None:
+            memory.fill_(float("nan"))
     with nan_filled_memory():
         return built.start(call)

@@ -29,9 +29,12 @@ PACKED = ("packed", "!packed")
 _FEATURES = tuple((name,) for name in EVERY_SCORE)
 _FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
 _SPLIT = (_ROWS, _DTYPE, _WIDTH, ("seq_k<=4096", "seq_k>4096"), _BATCH, *_FEATURES)
+_BACKWARD = (*_FORWARD, ("window", "!window"), ("dropout", "!dropout"), ("aligned", "!aligned"))
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": _FORWARD,
     "varlen_attention": _FORWARD,
+    "attention_backward": _BACKWARD,
+    "varlen_attention_backward": _BACKWARD,
     "decode_attention": _SPLIT,
     "paged_attention": (*_SPLIT, ("page_size<64", "page_size<256", "page_size>=256")),
     "mla_attention": (_ROWS, _DTYPE, _WIDTH, _BATCH),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -12,10 +13,11 @@ from portattn.compile.ensure import code_key, compile_in, first_line, over_limit
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
 from portattn.launch import KernelCall, Signature, kernel_calls, launch_all, meta_call
-from portattn.planning.kernel_specs import CoreKernel
+from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
+from portattn.schema.lowering import OF_ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -23,6 +25,7 @@ from portattn.schema.tuning import Entry, Provenance, Tuning
 from portattn.testing.executor import analyst
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.gradients import joined, swept
 from portattn.tools.tune.tunable import Built, Compiled, Facts, NotBuilt, Started
 from portattn.worker.client import Worker
 
@@ -58,6 +61,26 @@ class CoreTunable:
         return Built(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
 
 
+class BackwardTunable(CoreTunable):
+    """The gradients' kernels: those of keys and of rows are swept one after the other, and the best are joined."""
+
+    def space(self, problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
+        whole, names = swept(base), tuple(OF_ROWS.values())
+        found = space.candidates(self.name, self.kernel.choices, problem, target, whole, without=names)
+        rows = space.candidates(self.name, self.kernel.choices, problem, target, whole, among=names)
+        for choice in itertools.chain.from_iterable(itertools.zip_longest(found, rows)):
+            if choice is not None and not space.left_out(choice, problem, target):
+                yield choice
+
+    def joined(self, base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
+        """The best of both sweeps together."""
+        return joined(base, ranked)
+
+
+def core_tunable(kernel: CoreKernel) -> CoreTunable:
+    return BackwardTunable(kernel) if kernel.of_rows else CoreTunable(kernel)
+
+
 def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Plan:
     """The core plan that this choice as a tuning entry would give, quirks and limits applied. Raises NotBuilt."""
     registry = Registry.load()
@@ -82,9 +105,11 @@ def planned(kernel: str, problem: Problem, choice: Choice, target: Target) -> Pl
 def compiled(
     made: Plan, launches: Sequence[KernelCall | Signature], target: Target, worker: Worker, seconds: float
 ) -> Compiled:
-    """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the first, which
-    does the work.
+    """Compile every launch of a plan, the core's or a variant's, in a child. The facts are those of the launch that
+    does the work: the first, and of gradients the most that either kernel with products has.
     """
+    kernel = CORES[made.problem.op]
+    working = kernel.functions if kernel.of_rows and made.kernel == kernel.name else ()
     found: Facts | None = None
     reader = analyst(target)
     for launch in launches:
@@ -97,8 +122,20 @@ def compiled(
             red = "; ".join(str(lint) for lint in lints if lint.red)
             if red:
                 return Compiled(red, facts)
-        found = facts if found is None else found
+        if working:
+            found = _most(found, facts) if launch.function in working else found
+        else:
+            found = facts if found is None else found
         over = over_limit(reply, target)
         if over:
             return Compiled(over, found)
     return Compiled("", found)
+
+
+def _most(one: Facts | None, other: Facts) -> Facts:
+    """Of two kernels that are launched one after the other, the larger of every number."""
+    found: Facts = dict(other)
+    for name, value in (one or {}).items():
+        there = found.get(name)
+        found[name] = max(value, there) if isinstance(value, int) and isinstance(there, int) else value
+    return found

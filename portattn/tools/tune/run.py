@@ -13,6 +13,7 @@ import torch
 from portattn.schema.target import Target
 from portattn.tools.bench.gate import reason
 from portattn.tools.tune import race
+from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import compile_all, verdict
 from portattn.tools.tune.log import History
@@ -43,7 +44,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     budget      seconds for all of it; None for as long as it takes
     jobs        compiles at a time
     seconds     time limit of one compile
-    spills      bytes of spills that a candidate may have
+    spills      bytes of spills that a candidate may have; spills_as_today: as many as today's choice, if more
     candidates  of each class so many, those nearest to the incumbent; 0 for all
     rounds      in which finalists take turns
     only        candidates that have one of these values of these settings
@@ -53,6 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int = 2
     seconds: float = 120.0
     spills: int = 0
+    spills_as_today: bool = False
     candidates: int = 0
     rounds: int = 4
     only: dict[str, tuple[str, ...]] = {}
@@ -151,7 +153,7 @@ class Tuner:
 
     def _one(self, ground: Field, classes_left: int) -> Outcome:
         begun = time.monotonic()
-        entrants = compiled(ground, self.codes, self.target, self.options.spills)
+        entrants = compiled(ground, self.codes, self.target, self._spills(ground))
         for record in ground.dropped:
             self.note(record)
         complete = not any(record.verdict == "not reached" for record in ground.dropped)
@@ -164,6 +166,15 @@ class Tuner:
                 outcome = self._nothing(ground, f"out of memory: {reason(error)}")
         seconds = round(time.monotonic() - begun, 3)
         return msgspec.structs.replace(outcome, seconds=seconds, complete=complete and outcome.complete)
+
+    def _spills(self, ground: Field) -> int:
+        """Bytes of spills that a candidate of this class may have."""
+        most = self.options.spills
+        if self.options.spills_as_today:
+            own = (code for one in ground.entrants if one.incumbent for code, _ in one.codes)
+            found = (self.codes[code].facts or {} for code in own if code in self.codes)
+            most = max([most, *(int(facts.get("spills", 0)) for facts in found)])
+        return most
 
     def _nothing(self, ground: Field, why: str) -> Outcome:
         of = ground.of
@@ -208,6 +219,26 @@ class Tuner:
             else:
                 left.append(entrant)
         return left
+
+    def joined(self, ground: Field, ranked: Sequence[Choice]) -> list[Entrant]:
+        """What the tunable makes of the choices that were probed, the fastest first; compiled. Of kernels whose parts
+        are swept one by one it is the best parts together.
+        """
+        join = getattr(ground.tunable, "joined", None)
+        if join is None:
+            return []
+        seen = {tuple(built.identity for built in one.built.values()): one.choice for one in ground.entrants}
+        told, before, most = len(ground.dropped), list(ground.entrants), self._spills(ground)
+        ground.entrants = []
+        for choice in join(ground.of.incumbent or Choice(), ranked):
+            if choice.among(self.options.only):
+                ground.enter(choice, self.target, seen)
+        self.compile([one.codes for one in ground.entrants])
+        entrants = compiled(ground, self.codes, self.target, most)
+        ground.entrants = [*before, *ground.entrants]
+        for record in ground.dropped[told:]:
+            self.note(record)
+        return entrants
 
     def _compile_only(self, ground: Field, entrants: list[Entrant]) -> Outcome:
         """The incumbent where it compiles without spills; else the largest tile that does."""
@@ -257,7 +288,9 @@ class Tuner:
         runs = Race(
             ground, self.codes, self.device, self.clock, self.note, self.history.fatal, lambda: time.monotonic() >= end
         )
-        left = runs.finalists(runs.probe(entrants))
+        probed = runs.probe(entrants)
+        probed += runs.probe(self.joined(ground, [one.choice for one in runs.ranked(probed)]))
+        left = runs.finalists(probed)
         ranked = runs.final(self.serving(ground, left), self.options.rounds)
         if not ranked:
             return self._nothing(ground, "no candidate compiles, fits, is right and does not spill")

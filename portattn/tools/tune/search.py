@@ -16,13 +16,14 @@ from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
-from portattn.tools.bench.gate import as_call, reason
+from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune import race
-from portattn.tools.tune.check import Checker, Errors, start
+from portattn.tools.tune.check import Errors, checker, start
 from portattn.tools.tune.choice import Choice, Only
 from portattn.tools.tune.classes import Class
 from portattn.tools.tune.facts import verdict
+from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.race import Clock, Times
 from portattn.tools.tune.records import Candidate, CandidateState, Code, Record, Trying
 from portattn.tools.tune.tunable import Built, Compiled, NotBuilt, Started, Tunable
@@ -57,6 +58,27 @@ class Field:
     entrants: list[Entrant] = field(default_factory=list)
     dropped: list[Candidate] = field(default_factory=list)
 
+    def enter(self, choice: Choice, target: Target, seen: dict[tuple[str, ...], Choice], own: bool = False) -> bool:
+        """Take a choice as an entrant, if it can be built for all problems and is no other's twin; else say why not.
+
+        seen  by their launches, the choices that have entered; own: it is today's
+        """
+        built: dict[str, Built] = {}
+        for load in self.of.workloads:
+            try:
+                built[load.name] = self.tunable.build(load.problem, choice, target)
+            except NotBuilt as no:
+                self.dropped.append(_candidate(self.of, load, choice, "refused", str(no)))
+                return False
+        identities = tuple(one.identity for one in built.values())
+        if identities in seen:
+            twin = f"the same launches as {seen[identities]}"
+            self.dropped.append(_candidate(self.of, self.of.workloads[0], choice, "twin", twin))
+            return False
+        seen[identities] = choice
+        self.entrants.append(Entrant(choice, built, incumbent=own))
+        return True
+
 
 def proposals(
     classes: Sequence[Class], tools: Mapping[str, Tunable], target: Target, most: int, only: Only
@@ -84,23 +106,9 @@ def propose(of: Class, tunable: Tunable, target: Target, most: int, only: Only =
         own = choice is of.incumbent
         if choice == of.incumbent and not own:
             continue
-        built: dict[str, Built] = {}
-        for load in of.workloads:
-            try:
-                built[load.name] = tunable.build(load.problem, choice, target)
-            except NotBuilt as no:
-                found.dropped.append(_candidate(of, load, choice, "refused", str(no)))
-                break
-        else:
-            identities = tuple(one.identity for one in built.values())
-            if identities in seen:
-                twin = f"the same launches as {seen[identities]}"
-                found.dropped.append(_candidate(of, of.workloads[0], choice, "twin", twin))
-                continue
-            seen[identities] = choice
-            found.entrants.append(Entrant(choice, built, incumbent=own))
-            if most and sum(not one.incumbent for one in found.entrants) >= most:
-                break
+        entered = found.enter(choice, target, seen, own)
+        if entered and most and sum(not one.incumbent for one in found.entrants) >= most:
+            break
     return found
 
 
@@ -149,8 +157,8 @@ class Stage:
     def __init__(self, load: Workload, device: torch.device) -> None:
         self.load, self.device = load, device
         tensors = Tensors.random(load.case, device)
-        self.call: Call = as_call(load.case, tensors)
-        self.checker = Checker(load.case, tensors)
+        self.call: Call = call_of(load.case, tensors)
+        self.checker = checker(load.case, tensors, self.call)
 
     def first_run(self, built: Built) -> tuple[Started, Errors]:
         """Run a candidate once into outputs that held NaN. Raises whatever compiler and device raise."""
@@ -266,15 +274,15 @@ class Race:
         except RuntimeError as error:
             raise DeviceLost(f"tune: {entrant.choice} left the device unusable: {reason(error)}") from None
 
-    def finalists(self, entrants: Sequence[Entrant]) -> list[Entrant]:
-        """The best by their probes, and the incumbent whatever its own were."""
+    def ranked(self, entrants: Sequence[Entrant]) -> list[Entrant]:
+        """Those that were probed, the fastest first by the mean over the problems."""
         names = [load.name for load in self.of.workloads]
         least = [min(one.times[name].median for one in entrants) for name in names] if entrants else []
+        return sorted(entrants, key=lambda one: race.mean_ratio([one.times[name].median for name in names], least))
 
-        def score(one: Entrant) -> float:
-            return race.mean_ratio([one.times[name].median for name in names], least)
-
-        ranked = sorted(entrants, key=score)
+    def finalists(self, entrants: Sequence[Entrant]) -> list[Entrant]:
+        """The best by their probes, and the incumbent whatever its own were."""
+        ranked = self.ranked(entrants)
         own = [one for one in ranked if one.incumbent]
         return [*own, *[one for one in ranked if not one.incumbent][: race.FINALISTS]]
 
@@ -331,6 +339,10 @@ def witnesses(of: Class) -> list[Problem]:
     found = []
     for load in of.workloads:
         p = load.problem
+        if p.backward:
+            lengths = {} if p.packed else {"seqlens_q": True, "seqlens_k": True}
+            found.append(msgspec.structs.replace(p, grad_lse=True, **lengths))
+            continue
         more: dict[str, Any] = {
             "attention": {"seqlens_q": True, "seqlens_k": True},
             "decode_attention": {"leftpad_k": True},

@@ -7,14 +7,14 @@ or `occupancy`; what no axis names stays as the incumbent has it. Of axes with o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
 from portattn.planning.compiler_options import backend_options, options
 from portattn.planning.kernel_specs import head_columns
 from portattn.schema import conditions
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, Launch
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
@@ -105,6 +105,24 @@ _SPLIT = (
     *_LOADS,
     *_OPTIONS,
 )
+# Of gradients: the kernel that holds keys, and, by names of their own, the kernel that holds rows.
+_HOLDS = (
+    Axis("block_m", (16, 32, 64), SMALL),
+    Axis("block_m", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_m", (32, 64, 128)),
+    Axis("block_n", (16, 32, 64)),
+    Axis("num_warps", (1,), NO_WARPS),
+    Axis("num_warps", (4, 8)),
+    Axis("num_stages", (1,), NO_WARPS),
+    Axis("num_stages", (1, 2, 3), DEEP),
+    Axis("num_stages", (1, 2)),
+)
+_BACKWARD = (
+    *_HOLDS,
+    *(msgspec.structs.replace(axis, name=OF_ROWS[axis.name]) for axis in _HOLDS),
+    *_LOADS,
+    *_OPTIONS,
+)
 _SPARSE = (
     Axis("block_n", (16, 32, 64, 128)),
     Axis("num_warps", (1,), NO_WARPS),
@@ -117,6 +135,8 @@ _SPARSE = (
 SPACES: dict[str, tuple[Axis, ...]] = {
     "dense_forward": _FORWARD,
     "varlen_forward": _FORWARD,
+    "dense_backward": _BACKWARD,
+    "varlen_backward": _BACKWARD,
     "decode_split": _SPLIT,
     "paged_split": _SPLIT,
     "mla_split": _SPLIT,
@@ -145,11 +165,11 @@ Rule = Callable[[Choice, Problem, Target], "str | None"]
 
 
 def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
-    """The pipeline's tiles of K and V alone: Triton keeps at least one fewer than num_stages of them."""
-    launch = Launch().changed(choice.launch)
+    """The pipeline's tiles of K and V, or Q and dO, alone: Triton keeps at least one fewer than num_stages of them."""
     width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
     item = TORCH_DTYPE[problem.dtype].itemsize
-    least = (launch.num_stages - 1) * launch.block_n * width * item
+    launches = Launch().changed(choice.launch).kernels()
+    least = max((launch.num_stages - 1) * launch.block_n for launch in launches) * width * item
     if problem.op == "sparse_attention" or least <= target.arch.scratchpad_bytes:
         return None
     return f"its K and V tiles alone take {least} bytes, {target.arch.name} has {target.arch.scratchpad_bytes}"
@@ -158,6 +178,8 @@ def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
 def _accumulators(choice: Choice, problem: Problem, target: Target) -> str | None:
     """Scores and result of a tile are float32 in registers."""
     launch, arch = Launch().changed(choice.launch), target.arch
+    if problem.backward:
+        return _gradient_accumulators(launch, problem, arch)
     threads = launch.num_warps * arch.warp_size
     if not arch.registers or not threads or problem.op == "sparse_attention":
         return None
@@ -165,6 +187,19 @@ def _accumulators(choice: Choice, problem: Problem, target: Target) -> str | Non
     most = min(arch.registers, int(launch.get("maxnreg") or arch.registers))
     least = launch.block_m * columns // threads
     return f"scores and result take {least} registers a thread, of {most}" if least > most else None
+
+
+def _gradient_accumulators(launch: Launch, problem: Problem, arch: Arch) -> str | None:
+    """dK and dV, or dQ, and two tiles of scores, P and dS, are float32 in registers."""
+    width, width_v = (next_power_of_two(dim) for dim in (problem.head_dim, problem.head_dim_v))
+    for kernel, one, columns in (("keys", launch, width + width_v), ("rows", launch.of_rows(), width)):
+        threads = one.num_warps * arch.warp_size
+        if not arch.registers or not threads:
+            return None
+        least = one.block_m * (columns + 2 * one.block_n) // threads
+        if least > arch.registers:
+            return f"gradients and scores of {kernel} take {least} registers a thread, of {arch.registers}"
+    return None
 
 
 def _rows_a_warp(choice: Choice, problem: Problem, target: Target) -> str | None:
@@ -196,9 +231,15 @@ def axes_of(kernel: str, problem: Problem, target: Target) -> list[Axis]:
     return list(found.values())
 
 
-def candidates(kernel: str, reads: tuple[str, ...], problem: Problem, target: Target, base: Choice) -> Iterator[Choice]:
-    """Every combination of the kernel's axes on the base, nearest to it first. reads: Lowering choices that it has."""
+def candidates(
+    kernel: str, reads: tuple[str, ...], problem: Problem, target: Target, base: Choice,
+    without: Collection[str] = (), among: Collection[str] = (),
+) -> Iterator[Choice]:  # fmt: skip
+    """Every combination of the kernel's axes on the base, nearest to it first. reads: Lowering choices that it has;
+    without: axes that stay as the base has them; among: those that alone do not, unless it is empty.
+    """
     axes = [axis for axis in axes_of(kernel, problem, target) if axis.name not in CHOICES or axis.name in reads]
+    axes = [axis for axis in axes if axis.name not in without and (not among or axis.name in among)]
     found: dict[str, Choice] = {}
     for values in itertools.product(*(axis.values for axis in axes)):
         choice = changed(base, {axis.name: value for axis, value in zip(axes, values, strict=True)}, tuple(CHOICES))

@@ -60,7 +60,11 @@ class Built:
 
 
 class Tunable(Protocol):
-    """A kernel whose choices can be searched. `name` is its name in tuning files, `ops` the ops that it serves."""
+    """A kernel whose choices can be searched. `name` is its name in tuning files, `ops` the ops that it serves.
+
+    One that sweeps its parts one by one also has `joined(base, ranked)`: further choices, of those that were timed, the
+    fastest first.
+    """
 
     name: str
     ops: tuple[str, ...]

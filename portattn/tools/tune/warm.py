@@ -13,10 +13,11 @@ import torch
 
 from portattn.planning.registry import parse_target
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.gate import as_call, reason
+from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.pool import in_children
 from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.search import compilers_error, synchronize
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import workload
@@ -40,7 +41,7 @@ def warm(asked: Asked) -> str:
     """
     target, device = parse_target(asked.target), torch.device(asked.device)
     tunable = next(one for one in tunables(target) if one.name == asked.kernel)
-    call = as_call(asked.case, Tensors.random(asked.case, device))
+    call = call_of(asked.case, Tensors.random(asked.case, device))
     try:
         tunable.build(workload(asked.case).problem, asked.choice, target).start(call).run()
         synchronize(device)

@@ -8,13 +8,13 @@ import msgspec
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.ops import PUBLIC
+from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.tune.gradients import call_of
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,25 +29,32 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workload(case: Case) -> Workload:
-    return Workload(case=case, problem=as_call(case, shapes(case)).problem)
+    return Workload(case=case, problem=call_of(case, shapes(case)).problem)
 
 
 def tunable_sets() -> list[str]:
     """The sets with cases to tune for."""
-    return [name for name, cases in SETS.items() if not all(case.backward for case in cases)]
+    return [name for name, cases in SETS.items() if any(map(_tuned, cases))]
+
+
+def _tuned(case: Case) -> bool:
+    """Whether there is something to tune for it: dropout's gradients are judged by no candidate's own memory, and the
+    core's are the same where they have to be deterministic.
+    """
+    return not case.dropout and not case.deterministic
 
 
 def from_sets(names: tuple[str, ...], only: str | None) -> list[Case]:
     """The cases of named sets whose names hold a text. Raises ArgumentError on an unknown set or text.
 
-    Backward cases are left out: the call of one is that of its forward, which stands in another set.
+    Gradients with dropout and deterministic ones are left out.
     """
     known = tunable_sets()
     wanted = known if "all" in names else list(dict.fromkeys(names))
     for name in wanted:
         if name not in known:
             raise ArgumentError("tune", "--set", name, f"must be one of {', '.join([*known, 'all'])}")
-    cases = [case for name in wanted for case in SETS[name] if not case.backward]
+    cases = [case for name in wanted for case in SETS[name] if _tuned(case)]
     found = {case.name: case for case in cases if only is None or only in case.name}
     if names and not found:
         raise ArgumentError("tune", "--only", only, f"must match a case of {', '.join(wanted)}")
@@ -71,10 +78,16 @@ def parse(text: str) -> Case:
         return ArgumentError("tune", "--problem", text, limit)
 
     op, *words = text.split()
-    if op not in PUBLIC:
-        raise bad(f"its first word must be one of {', '.join(PUBLIC)}")
+    if op not in ROWS:
+        raise bad(f"its first word must be one of {', '.join(ROWS)}")
+    backward = bool(ROWS[op].gradient_of)
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
-    fields: dict[str, Any] = {"name": text, "op": op, "dtype": given.pop("dtype", "bf16")}
+    fields: dict[str, Any] = {
+        "name": text,
+        "op": ROWS[op].gradient_of or op,
+        "backward": backward,
+        "dtype": given.pop("dtype", "bf16"),
+    }
     try:
         batch, heads_q, seq_q, dim = (int(part) for part in given.pop("q").split(","))
         batch_k, heads_k, seq_k, dim_k = (int(part) for part in given.pop("kv").split(","))
@@ -106,7 +119,7 @@ def parse(text: str) -> Case:
         "heads_k": heads_k,
         "seq_k": seq_k,
     }
-    case = Case(**fields, **sizes, packed=op == "varlen_attention")
+    case = Case(**fields, **sizes, packed=fields["op"] == "varlen_attention")
     workload(case)  # raises ArgumentError on what no call of the op can be
     return case
 

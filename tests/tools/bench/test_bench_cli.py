@@ -108,13 +108,20 @@ def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
     assert len(first) == 1
     assert "1/4]" in once.stderr
     assert "3 cells are left" in once.stderr
+    left = json.loads(once.stdout)["left"]
+    assert len(left) == 3
+    assert {"set": first[0]["set"], "case": first[0]["case"]["name"]} not in left
+    assert left == json.loads((tmp_path / "bench.json").read_text())["left"]
     again = bench(*chosen, *where, "--json", "--resume")
     assert again.exit_code == 0, again.output
     told = json.loads(again.stdout)
     assert told["rows"][0] == first[0]
+    assert told["left"] == []
     cases = [case for name in ("backward18", "backward_more") for case in SETS[name] if chosen[5] in case.name]
     assert sorted(row["case"]["name"] for row in told["rows"]) == sorted(case.name for case in cases)
     for row in told["rows"]:
+        assert row["checked"] == "6 of 6 sequences and key/value heads, every row and key"
+        assert row["seconds"] >= row["reference_s"] + row["timing_s"] + sum(f["admit_s"] for f in row["contenders"])
         timed = [f for f in row["contenders"] if not f["refused"]]
         assert {"portattn", "sdpa"} <= {f["name"] for f in timed}
         assert any(f["name"] == "portattn unordered" for f in timed) == row["case"]["deterministic"]
@@ -171,8 +178,8 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     cells = run.run_cells
 
-    def interrupted(left, *rest):
-        cells(left[:1], *rest)
+    def interrupted(left, *rest, **named):
+        cells(left[:1], *rest, **named)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_cells", interrupted)

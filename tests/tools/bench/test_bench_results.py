@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 import torch
@@ -165,15 +167,17 @@ def test_cells_end_with_the_budget(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("portattn.tools.bench.run.time.monotonic", lambda: clock[0])
 
+    took = itertools.chain([25.0], itertools.repeat(5.0))
+
     def spent(*_):
-        clock[0] += 10.0
+        clock[0] += next(took)
         return made("decode", DECODE, figures("portattn", 1.0))
 
     monkeypatch.setattr(run, "run_case", spent)
     cells = [("decode", DECODE)] * 9
     rows: list = []
-    # 10 s each: the third would end at 30 s, the fourth beyond 35.
-    assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, 35.0, CPU) == 3 == len(rows)
+    # The first compiles. As long as that, the third would end beyond 53 s; as long as the median, the seventh does.
+    assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, 53.0, CPU) == 6 == len(rows)
     clock[0] = 0.0
     assert run_cells(cells, 0, FakeClock(), LIMITS, ALONE, rows.append, None, CPU) == 9
 

@@ -7,8 +7,7 @@ import pytest
 from portattn.planning.compiler_options import check_launch_values
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.lowering import CHOICES
-from portattn.schema.ops import PUBLIC
+from portattn.schema.lowering import CHOICES, OF_ROWS
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.space import SPACES, Axis, candidates, check_space, left_out
@@ -16,10 +15,18 @@ from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
-# The gradients' tiles are not searched.
-SEARCHED = [CORES[op].name for op in PUBLIC]
+SEARCHED = [kernel.name for kernel in CORES.values()]
+ROWS = tuple(OF_ROWS.values())
+# Of gradients the two kernels are swept one after the other.
+SWEEPS = [
+    (kernel.name, sweep)
+    for kernel in CORES.values()
+    for sweep in (({"without": ROWS}, {"among": ROWS}) if kernel.of_rows else ({},))
+]
 PROBLEMS = {
     "dense_forward": DENSE.format(dim=128, dtype="bf16"),
+    "dense_backward": "attention_backward q=4,16,4096,128 kv=4,16,4096,128 causal",
+    "varlen_backward": "varlen_attention_backward q=4,16,1024,64 kv=4,16,1024,64",
     "varlen_forward": "varlen_attention q=4,16,1024,64 kv=4,16,1024,64",
     "decode_split": "decode_attention q=8,32,1,128 kv=8,8,4096,128",
     "paged_split": "paged_attention q=8,32,1,128 kv=8,8,4096,128 page_size=64",
@@ -39,7 +46,6 @@ def problem(text: str):
 def test_every_kernel_of_a_function_has_a_space_and_every_axis_is_sound():
     assert set(SPACES) == set(SEARCHED)
     assert {one.name for target in TARGETS for one in tunables(target)} >= set(SEARCHED)
-    assert not any("backward" in one.name for target in TARGETS for one in tunables(target))
     for axes in SPACES.values():
         check_space(axes)
 
@@ -60,17 +66,17 @@ def test_an_unsound_axis_is_named(axis, message):
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch.name)
-@pytest.mark.parametrize("kernel", SEARCHED)
-def test_every_candidate_is_an_entry_that_a_reader_takes(kernel, target):
+@pytest.mark.parametrize(("kernel", "sweep"), SWEEPS, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_candidate_is_an_entry_that_a_reader_takes(kernel, sweep, target):
     p = problem(PROBLEMS[kernel])
     core = CORES[p.op]
     entry = Registry.load().tuning(target).find(kernel, p.features(), target.toolchain)
     base = Choice(launch=dict(entry.launch), lowering=dict(entry.lowering), occupancy=entry.occupancy)
-    found = list(candidates(kernel, core.choices, p, target, base))
+    found = list(candidates(kernel, core.choices, p, target, base, **sweep))
     assert len(found) > 1
     assert len({choice.key for choice in found}) == len(found)
     for choice in found:
-        check_launch_values(dict(choice.launch), target.backend)
+        check_launch_values(dict(choice.launch), target.backend, rows=bool(core.of_rows))
         assert all(value in CHOICES[name] for name, value in choice.lowering.items())
         # What no axis names stays as it is today.
         free = {axis.name for axis in SPACES[kernel]}

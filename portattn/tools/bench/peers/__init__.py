@@ -58,6 +58,8 @@ PEERS: dict[str, Peer] = {
 }
 # Whose calls autograd records: the others have no part in backward cases. A file's peer is asked for all cases.
 DIFFERENTIABLE = ("sdpa", "torch", "flex", "flash_attn", "flash_attn_interface")
+# Who takes long before anything is timed, and why.
+SLOW = {"flex": "compiled by torch for this case, which takes tens of seconds"}
 # Timed to be seen beside the others: never the best peer, and no goal is held against them.
 REFERENCES = (sdpa.MATH,)
 

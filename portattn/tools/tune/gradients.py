@@ -1,0 +1,96 @@
+"""The gradients' kernels in a search: the call that a candidate runs, how it is judged, and how two sweeps are joined.
+
+The kernel that holds keys and the one that holds rows are launched one after the other and share nothing but compiler
+options, a load and a precision: each is swept while the other stays as it is, and the best of both are then joined.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import portattn
+from portattn.planning.gradients import backward_problem
+from portattn.schema.call import Call
+from portattn.schema.lowering import OF_ROWS, Launch, OptionValue
+from portattn.tools.bench.cases import Case
+from portattn.tools.bench.contenders import arguments
+from portattn.tools.bench.gate import as_call
+from portattn.tools.bench.gradgate import NAMES, GradientGate
+from portattn.tools.bench.tensors import Tensors
+from portattn.tools.tune.choice import Choice
+
+JOINED = 3  # of each sweep, the best so many are joined with those of the other
+WRITTEN = ("grad_q", "grad_k", "grad_v")
+
+
+def call_of(case: Case, t: Tensors) -> Call:
+    """The Call that a candidate runs: the case's own, or that of its gradients.
+
+    The gradients' takes the result and the LSE of the forward that portattn runs here; tensors without data get none.
+    """
+    call = as_call(case, t)
+    if not case.backward:
+        return call
+    call.problem = backward_problem(call.problem)
+    if t.q.device.type == "meta":
+        return call
+    args, options = arguments(case, t)
+    with torch.no_grad():
+        out, lse = getattr(portattn, case.op)(*args, **options, return_lse=True)
+    assert t.grad_out is not None
+    call.forward_out, call.grad_out = (_as_call_has_it(case, x) for x in (out, t.grad_out))
+    call.forward_lse = (lse[None] if case.packed else lse).contiguous()
+    for name, like in zip(WRITTEN, (call.q, call.k, call.v), strict=True):
+        setattr(call, name, torch.empty_like(like))
+    return call
+
+
+def _as_call_has_it(case: Case, x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None] if case.packed else x
+
+
+class Shares:
+    """Of the gradients of a call: the largest error of each segment of rows or keys, as a part of its budget."""
+
+    def __init__(self, case: Case, t: Tensors, call: Call) -> None:
+        self.case, self.call, self.gate = case, call, GradientGate(case, t)
+
+    def of(self) -> tuple[float, float]:
+        """Largest and mean share of what lies in the call's memory; infinite where something is not finite."""
+        found = (self.call.forward_out, *(getattr(self.call, name) for name in WRITTEN))
+        results = {name: x[0].transpose(0, 1) if self.case.packed else x for name, x in zip(NAMES, found, strict=True)}
+        return self.gate.shares(results)
+
+
+def swept(base: Choice) -> Choice:
+    """The base with the rows' values written out, so that the keys' can change without them."""
+    whole = Launch().changed(dict(base.launch))
+    own = whole.of_rows()
+    launch = {name: getattr(whole, name) for name in OF_ROWS} | {
+        rows: getattr(own, name) for name, rows in OF_ROWS.items()
+    }
+    rest = {name: value for name, value in base.launch.items() if name not in launch}
+    return Choice(launch=launch | rest, lowering=base.lowering, flags=base.flags)
+
+
+def joined(base: Choice, ranked: Sequence[Choice]) -> Iterator[Choice]:
+    """The best of both sweeps in one choice each, the most promising first. ranked: the fastest first."""
+    of_base = _rows(swept(base))
+    keys = [one for one in map(swept, ranked) if _rows(one) == of_base][:JOINED]
+    rows = [one for one in map(swept, ranked) if _rest(one) == _rest(swept(base)) and _rows(one) != of_base][:JOINED]
+    for i, j in sorted(itertools.product(range(len(keys)), range(len(rows))), key=sum):
+        if _rest(keys[i]) == _rest(swept(base)):
+            continue  # it is the second itself
+        yield Choice(launch=keys[i].launch | _rows(rows[j]), lowering=keys[i].lowering, flags=keys[i].flags)
+
+
+def _rows(choice: Choice) -> dict[str, OptionValue]:
+    return {name: choice.launch[name] for name in OF_ROWS.values()}
+
+
+def _rest(choice: Choice) -> tuple[object, object]:
+    """Everything but the rows' values."""
+    return {name: value for name, value in choice.launch.items() if name not in OF_ROWS.values()}, choice.lowering

@@ -1,0 +1,214 @@
+"""Searching the gradients' kernels: what is tried, how it is judged, and how two sweeps are joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faketunable import Made, Timed
+
+from portattn.planning.registry import parse_target
+from portattn.reference import gradients as by_reference
+from portattn.schema.lowering import OF_ROWS, Launch
+from portattn.schema.ops import BACKWARD
+from portattn.tools.tune.choice import Choice
+from portattn.tools.tune.classes import classes
+from portattn.tools.tune.facts import compile_all, verdict
+from portattn.tools.tune.gradients import joined, swept
+from portattn.tools.tune.search import Stage, facts_of, witnesses
+from portattn.tools.tune.tunable import Built, Compiled, Started
+from portattn.tools.tune.tunables import tunables
+from portattn.tools.tune.workloads import from_sets, parse, workload
+
+SMALL = "attention_backward q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
+PACKED = "varlen_attention_backward q=2,2,20,16 kv=2,1,20,16 dtype=fp16 causal"
+WIDE = "attention_backward q=2,4,512,128 kv=2,4,512,128 dtype=bf16 causal"
+CPU = torch.device("cpu")
+FILE = """\
+[provenance]
+chip = "NVIDIA H200"
+toolchain = "triton==3.6.0"
+date = 2026-11-01
+measured = true
+
+[[entry]]
+kernel = "*_backward"
+when = ["widest<=64"]
+launch = { block_m = 64, block_n = 32 }
+"""
+
+
+def tile(m: int, n: int, rows_m: int = 0, rows_n: int = 0) -> Choice:
+    own = {"rows_m": rows_m, "rows_n": rows_n} if rows_m else {}
+    return Choice(launch={"block_m": m, "block_n": n, **own})
+
+
+def core(name: str, target: str = "cuda:sm_90", toolchain: str = "triton==3.6.0"):
+    where = parse_target(target, toolchain) if toolchain else parse_target(target)
+    return next(one for one in tunables(where) if one.name == name), where
+
+
+def test_the_problem_is_that_of_the_gradients() -> None:
+    for text, op in ((SMALL, "attention"), (PACKED, "varlen_attention")):
+        problem = workload(parse(text)).problem
+        assert (problem.op, problem.causal, problem.needs_grad) == (BACKWARD[op], "bottom_right", False)
+    names = [case.name for case in from_sets(("backward18", "backward_more"), None)]
+    assert len(names) == 18 + 8
+    assert not any("dropout" in name or "deterministic" in name for name in names)
+
+
+def test_a_sweep_changes_one_kernel() -> None:
+    tunable, where = core("dense_backward")
+    problem, base = workload(parse(WIDE)).problem, tile(64, 64)
+    found = list(tunable.space(problem, where, base))
+    assert len(found) > 50
+    launches = [Launch().changed(dict(one.launch)) for one in found]
+    before = Launch().changed(dict(base.launch))
+    rows = [one for one in launches if one.of_rows() != before]
+    fields = tuple(OF_ROWS)
+    keys = [one for one in launches if any(getattr(one, name) != getattr(before, name) for name in fields)]
+    assert rows
+    assert keys
+    assert not [one for one in keys if any(getattr(one.of_rows(), name) != getattr(before, name) for name in fields)]
+    # 128 keys of two gradients 128 wide beside two tiles of 64 scores: 384 registers of a thread of four warps.
+    assert not any(one.block_m == 128 and one.num_warps == 4 and one.block_n == 64 for one in launches)
+    # Which the kernel of rows has room for: one gradient.
+    assert any(one.rows_m == 128 and one.rows_warps == 8 for one in launches)
+
+
+def test_what_is_joined_is_the_best_of_both_sweeps() -> None:
+    base = tile(64, 64)
+    keys, slow_keys = tile(128, 32, 64, 64), tile(32, 16, 64, 64)
+    rows, other_rows = tile(64, 64, 32, 32), tile(64, 64, 16, 16)
+    found = [Launch().changed(dict(one.launch)) for one in joined(base, [keys, rows, base, other_rows, slow_keys])]
+    tiles = [(one.block_m, one.block_n, one.rows_m, one.rows_n) for one in found]
+    assert tiles == [(128, 32, 32, 32), (128, 32, 16, 16), (32, 16, 32, 32), (32, 16, 16, 16)]
+    assert list(joined(base, [keys, base])) == []
+    assert swept(swept(base)) == swept(base)
+
+
+class FakeBackward:
+    """dense_backward in name. Its kernels take as long as `us` says of their first block sizes; it computes rightly."""
+
+    name, ops = "dense_backward", ("attention_backward",)
+
+    def __init__(
+        self,
+        keys: dict[int, float],
+        rows: dict[int, float],
+        behaviour: str = "right",
+        spills: dict[int, int] | None = None,
+    ) -> None:
+        self.keys, self.rows, self.behaviour, self.spills = keys, rows, behaviour, spills or {}
+
+    def space(self, problem, target, base):
+        own = swept(base).launch
+        yield from (Choice(launch=own | {"block_m": m}) for m in self.keys)
+        yield from (Choice(launch=own | {"rows_m": m}) for m in self.rows)
+
+    def joined(self, base, ranked):
+        return joined(base, ranked)
+
+    def today(self, problem, target):
+        return None
+
+    def build(self, problem, choice, target) -> Built:
+        launch = Launch().changed(dict(choice.launch))
+        held = launch.block_m, launch.of_rows().block_m
+        facts = {"registers": 128, "spills": self.spills.get(held[0], 0), "scratchpad_bytes": 1}
+        one = Made(facts=facts, us=self.keys[held[0]] + self.rows[held[1]])
+
+        def start(call) -> Started:
+            delta = call.new_out()
+
+            def run() -> None:
+                made, _ = by_reference.run(call)
+                delta.copy_(made)
+                if self.behaviour == "unwritten" and held == (32, 64):
+                    call.grad_v[:, :, -1] = float("nan")
+                if self.behaviour == "wrong" and held == (32, 64):
+                    call.grad_k[..., -1, -1] += 0.5
+
+            return Started(Timed(one, run), delta)
+
+        return Built(f"{held} {problem.batch}", start, compile=lambda worker, seconds: Compiled("", dict(one.facts)))
+
+
+KEYS, ROWS = {64: 70.0, 32: 50.0, 16: 90.0}, {64: 40.0, 32: 30.0, 16: 60.0}
+
+
+def test_the_best_of_both_is_chosen_and_written(class_of, search) -> None:
+    tunable = FakeBackward(KEYS, ROWS)
+    of = class_of(tunable, SMALL, file=FILE)
+    assert of.incumbent == tile(64, 32)
+    outcome, records = search(tunable, of)
+    assert outcome.replaces
+    assert (outcome.choice.launch["block_m"], outcome.choice.launch["rows_m"]) == (32, 32)
+    assert outcome.ratio == pytest.approx(80 / 110)
+    (result,) = outcome.results
+    assert result.budget == 1.0
+    assert 0 < result.error < 1.0
+    assert not [one for one in records if getattr(one, "verdict", "") in ("wrong", "broke")]
+
+
+@pytest.mark.parametrize("behaviour", ["wrong", "unwritten"])
+def test_wrong_gradients_are_not_chosen(class_of, search, behaviour: str) -> None:
+    tunable = FakeBackward(KEYS, ROWS, behaviour)
+    outcome, records = search(tunable, class_of(tunable, SMALL, file=FILE))
+    assert [one.choice.launch["block_m"] for one in records if getattr(one, "verdict", "") == "wrong"] == [32]
+    assert (outcome.choice.launch["block_m"], outcome.choice.launch["rows_m"]) == (64, 32)
+
+
+@pytest.mark.parametrize("as_today", [True, False])
+def test_a_candidate_may_spill_what_todays_choice_does(class_of, search, as_today: bool) -> None:
+    """Gradients' tiles that were the best on a chip spill more than is allowed elsewhere."""
+    tunable = FakeBackward(KEYS, ROWS, spills={64: 900, 32: 880, 16: 901})
+    outcome, records = search(tunable, class_of(tunable, SMALL, file=FILE), spills_as_today=as_today, spills=256)
+    out = {one.choice.launch["block_m"] for one in records if getattr(one, "verdict", "") == "ruled out"}
+    assert out == ({16} if as_today else {16, 32, 64})
+    assert outcome.choice.launch["block_m"] == (32 if as_today else 64)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("name", "text"), [("dense_backward", SMALL), ("varlen_backward", PACKED)])
+def test_a_candidate_runs_and_is_checked(name: str, text: str) -> None:
+    tunable, where = core(name, "cpu:generic", "")
+    load = workload(parse(text))
+    stage = Stage(load, CPU)
+    chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1, "rows_m": 32, "rows_n": 16})
+    begun, errors = stage.first_run(tunable.build(load.problem, chosen, where))
+    assert not errors.wrong
+    assert 0 < errors.mean < errors.largest <= errors.budget == 1.0
+    stage.call.grad_q[..., -1, -1] += 0.5
+    assert stage.checker.errors(begun.out).wrong
+    begun.run()
+    assert not stage.checker.errors(begun.out).wrong
+    stage.call.grad_v[..., -1, 0] = float("nan")
+    assert stage.checker.errors(begun.out).largest == float("inf")
+
+
+@pytest.mark.compiles
+def test_a_candidate_compiles_in_a_child_and_both_kernels_count() -> None:
+    tunable, where = core("dense_backward", toolchain="")
+    problem = workload(parse(WIDE)).problem
+    chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 1, "rows_m": 128, "rows_n": 64})
+    built = tunable.build(problem, chosen, where)
+    made: dict[str, Compiled] = {}
+    compile_all([(built.code, built)], str(where.toolchain), 1, 120.0, made.__setitem__, {})
+    assert made[built.code].failure == ""
+    known = facts_of(built, made)
+    # 128 rows of a gradient 128 wide and two tiles of scores, with four warps, do not fit the registers: rows alone.
+    assert known["spills"] > 0
+    assert "bytes spilled" in verdict(made[built.code], chosen, where, 0)
+
+
+def test_witnesses_are_gradients_too() -> None:
+    tunable, where = core("dense_backward")
+    (of,) = classes([tunable], [workload(parse(WIDE))], None, where)
+    (witness,) = witnesses(of)
+    assert (witness.op, witness.grad_lse, witness.seqlens_q, witness.seqlens_k) == (
+        BACKWARD["attention"],
+        True,
+        True,
+        True,
+    )
+    assert tunable.build(witness, tile(64, 64), where).code
