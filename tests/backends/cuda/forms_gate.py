@@ -4,8 +4,10 @@
     python tests/backends/cuda/forms_gate.py --release triton==3.9.0 [--jobs 2] [--only TEXT] [--json] [--write]
 
 The release is the installed one, or the lab's. gluon_spills.toml has what each release spilled in each form; --write
-puts there what this run found. Exit status 1 where a form spills more bytes than the file says, does not compile, has
-its products serialised, or does not fit; 2 for bad input; 130 after Ctrl-C. Each form takes some seconds.
+puts there what this run found, also of a run that Ctrl-C ends. Each form takes some seconds.
+
+Exit status 1 where a form spills more bytes than the file says, does not compile, has its products serialised, or does
+not fit; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,17 +45,13 @@ from portattn.worker.client import Worker
 BASELINE = Path(__file__).with_name("gluon_spills.toml")
 SECONDS = 240.0  # limit of a compile
 HEAD = """\
-# Bytes a thread that each form of the Hopper variants spills for sm_90, by release of Triton; a form that is not named
-# spills none. `forms` is how many were compiled. Written by forms_gate.py --write (`make forms`); portattn's tests and
-# that gate are red where a form spills more.
+# Bytes a thread that the kernels of each form of the Hopper variants spill for sm_90, by release of Triton. Written by
+# forms_gate.py --write (`make forms WRITE=1`). That gate is red where a form spills more; a form that is not named was
+# not compiled with that release, and is not judged.
 """
 
 
-class Spills(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One release's: how many forms were compiled, and the bytes of those that spill, by form and kernel."""
-
-    forms: int
-    spills: dict[str, dict[str, int]]
+Spills = dict[str, dict[str, int]]  # one release's: bytes by form and kernel, of the forms that were compiled
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -95,8 +93,8 @@ def baseline(path: Path = BASELINE) -> dict[str, Spills]:
 
 
 def allowed(known: Spills | None, form: str, kernel: str) -> int | None:
-    """Bytes that a kernel of a form may spill; None where the release has no figures."""
-    return None if known is None else known.spills.get(form, {}).get(kernel, 0)
+    """Bytes that a kernel of a form may spill; None where the release has no figures of the form."""
+    return None if known is None or form not in known else known[form].get(kernel, 0)
 
 
 def judged(
@@ -166,20 +164,19 @@ def run(
 
 
 def written(release: str, found: Sequence[Found], path: Path = BASELINE) -> None:
-    """Put a release's spills into the file, in place of those that were there. Others, and the file where the disk is
-    full, stay."""
+    """Put a release's spills into the file, in place of those of the same forms. What else is there stays, and
+    everything where the disk is full."""
     releases = baseline(path)
-    spills = {one.form: {k: f["spills"] for k, f in one.facts.items() if f["spills"]} for one in found}
-    releases[release] = Spills(len(found), {form: kernels for form, kernels in spills.items() if kernels})
+    own = releases.setdefault(release, {})
+    own |= {one.form: {kernel: facts["spills"] for kernel, facts in one.facts.items()} for one in found if one.facts}
     document = tomlkit.document()
     for name in sorted(releases):
-        table = tomlkit.table()
-        table["forms"] = releases[name].forms
         rows = tomlkit.table()
-        for form, kernels in releases[name].spills.items():
-            rows[form] = tomlkit.inline_table() | kernels
-        table["spills"] = rows
-        document[name] = table
+        for form, kernels in releases[name].items():
+            row = tomlkit.inline_table()
+            row.update(kernels)
+            rows[form] = row
+        document[name] = rows
     write_whole(path, (HEAD + "\n" + tomlkit.dumps(document)).encode())
 
 
@@ -208,16 +205,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--jobs is {given.jobs}, but must be 1 or more")
     if not chosen:
         parser.error(f"--only is {given.only!r}, but must match a form")
-    if given.write and given.only:
-        parser.error("--write needs every form: leave --only out")
-    begun, count = time.monotonic(), 0
+    begun, done = time.monotonic(), list[Found]()
 
     def say(one: Found) -> None:
-        nonlocal count
-        count += 1
+        done.append(one)
         word = "; ".join(one.wrong) or ", ".join(f"{f['spills']} bytes" for f in one.facts.values() if f["spills"])
         seconds = time.monotonic() - begun
-        print(f"[{count}/{len(chosen)}] {seconds:5.0f} s  {one.form}: {word or 'no spills'}", file=sys.stderr)
+        print(f"[{len(done)}/{len(chosen)}] {seconds:5.0f} s  {one.form}: {word or 'no spills'}", file=sys.stderr)
 
     try:
         # A file that is written anew is not what its run is judged by.
@@ -229,7 +223,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"forms_gate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("forms_gate: interrupted, nothing was written", file=sys.stderr)
+        if given.write and done:
+            written(release, done)
+        print(f"forms_gate: interrupted after {len(done)} forms", file=sys.stderr)
         return 130
     if given.json:
         red = [one.form for one in found if one.wrong]
@@ -237,8 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(msgspec.to_builtins(told), indent=2))
     else:
         print("\n".join(lines(found)))
-        if known is None and not given.write:
-            print(f"{BASELINE.name} has no figures of {release}: spills were not judged; --write puts them there")
+        unknown = [one.form for one in found if known is None or one.form not in known]
+        if unknown and not given.write:
+            print(f"{BASELINE.name} has no figures of {len(unknown)} of these forms with {release}: not judged")
     return 1 if any(one.wrong for one in found) else 0
 
 
