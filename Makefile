@@ -37,10 +37,11 @@ slice: $(READY)
 	$(PY) -m portattn.cli quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
 	$(PY) -m portattn.cli quirks audit
 
-# Every form of the Hopper forward and backward, compiled for sm_90: about ten minutes on two cores. RELEASE=triton==3.9.0:
-# by the Triton of that release in the lab, not by the installed one.
+# Every form of the Hopper variants, compiled for sm_90: registers and spills, against what is known of the release
+# (tests/backends/cuda/gluon_spills.toml). About fifteen minutes on two cores. RELEASE=3.9.0: by the Triton of that release
+# in the lab, not by the installed one. WRITE=1: what is found is what is known from then on.
 forms: $(READY)
-	$(PY) -m pytest -n $(JOBS) --forms $(if $(RELEASE),--release $(RELEASE)) tests/backends/cuda/test_gluon_forms.py tests/backends/cuda/test_gluon_backward.py
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
 
 # ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
 fuzz: $(READY)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from portattn.schema.toolchain import Toolchain
 
 NEEDS = "Triton 3.6 or newer"
-# What the schedules were timed with. Launches take them whatever release compiles: none has entries of its own.
+# What the schedules were timed with that no entry of tuning/sm_90.toml holds; and the release whose entries a variant
+# takes that nobody has asked for another's (Variant.for_toolchain).
 TIMED_WITH = Toolchain.parse("triton==3.6.0")
 
 

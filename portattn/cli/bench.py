@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portattn.cli import benchreport
+from portattn.cli import benchreleases, benchreport
 from portattn.cli.errors import INTERRUPTED, RED
 from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
@@ -49,6 +49,13 @@ if TYPE_CHECKING:
     help="Compile portattn's kernels first, in so many processes. [default: as each case comes]",
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
+@click.option(
+    "--release",
+    "releases",
+    multiple=True,
+    metavar="VERSION[=FOLDER]",
+    help="Release of Triton to time, in a process of its own; can be repeated. [default: the installed one, here]",
+)
 @click.option("--resume", is_flag=True, help="Go on with the run in --out: what it finished is kept.")
 @click.option("--commit", default="", metavar="TEXT", help="The commit that is measured, where git cannot tell.")
 @json_option
@@ -67,6 +74,7 @@ def bench(
     budget: float | None,
     jobs: int | None,
     out: Path | None,
+    releases: tuple[str, ...],
     resume: bool,
     commit: str,
     as_json: bool,
@@ -82,7 +90,12 @@ def bench(
     bench.csv at the end. With --budget cells are measured in an order that covers every set first; what --jobs
     compiles beforehand does not count, and takes half as long at most.
 
-    Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost; 2 without a CUDA or
+    With --release, portattn is timed with each of these releases of Triton: the installed one, the lab's, or FOLDER's
+    (scripts/pack_triton.py). They and the peers take turns. --out gets releases.json and releases.md, which compare
+    them, and a folder for each with its own results.
+
+    Exit status 1 when portattn itself is wrong on a case or cannot run it, or the device was lost, or a release does
+    not start; 2 without a CUDA or
     ROCm device; 130 after Ctrl-C, with all that was finished.
     """
     if ctx.invoked_subcommand is not None:
@@ -91,6 +104,10 @@ def bench(
     wanted = _wanted(peers)
     if resume and out is None:
         raise ArgumentError("bench", "--resume", True, "needs --out, the folder of the run to go on with")
+    if releases:
+        from portattn.tools.bench.releases import named
+
+        several = named.releases(releases)
 
     import torch
 
@@ -106,6 +123,9 @@ def bench(
     from portattn.tools.bench.run import Options
 
     options = Options(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
+    if releases:
+        benchreleases.bench(several, chosen, options, libraries, budget, jobs, out, resume, commit, as_json)
+        return
     result, ended = _measure(chosen, options, libraries, budget, jobs, out, resume, commit)
     written = benchreport.write(result, out) if out else []
     if as_json:

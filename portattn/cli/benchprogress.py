@@ -25,10 +25,11 @@ class BenchProgress(Counted):
 
     def cell(self, item: Row | FirstCall) -> None:
         """Count one finished cell and say what came out."""
-        self.step(f"{item.set}  {_outcome(item)}")
+        self.step(f"{item.set}  {outcome(item)}")
 
 
-def _outcome(item: Row | FirstCall) -> str:
+def outcome(item: Row | FirstCall) -> str:
+    """What came of a cell, in a line without its set."""
     if isinstance(item, FirstCall):
         return f"{item.case}: {item.failed or f'{item.empty_s:.2f} s with empty caches, {item.kept_s:.2f} s with kept'}"
     ours = item.figures(OURS)

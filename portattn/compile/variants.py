@@ -19,6 +19,7 @@ from portattn.schema.call import TENSORS, Call
 from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
+from portattn.schema.toolchain import Toolchain
 
 # Calls that were looked at, and what a compiler sees of them: two calls with one key have the same launches.
 _seen: dict[Hashable, list[Signature]] = {}
@@ -26,9 +27,10 @@ _MOST_SEEN = 4096
 
 
 def variant_of(made: Plan) -> Variant | None:
-    """The variant that a plan takes; None for a plan of another path."""
+    """The variant that a plan takes, with its schedules for the plan's compiler; None for a plan of another path."""
     backend = Registry.load().backends.get(made.target.partition(":")[0])
-    return next((v for v in backend.variants if v.name == made.path), None) if backend else None
+    found = next((v for v in backend.variants if v.name == made.path), None) if backend else None
+    return None if found is None else found.for_toolchain(Toolchain.parse(made.toolchain))
 
 
 # What describing a launch raises where a release of Triton lacks a name, or an argument, that the variant's is made of.

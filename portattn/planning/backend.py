@@ -74,6 +74,10 @@ class Variant:
     needs: str = ""
     canaries: tuple[Problem, ...] = ()
 
+    def for_toolchain(self, toolchain: Toolchain) -> Variant:
+        """This variant with the schedules that it has for a compiler. Itself where they are the same for all. Pure."""
+        return self
+
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why it cannot run the problem; None when it can. Pure. The core kernel then runs: that is no fall-back."""
         raise NotImplementedError

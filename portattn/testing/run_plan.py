@@ -44,7 +44,7 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
             backend = Registry.load().backends[target.backend]
             variant = next((v for v in backend.variants if v.name == request["path"]), None)
             if variant is not None:
-                _, out, lse = run_variant(variant, call)
+                _, out, lse = run_variant(variant.for_toolchain(target.toolchain), call)
             else:
                 out, lse = next(v for v in backend.vendor if v.name == request["path"]).run(call)
     precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"

@@ -1,13 +1,16 @@
-"""How the Hopper backward is scheduled, by the width of a head."""
+"""How the Hopper backward is scheduled: entries of tuning/sm_90.toml, and what repeatable gradients change of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from portattn.backends.cuda.schedules import scheduled
+
 if TYPE_CHECKING:
     from portattn.schema.problem import Problem
+    from portattn.schema.toolchain import Toolchain
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernels have; others are padded by what TMA reads as zeros
 
@@ -31,15 +34,13 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("dQ is added by blocks of 128 keys")
 
 
-# Of the sweeps of one H200 (Triton 3.6.0, bf16, B·S = 16k, H·D = 2048): late dQ gains 7 % with 64 columns, and with 128
-# it leaves ptxas too few registers (C7512); starting blocks apart gained 20 % where additions meet.
-SUMMED = {
-    64: Schedule(keys=128, stages=2, messages=2, late=True, stagger=8),
-    128: Schedule(keys=128, stages=2, messages=4, stagger=8),
-    256: Schedule(keys=64, stages=2, messages=0),
-}
-# Repeatable bit by bit: dK and dV as above, dQ by its own kernel.
-REPEATABLE = {dim: msgspec.structs.replace(s, messages=0, late=False, stagger=0) for dim, s in SUMMED.items()}
+class Choice(NamedTuple):
+    """A schedule, and the compiler that it was timed with for such problems; empty where it was not."""
+
+    schedule: Schedule
+    timed_with: str
+
+
 # Of the kernel of dQ: keys of a tile, buffers of K, buffers of V.
 QUERIES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (64, 2, 1)}
 
@@ -49,14 +50,16 @@ def width(head_dim: int) -> int:
     return next((w for w in WIDTHS if w >= head_dim), head_dim)
 
 
-def schedule_of(problem: Problem) -> Schedule:
-    """The schedule of a problem whose heads are at most as wide as the widest of WIDTHS."""
-    dim = width(problem.head_dim)
-    if problem.deterministic:
-        return REPEATABLE[dim]
-    schedule = SUMMED[dim]
-    if dim == 64 and (
-        problem.causal != "none" or problem.window
-    ):  # columns are short: a third buffer fills them sooner
-        schedule = msgspec.structs.replace(schedule, stages=3)
-    return schedule
+def choice(problem: Problem, toolchain: Toolchain) -> Choice:
+    """The schedule of a problem whose heads are at most as wide as the widest of WIDTHS.
+
+    Raises LookupError where the tuning data has no entry for it, which tests forbid.
+    """
+    found = scheduled("gluon_backward", problem, toolchain)
+    if found is None:
+        raise LookupError(f"gluon_backward has no schedule for {problem}: backends/cuda/tuning/sm_90.toml")
+    schedule, timed_with = msgspec.convert(found[0], Schedule), found[1]
+    if problem.deterministic and schedule.messages:
+        # Repeatable bit by bit: dK and dV with two buffers, dQ by its own kernel, which nobody has timed so.
+        return Choice(Schedule(keys=schedule.keys, stages=2, messages=0), "")
+    return Choice(schedule, timed_with)

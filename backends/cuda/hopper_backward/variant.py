@@ -13,7 +13,7 @@ from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.descriptors import described, flat
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
-from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, schedule_of, width
+from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, Schedule, choice, width
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
     from portattn.schema.target import Arch, Target
+    from portattn.schema.toolchain import Toolchain
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
@@ -39,7 +40,10 @@ ROW_WARPS = {64: 4, 128: 8, 256: 8}
 
 
 class BackwardVariant(Variant):
-    """Gradients of attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16."""
+    """Gradients of attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16.
+
+    toolchain  the compiler whose schedules it takes
+    """
 
     name = "gluon_backward"
     ops = ("attention_backward", "varlen_attention_backward")
@@ -53,6 +57,13 @@ class BackwardVariant(Variant):
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
     canaries = BACKWARD
+
+    def __init__(self, toolchain: Toolchain = TIMED_WITH) -> None:
+        self.toolchain = toolchain
+
+    def for_toolchain(self, toolchain: Toolchain) -> BackwardVariant:
+        """The same kernels with that compiler's schedules."""
+        return self if toolchain == self.toolchain else BackwardVariant(toolchain)
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernels cannot run the problem, or are not for it; None when they run."""
@@ -87,16 +98,15 @@ class BackwardVariant(Variant):
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
-        return {"width": width(problem.head_dim), **msgspec.structs.asdict(schedule_of(problem))}
+        return {"width": width(problem.head_dim), **msgspec.structs.asdict(choice(problem, self.toolchain).schedule)}
 
     def timed_with(self, problem: Problem) -> str:
-        """It was measured, but for repeatable dQ of narrow heads."""
-        measured = not problem.deterministic or width(problem.head_dim) == WIDTHS[-1]
-        return str(TIMED_WITH) if measured else ""
+        """What the tuning data says of the schedule; nobody timed repeatable dQ of narrow heads."""
+        return choice(problem, self.toolchain).timed_with
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        return _Launcher(call)
+        return _Launcher(call, choice(call.problem, self.toolchain).schedule)
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The caller's tensors, and the results', as a Call has them."""
@@ -156,11 +166,11 @@ def _together(p: Problem, tiles: int, cores: int) -> int:
 class _Launcher(StepLauncher):
     """Statistics of the rows; dK, dV and sums of dQ; dQ from its sums, or by a kernel of its own."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, schedule: Schedule) -> None:
         import torch
 
         p = self._problem = call.problem
-        s = self._schedule = schedule_of(p)
+        s = self._schedule = schedule
         self._dim = dim = width(p.head_dim)
         self._scale, self._cores = float(call.scale), multiprocessors(call.q.device)
         self._query_tiles = _tiles(p.seq_q, p.total_q, p, STATISTICS_ROWS)

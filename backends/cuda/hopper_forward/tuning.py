@@ -62,7 +62,7 @@ class ForwardTunable:
         yield from sorted(found, key=lambda choice: choice.differs(base))
 
     def today(self, problem: Problem, target: Target) -> Choice | None:
-        chosen = variant.choice(problem)
+        chosen = variant.choice(problem, target.toolchain)
         return None if chosen is None else Choice(flags=msgspec.structs.asdict(chosen.schedule))
 
     def build(self, problem: Problem, choice: Choice, target: Target) -> Built:

@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -17,21 +16,22 @@ from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.descriptors import described
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
 from portattn.backends.cuda.merging import merging
+from portattn.backends.cuda.schedules import scheduled, tuning
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
-from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
 from portattn.schema.plan import Rejection
 from portattn.schema.problem import UNLIMITED
 from portattn.schema.sizes import least
 from portattn.schema.steps import Buffers, Step, StepLauncher
-from portattn.schema.tuning import SPLIT_THRESHOLD, Tuning
+from portattn.schema.tuning import SPLIT_THRESHOLD
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
     from portattn.schema.target import Arch, Target
+    from portattn.schema.toolchain import Toolchain
     from portattn.tools.tune.tunable import Tunable
 
 WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
@@ -45,7 +45,6 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 
 MOST_SPLITS = 32
-CHOICES = Path(__file__).parents[1] / "tuning" / "sm_90.toml"
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +82,10 @@ class Choice(NamedTuple):
 
 
 class ForwardVariant(Variant):
-    """attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16."""
+    """attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16.
+
+    toolchain  the compiler whose schedules it takes
+    """
 
     name = "gluon_forward"
     ops = ("attention", "varlen_attention")
@@ -96,6 +98,13 @@ class ForwardVariant(Variant):
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
     canaries = FORWARD
+
+    def __init__(self, toolchain: Toolchain = TIMED_WITH) -> None:
+        self.toolchain = toolchain
+
+    def for_toolchain(self, toolchain: Toolchain) -> ForwardVariant:
+        """The same kernel with that compiler's schedules."""
+        return self if toolchain == self.toolchain else ForwardVariant(toolchain)
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""
@@ -117,36 +126,36 @@ class ForwardVariant(Variant):
             "has too many tiles of rows": _tiles(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
-        if reason is None and choice(p) is None:
+        if reason is None and choice(p, found) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
         """What the tuning data says of problems that the core is faster at."""
-        return _tuning().left_to_core(self.name, problem.features(), TIMED_WITH)
+        return tuning().left_to_core(self.name, problem.features(), self.toolchain)
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
-        chosen = choice(call.problem)
+        chosen = choice(call.problem, self.toolchain)
         assert chosen is not None
         return launcher(call, chosen.schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
-        chosen = choice(problem)
+        chosen = choice(problem, self.toolchain)
         assert chosen is not None
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
         """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
-        chosen = choice(problem)
+        chosen = choice(problem, self.toolchain)
         assert chosen is not None
         splits = _splits(problem, chosen.schedule, _arch().cores)
         return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
 
     def timed_with(self, problem: Problem) -> str:
         """What the tuning data says of the schedule."""
-        chosen = choice(problem)
+        chosen = choice(problem, self.toolchain)
         return "" if chosen is None else chosen.timed_with
 
     def tunable(self) -> Tunable:
@@ -156,7 +165,7 @@ class ForwardVariant(Variant):
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        chosen = choice(call.problem)
+        chosen = choice(call.problem, self.toolchain)
         assert chosen is not None
         return steps_of(call, chosen.schedule)
 
@@ -183,18 +192,10 @@ def width(head_dim: int) -> int:
     return next((w for w in WIDTHS if w >= head_dim), head_dim)
 
 
-@functools.cache
-def _tuning() -> Tuning:
-    return load_tuning(CHOICES, "cuda")
-
-
-def choice(problem: Problem) -> Choice | None:
-    """The first entry of the tuning data with a schedule whose conditions hold."""
-    tuned = _tuning()
-    entry = tuned.find(ForwardVariant.name, problem.features(), TIMED_WITH, variant=True)
-    if entry is None:
-        return None
-    return Choice(schedule=msgspec.convert(entry.flags, Schedule), timed_with=tuned.timed_with(entry))
+def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH) -> Choice | None:
+    """The first entry of the tuning data for this compiler with a schedule whose conditions hold."""
+    found = scheduled(ForwardVariant.name, problem, toolchain)
+    return None if found is None else Choice(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
 
 
 def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], None]:

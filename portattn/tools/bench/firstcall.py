@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -58,10 +59,13 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True, tag="first-call"):
     failed: str = ""
 
 
-def measure(case: Case, run: int, seconds: float = SECONDS) -> FirstCall:
-    """Time the first calls of a case in three processes that share new caches."""
+def measure(case: Case, run: int, seconds: float = SECONDS, variables: Mapping[str, str] | None = None) -> FirstCall:
+    """Time the first calls of a case in three processes that share new caches.
+
+    variables  of their environment, beside this process's
+    """
     with tempfile.TemporaryDirectory(prefix="portattn-bench-") as folder:
-        environment = {**os.environ, **{name: os.path.join(folder, name) for name in _CACHES}}
+        environment = {**os.environ, **(variables or {}), **{name: os.path.join(folder, name) for name in _CACHES}}
         found = []
         for warm in (False, False, True):
             try:

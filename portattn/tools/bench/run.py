@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -64,21 +64,21 @@ def run_case(
     except torch.OutOfMemoryError as failure:
         empty = {OURS: Figures(name=OURS, refused=reason(failure))}
         return results.row(set_, case, index, limits, None, empty, seconds=time.monotonic() - begun)
-    same = _same_path(admitted)
+    same = same_path(admitted)
     say("timing")
     timing_begun = time.monotonic()
-    measured, probe = _timed(case, admitted, clock, options)
+    measured, probe = timed(case, admitted, clock, options)
     timing_s = time.monotonic() - timing_begun
     if same:  # the plan takes the core anyway
         measured[CORE] = msgspec.structs.replace(measured[OURS], name=CORE, admit_s=admitted.admit_s.get(CORE))
-    plan = _explained(case, t, admitted.contenders.get(OURS), options.backend)
+    plan = explained(case, t, admitted.contenders.get(OURS), options.backend)
     return results.row(
         set_, case, index, limits, admitted.budget, measured, plan=plan, state=probe.read()[0],
         checked=admitted.checked, seconds=time.monotonic() - begun, reference_s=admitted.reference_s, timing_s=timing_s,
     )  # fmt: skip
 
 
-def _explained(case: Case, t: Tensors, ours: Contender | None, backend: str) -> tuple[str, ...]:
+def explained(case: Case, t: Tensors, ours: Contender | None, backend: str) -> tuple[str, ...]:
     """What portattn's plan says of itself; of a backward the forward's and, where it tells one, its own."""
     if ours is None:
         return ()
@@ -89,7 +89,7 @@ def _explained(case: Case, t: Tensors, ours: Contender | None, backend: str) -> 
     return tuple(line for plan in plans for line in plan.explain().splitlines())
 
 
-def _same_path(admitted: Admitted) -> bool:
+def same_path(admitted: Admitted) -> bool:
     """Whether the core is what the plan chose; it is not timed twice then. A backward may not tell its path."""
     ours, core = (admitted.contenders.get(name) for name in (OURS, CORE))
     if ours is None or core is None or not ours.path or ours.path != core.path:
@@ -98,8 +98,15 @@ def _same_path(admitted: Admitted) -> bool:
     return True
 
 
-def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tuple[dict[str, Figures], DeviceProbe]:
-    """Everything that is measured of who was admitted, and why there is nothing of the others."""
+def timed(
+    case: Case, admitted: Admitted, clock: Clock, options: Options, mine: Collection[str] = MINE
+) -> tuple[dict[str, Figures], DeviceProbe]:
+    """Everything that is measured of who was admitted, and why there is nothing of the others.
+
+    mine  names of portattn's own contenders
+
+    Raises DeviceLost.
+    """
     contenders, refused = admitted.contenders, dict(admitted.refused)
     turns, graphs, no_graph = timing.Turns(), timing.Turns(), dict[str, str]()
     probe = DeviceProbe()
@@ -115,10 +122,17 @@ def _timed(case: Case, admitted: Admitted, clock: Clock, options: Options) -> tu
             error = admitted.errors.get(name)
             measured[name] = Figures(name=name, refused=refused[name], error=error, admit_s=admit_s)
             continue
-        with contender.around():
-            taken = turns.ms.get(name) or [clock.turn_ms(contender.run, "hot", 1, 0.0)]
-            host = clock.host_us(contender.run, min(taken))
-            extra = _extra_bytes(contender, clock) if name in MINE or case.backward else None
+        try:
+            with contender.around():
+                taken = turns.ms.get(name) or [clock.turn_ms(contender.run, "hot", 1, 0.0)]
+                host = clock.host_us(contender.run, min(taken))
+                extra = _extra_bytes(contender, clock) if name in mine or case.backward else None
+        except FAILURES as failure:
+            if lost := clock.lost():
+                raise DeviceLost(name, failure, lost) from None
+            why = f"failed when it was timed: {reason(failure)}"
+            measured[name] = Figures(name=name, refused=why, error=admitted.errors.get(name))
+            continue
         measured[name] = Figures(
             name=name, path=contender.path, error=admitted.errors[name], rounds_ms=tuple(turns.ms.get(name, ())),
             graph_ms=tuple(graphs.ms.get(name, ())), no_graph=no_graph.get(name, ""), host_us=host, extra_bytes=extra,
@@ -163,26 +177,36 @@ def run_cells(
     device: torch.device | None = None,
     say: Callable[[str, str], None] = lambda case, what: None,
 ) -> int:
+    """Measure cells as long as `each_cell` does; how many were done. `done` gets each as it is finished."""
+    where = device or torch.device("cuda", torch.cuda.current_device())
+
+    def measure(set_: str, case: Case) -> None:
+        if set_ == firstcall.COLD_START:
+            done(firstcall.measure(case, index))
+            return
+        try:
+            found = run_case(set_, case, index, where, clock, limits, options, functools.partial(say, case.name))
+        except DeviceLost as lost:  # kept, so that a run that goes on does not end here again
+            who = {lost.name: Figures(name=lost.name, refused=str(lost))}
+            done(results.row(set_, case, index, limits, None, who))
+            raise
+        done(found)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+
+    return each_cell(cells, measure, budget)
+
+
+def each_cell(cells: Sequence[Cell], measure: Callable[[str, Case], None], budget: float | None = None) -> int:
     """Measure cells until they are all done, or another one would go beyond `budget` seconds if it took as long as the
     median so far: the first one loads libraries and compiles, and those that follow often take less. How many were
-    done; `done` gets each as it is finished. say: as run_case's, with the case's name before it."""
+    done.
+    """
     begun, took = time.monotonic(), list[float]()
-    device = device or torch.device("cuda", torch.cuda.current_device())
     for count, (set_, case) in enumerate(cells):
         since = time.monotonic()
         if budget is not None and took and since - begun + statistics.median(took) > budget:
             return count
-        if set_ == firstcall.COLD_START:
-            done(firstcall.measure(case, index))
-        else:
-            try:
-                found = run_case(set_, case, index, device, clock, limits, options, functools.partial(say, case.name))
-            except DeviceLost as lost:  # kept, so that a run that goes on does not end here again
-                who = {lost.name: Figures(name=lost.name, refused=str(lost))}
-                done(results.row(set_, case, index, limits, None, who))
-                raise
-            done(found)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        measure(set_, case)
         took.append(time.monotonic() - since)
     return len(cells)

@@ -10,7 +10,7 @@ from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.results import SCHEMA, Result, Row, Run
-from portattn.tools.run_log import UNREADABLE, RunLog, lines
+from portattn.tools.run_log import UNREADABLE, RunLog, encoded, lines
 
 ROWS = "rows.jsonl"
 # A run goes on with another's rows only where these agree: else the rows would not be of one thing.
@@ -56,6 +56,11 @@ class Store(RunLog):
         if not whole.endswith(b"\n"):
             write_whole(self.path, whole[: whole.rfind(b"\n") + 1])
         return found
+
+    def replace(self, result: Result) -> None:
+        """Have these runs, rows and first calls and no others. The old file stays where the disk is full."""
+        items = (*result.runs, *result.rows, *result.first_calls)
+        write_whole(self.path, b"".join(encoded(item) for item in items))
 
 
 def read(path: Path, resumed: bool = False) -> Result:

@@ -37,6 +37,7 @@ def compiled(
     Raises Undescribed.
     """
     found: list[KernelFacts] = []
+    variant = variant.for_toolchain(target.toolchain)
     for launch in launches(variant, made.problem):
         reply = compile_in(worker, launch, made, target, seconds, "full")
         if reply.outcome != "ok":
@@ -52,7 +53,7 @@ def check(variant: Variant, problem: Problem, target: Target, kernels: tuple[Ker
     left them as asynchronous as they are written: that is what they are for. Spills of a schedule that was timed are in
     its time; with another compiler than the one that it was timed with they are noted.
     """
-    timed_with = variant.timed_with(problem)
+    timed_with = variant.for_toolchain(target.toolchain).timed_with(problem)
     timed = timed_with == str(target.toolchain)
     gates = [gate for kernel in kernels for gate in limits(kernel, target.arch, timed, "" if timed else timed_with)]
     for kernel in kernels:

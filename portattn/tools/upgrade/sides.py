@@ -27,7 +27,8 @@ class Side(NamedTuple):
     def variant(self, path: str) -> Variant | None:
         """The variant whose path this is; None where it is another kind of path."""
         found = (one for one in self.registry.backends[self.target.backend].variants if one.name == path)
-        return next(found, None)
+        variant = next(found, None)
+        return None if variant is None else variant.for_toolchain(self.target.toolchain)
 
 
 class Pair(NamedTuple):

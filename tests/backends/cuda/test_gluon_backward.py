@@ -15,7 +15,8 @@ from test_register_operands import PRODUCT, instructions, written
 from variantchip import assert_variant_right, device_for
 
 from portattn import Problem
-from portattn.backends.cuda.hopper_backward.schedule import REPEATABLE, SUMMED, Schedule, schedule_of
+from portattn.backends.cuda.gluon import TIMED_WITH
+from portattn.backends.cuda.hopper_backward.schedule import WIDTHS, Schedule, choice
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.compile.ensure import compile_in
 from portattn.config import Settings
@@ -83,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_it_takes(name: str) -> None:
     assert VARIANT.rejects(TAKEN[name], SM_90) is None
-    assert VARIANT.describe(TAKEN[name])["width"] in SUMMED
+    assert VARIANT.describe(TAKEN[name])["width"] in WIDTHS
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -109,14 +110,17 @@ def test_other_chips() -> None:
 
 
 def test_schedules() -> None:
-    assert schedule_of(BASE) == SUMMED[128]
-    assert schedule_of(problem(head_dim=64)).stages == 2
-    assert schedule_of(problem(head_dim=64, causal="bottom_right")).stages == 3
-    assert VARIANT.describe(problem(head_dim=72))["messages"] == SUMMED[128].messages > 0
-    for dim in SUMMED:  # sums in memory are added in any order
-        assert schedule_of(problem(head_dim=dim, deterministic=True)) == REPEATABLE[dim]
-        assert REPEATABLE[dim].messages == 0
-    assert SUMMED[256] == REPEATABLE[256]
+    summed = {dim: choice(problem(head_dim=dim, head_dim_v=dim), TIMED_WITH).schedule for dim in WIDTHS}
+    assert summed == {
+        64: Schedule(keys=128, stages=2, messages=2, late=True, stagger=8),
+        128: Schedule(keys=128, stages=2, messages=4, stagger=8),
+        256: Schedule(keys=64, stages=2, messages=0),
+    }
+    assert choice(problem(head_dim=64, head_dim_v=64, causal="bottom_right"), TIMED_WITH).schedule.stages == 3
+    assert VARIANT.describe(problem(head_dim=72, head_dim_v=72))["messages"] == summed[128].messages > 0
+    for dim in WIDTHS:  # sums in memory are added in any order
+        repeatable = choice(problem(head_dim=dim, head_dim_v=dim, deterministic=True), TIMED_WITH).schedule
+        assert repeatable == Schedule(keys=summed[dim].keys, stages=2, messages=0)
     with pytest.raises(ValueError, match="late"):
         Schedule(keys=128, stages=2, messages=0, late=True)
     with pytest.raises(ValueError, match="128 keys"):

@@ -1,0 +1,227 @@
+"""`portattn bench --release …`: the same cases with several releases of Triton, which take turns."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from portattn.cli import benchreport
+from portattn.cli.errors import INTERRUPTED, RED
+from portattn.cli.output import emit_json, heading, table
+from portattn.cli.progress import Counted
+from portattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from portattn.tools.bench.cases import Case
+    from portattn.tools.bench.firstcall import FirstCall
+    from portattn.tools.bench.releases.named import Release
+    from portattn.tools.bench.releases.process import ReleaseProcess
+    from portattn.tools.bench.results import Result, Row, Run
+    from portattn.tools.bench.run import Options
+    from portattn.tools.bench.store import Store
+
+
+def bench(
+    releases: list[Release], chosen: dict[str, list[Case]], options: Options, libraries: Path | None,
+    budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure, write and show. Exits as `portattn bench` does; with status 1 also where a release did not start."""
+    from portattn.tools.bench.releases import compared
+
+    results: dict[str, Result] = {}
+    failed: dict[str, str] = {}
+    ended = _measure(releases, chosen, options, libraries, budget, jobs, out, resume, commit, results, failed)
+    written = _write(results, failed, out) if out else []
+    if as_json:
+        emit_json(compared.with_results(results, failed))
+    else:
+        show(results, failed, written)
+    if ended:
+        raise SystemExit(ended)
+    if failed or any(result.failed for result in results.values()):
+        raise SystemExit(RED)
+
+
+def _measure(
+    releases: list[Release], chosen: dict[str, list[Case]], options: Options, libraries: Path | None,
+    budget: float | None, jobs: int | None, out: Path | None, resume: bool, commit: str, results: dict[str, Result],
+    failed: dict[str, str],
+) -> int:  # fmt: skip
+    """Measure into `results`, and note in `failed` why a release did not start; the exit status of an early end."""
+    from portattn.tools.bench import order, peers
+    from portattn.tools.bench.clock import DeviceClock
+    from portattn.tools.bench.gate import DeviceLost
+    from portattn.tools.bench.releases import measure
+
+    cells = order.covering(chosen) if budget is not None else order.plain(chosen)
+    loaded = peers.load(libraries)
+    clock = DeviceClock()
+    with ExitStack() as stack:
+        limits = None if options.only_host else clock.ceilings()
+        about = {
+            "sets": tuple(chosen), "cells": len(cells), "rounds": options.rounds, "backend": options.backend,
+            "core": options.core, "only_host": options.only_host,
+            "peers": peers.presence(options.wanted, options.others), "libraries": loaded, "commit": commit,
+        }  # fmt: skip
+        try:
+            processes, runs = _started(releases, about, stack, failed)
+            runs = {name: msgspec.structs.replace(run, ceilings=limits) for name, run in runs.items()}
+            stores = _stores(out, runs, resume, results, stack)
+            done = set.intersection(*(result.done for result in results.values())) if results else set()
+            left = [(name, case) for name, case in cells if (name, case.name) not in done]
+            if not processes:
+                return 0
+            if jobs:
+                _prime([process.release for process in processes.values()], left, options, jobs, budget)
+            progress = stack.enter_context(Counted(len(cells), len(cells) - len(left), "bench"))
+
+            def keep(items: Mapping[str, Row | FirstCall]) -> None:
+                for name, item in items.items():
+                    if stores:
+                        stores[name].append(item)
+                    results[name].add(item)
+                progress.step(_outcome(items))
+
+            indices = {name: len(result.runs) - 1 for name, result in results.items()}
+            count = measure.run_cells(left, indices, processes, clock, limits, options, keep, budget)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except DeviceLost as lost:
+            click.echo(f"portattn: {lost}; the same command with --resume goes on behind it", err=True)
+            return RED
+    if count < len(left):
+        click.echo(f"the budget of {budget:g} s is spent: {len(left) - count} cells are left", err=True)
+    return 0
+
+
+def _started(
+    releases: list[Release], about: dict[str, object], stack: ExitStack, failed: dict[str, str]
+) -> tuple[dict[str, ReleaseProcess], dict[str, Run]]:
+    """The releases' processes and runs, by name; of one that does not start, why."""
+    from portattn.tools.bench.provenance import command
+    from portattn.tools.bench.releases.process import ReleaseFailed, ReleaseProcess
+
+    processes, runs = {}, {}
+    for release in releases:
+        process = stack.enter_context(ReleaseProcess(release))
+        try:
+            run = process.identify(about)
+        except ReleaseFailed as failure:
+            failed[release.version] = str(failure)
+            click.echo(f"triton=={release.version} does not start: {failure}", err=True)
+            continue
+        processes[release.version] = process
+        runs[release.version] = msgspec.structs.replace(run, command=command(sys.argv))
+    return processes, runs
+
+
+def _stores(
+    out: Path | None, runs: Mapping[str, Run], resume: bool, results: dict[str, Result], stack: ExitStack
+) -> dict[str, Store]:
+    """The releases' folders in --out, with their runs; `results` gets what each one holds.
+
+    A cell counts as measured where every release has it: what an interrupt left of one is measured anew.
+    """
+    from portattn.tools.bench.results import Result
+    from portattn.tools.bench.store import ROWS, Store
+
+    stores = {name: stack.enter_context(Store(out / name)) for name in runs} if out else {}
+    if resume and not any(store.path.exists() for store in stores.values()):
+        raise ArgumentError("bench", "--resume", str(out), f"holds no release's {ROWS} to go on with")
+    for name, run in runs.items():
+        results[name] = Result(runs=[], rows=[])
+        if not stores:
+            continue
+        if resume and stores[name].path.exists():
+            results[name] = stores[name].resume(run)
+        elif kept := stores[name].start():
+            click.echo(f"the rows that were there are now {kept}", err=True)
+    common = set.intersection(*(result.done for result in results.values())) if results else set()
+    for name, run in runs.items():
+        result = results[name]
+        if result.done - common:
+            result.rows = [row for row in result.rows if (row.set, row.name) in common]
+            result.first_calls = [call for call in result.first_calls if (call.set, call.case) in common]
+            stores[name].replace(result)
+        result.runs.append(run)
+        if stores:
+            stores[name].append(run)
+    return stores
+
+
+def _prime(
+    releases: list[Release], left: list[tuple[str, Case]], options: Options, jobs: int, budget: float | None
+) -> None:
+    """Compile what the cells need with every release, and say so. Takes half of the budget at most."""
+    from portattn.tools.bench.firstcall import COLD_START
+    from portattn.tools.bench.releases.prime import prime_all
+
+    cases = [case for name, case in left if name != COLD_START]
+    with Counted(len(cases) * len(releases), 0, "compiling") as progress:
+
+        def done(release: Release, case: Case, failure: str) -> None:
+            progress.step(f"{release.version}  {case.name}: {failure or 'compiled'}")
+
+        seconds = math.inf if budget is None else budget / 2
+        complete = prime_all(releases, cases, options.backend, options.core, jobs, done, seconds)
+    if not complete:
+        click.echo("not all was compiled in time: the rest is compiled as it comes", err=True)
+
+
+def _outcome(items: Mapping[str, Row | FirstCall]) -> str:
+    """A cell in one line."""
+    from portattn.cli.benchprogress import outcome
+
+    first = next(iter(items.values()))
+    return f"{first.set}  " + " | ".join(f"{name}: {outcome(item)}" for name, item in items.items())
+
+
+def _write(results: Mapping[str, Result], failed: Mapping[str, str], out: Path) -> list[Path]:
+    """releases.json and releases.md, and each release's own files in its folder; their paths."""
+    from portattn.files import write_whole
+    from portattn.tools.bench.releases import compared
+
+    written = [path for name, result in results.items() for path in benchreport.write(result, out / name)]
+    as_json, as_text = out / "releases.json", out / "releases.md"
+    out.mkdir(parents=True, exist_ok=True)
+    document = compared.comparison(results, failed)
+    write_whole(as_json, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    write_whole(as_text, compared.as_markdown(results, failed).encode())
+    return [as_json, as_text, *written]
+
+
+def show(results: Mapping[str, Result], failed: Mapping[str, str], written: list[Path]) -> None:
+    """The comparison as text, and each release's verdicts on the goals."""
+    from portattn.tools.bench.goals import goal_results
+    from portattn.tools.bench.releases import compared
+
+    for name, result in results.items():
+        click.echo(f"{name}: {result.runs[-1].toolchain}, {result.runs[-1].chip}")
+    for name, why in failed.items():
+        click.echo(f"{name}: did not start: {why}")
+    found = compared.cases(results)
+    table(*compared.case_lines(found, list(results)))
+    if calls := compared.first_calls(results):
+        heading("First calls")
+        table(*compared.first_call_lines(calls, list(results)))
+    heading("Sets: the best release's time over each one's, geometric means")
+    table(*compared.set_lines(compared.sets(found)))
+    heading("Goals")
+    goals = {name: goal_results(result) for name, result in results.items()}
+    if goals:
+        table(
+            ("goal", *goals),
+            [
+                (row[0].goal.name, *(f"{v.status}{'' if v.value is None else f' ({v.value:.2f})'}" for v in row))
+                for row in zip(*goals.values(), strict=True)
+            ],
+        )
+    for path in written:
+        click.echo(f"written: {path}")

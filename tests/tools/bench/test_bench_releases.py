@@ -1,0 +1,302 @@
+"""`portattn bench --release …` on a device that is the CPU: real processes, of one Triton where the machine has one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from benchfakes import a_result, figures, made
+from fakedriver import triton_folders
+from test_bench_cli import bench
+from test_bench_cli import device as device  # the fixture
+from tiny import shrunk
+
+from portattn.errors import ArgumentError
+from portattn.schema.toolchain import installed
+from portattn.tools.bench import firstcall, store
+from portattn.tools.bench.firstcall import FirstCall
+from portattn.tools.bench.releases import compared, measure, named, prime, process
+from portattn.tools.bench.sets import SETS
+
+HERE = Path(__file__).parent
+OWN = installed()
+TRITONS = triton_folders()
+SEED = ("--set", "seed", "--only", "decode", "--peer", "sdpa", "--rounds", "2")
+
+ABOUT = {
+    "sets": ("seed",), "cells": 1, "rounds": 1, "backend": "auto", "core": False, "only_host": False, "commit": "c",
+}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(OWN.distribution != "triton", reason="community Triton is not installed")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> str:
+    """The installed Triton once more, under the name of another release."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "triton").symlink_to(OWN.path)
+    return f"99.0.0={tmp_path / 'copy'}"
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, object]]:
+    """What goes wrong in releases' processes, which are release_child's, by release."""
+    found: dict[str, dict[str, object]] = {}
+    places = [str(HERE), str(HERE.parent), str(HERE.parents[1]), *sys.path]
+
+    def variables(release: named.Release) -> dict[str, str]:
+        path = os.pathsep.join(p for p in (release.folder, *places) if p)
+        return {
+            "PYTHONPATH": path, "RELEASE": release.version, "TURNS": str(tmp_path / "turns"),
+            "FAULTS": json.dumps(found),
+        }  # fmt: skip
+
+    measured = measure.run_case
+
+    def on_the_cpu(set_, case, indices, device, *rest):
+        return measured(set_, shrunk(case), indices, torch.device("cpu"), *rest)
+
+    monkeypatch.setattr(measure, "run_case", on_the_cpu)
+    monkeypatch.setattr(named.Release, "variables", property(variables))
+    monkeypatch.setattr(process, "TASK", "bench.release_child:answer")
+    return found
+
+
+def own(*more: str) -> tuple[str, ...]:
+    return tuple(word for text in (OWN.version, *more) for word in ("--release", text))
+
+
+@pytest.mark.usefixtures("device")
+def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
+    faults["99.0.0"] = {"slow": 2.0}
+    out = tmp_path / "out"
+    called = bench(*SEED, *own(copy), "--out", str(out), "--json", "--commit", "c0ffee")
+    assert called.exit_code == 0, called.output
+    told = json.loads(called.stdout)
+    assert [(one["release"], one["failed"]) for one in told["releases"]] == [(OWN.version, ""), ("99.0.0", "")]
+    assert {(c["case"], c["contender"], c["best"]) for c in told["cases"]} == {
+        (case, who, OWN.version)
+        for case in ("seed decode", "seed paged decode")
+        for who in ("portattn", "portattn prepared")
+    }
+    for case in told["cases"]:
+        first, second = case["releases"][OWN.version], case["releases"]["99.0.0"]
+        assert (first["of_best"], second["of_best"]) == (1.0, 0.5)
+        assert (first["ms"], second["ms"], first["path"]) == (1.0, 2.0, second["path"])
+    means = {(s["contender"], s["release"]): s["of_best"] for s in told["sets"]}
+    assert means["portattn", "99.0.0"] == pytest.approx(0.5)
+    # Each release's own results, with the peers of the same rounds.
+    for name, slow in ((OWN.version, 1.0), ("99.0.0", 2.0)):
+        result = store.read(out / name)
+        assert result.runs[0].toolchain == f"triton=={name}"
+        assert result.runs[0].ceilings is not None
+        assert [row.name for row in result.rows] == ["seed decode", "seed paged decode"]
+        ours, theirs = result.rows[0].figures("portattn"), result.rows[0].figures("sdpa")
+        assert ours.rounds_ms == (slow, slow)
+        assert len(theirs.rounds_ms) == 2
+        assert not any("@" in f.name for f in result.rows[0].contenders)
+        assert told["results"][name]["goals"]
+        assert (out / name / "bench.json").exists()
+    assert json.loads((out / "releases.json").read_text())["cases"] == told["cases"]
+    assert "| seed | seed decode | portattn | 1000.0 µs, 1.00" in (out / "releases.md").read_text()
+    # Nobody began a turn before another's had ended, and both worked in turns.
+    moments = sorted((float(at), name) for at, name, _ in map(str.split, (tmp_path / "turns").open()))
+    pairs = list(zip(moments[::2], moments[1::2], strict=True))
+    assert all(begun[1] == ended[1] for begun, ended in pairs)
+    order = [begun[1] for begun, _ in pairs]
+    assert sum(a != b for a, b in itertools.pairwise(order)) >= 4
+    text = bench(*SEED, *own(copy)).stdout
+    assert "99.0.0" in text
+    assert "Goals" in text
+
+
+@pytest.mark.usefixtures("device")
+def test_who_does_not_start_is_named_and_the_others_are_timed(tmp_path, copy, faults):
+    faults["99.0.0"] = {"start": "libtriton.so: no such symbol"}
+    out = tmp_path / "out"
+    called = bench(*SEED, *own(copy), "--out", str(out), "--json")
+    assert called.exit_code == 1
+    told = json.loads(called.stdout)
+    assert ["libtriton.so: no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
+    assert all(list(case["releases"]) == [OWN.version] for case in told["cases"])
+    assert len(told["cases"]) == 4
+    assert not (out / "99.0.0").exists()
+
+
+def test_another_release_than_was_named_is_not_timed(copy, faults):
+    (release,) = named.releases((copy,))
+    faults["99.0.0"] = {"is": "98.0.0"}
+    with process.ReleaseProcess(release) as asked:
+        with pytest.raises(process.ReleaseFailed, match=r"has triton==98\.0\.0, and not triton==99\.0\.0"):
+            asked.identify(ABOUT)
+        assert asked.prepare(SETS["seed"][0], "auto", False)[0].contenders == {}
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("fault", "first", "second"),
+    [
+        ({"dies": "seed decode"}, "exit status 3", ""),
+        ({"hangs": "seed decode"}, "no answer in", ""),
+        ({"fails": "seed decode", "wrong": "paged"}, "an unlucky launch", "over the budget"),
+    ],
+)
+def test_a_case_that_fails_in_one_release_is_measured_with_the_others(monkeypatch, copy, faults, fault, first, second):
+    monkeypatch.setattr(process, "TURN_S", 3.0)
+    faults["99.0.0"] = fault
+    called = bench(*SEED, *own(copy), "--json")
+    assert called.exit_code == 1, called.output
+    told = json.loads(called.stdout)
+    of = {case["case"]: case for case in told["cases"] if case["contender"] == "portattn"}
+    broken = of["seed decode"]["releases"]
+    assert first in broken["99.0.0"]["refused"]
+    assert (broken["99.0.0"]["ms"], broken[OWN.version]["ms"]) == (None, 1.0)
+    assert of["seed decode"]["best"] == OWN.version
+    # The next case finds a process again.
+    later = of["seed paged decode"]["releases"]
+    assert second in later["99.0.0"]["refused"]
+    assert (later["99.0.0"]["ms"], later[OWN.version]["ms"]) == (None if second else 1.0, 1.0)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_run_goes_on_where_every_release_has_a_cell(tmp_path, copy, faults):
+    out = tmp_path / "out"
+    chosen = (*SEED[:4], "--peer", "none", "--rounds", "1", "--out", str(out))
+    once = bench(*chosen, *own(copy), "--budget", "0.001", "--json")
+    assert once.exit_code == 0, once.output
+    assert "1 cells are left" in once.stderr
+    # An interrupt between the two releases' rows: only one has it.
+    with store.Store(out / "99.0.0") as folder:
+        result = store.read(out / "99.0.0")
+        result.rows = []
+        folder.replace(result)
+    again = bench(*chosen, *own(copy), "--resume", "--json")
+    assert again.exit_code == 0, again.output
+    for name in (OWN.version, "99.0.0"):
+        result = store.read(out / name)
+        assert Counter(row.name for row in result.rows) == {"seed decode": 1, "seed paged decode": 1}
+        assert {row.run for row in result.rows} == {1}
+    other = bench(*chosen[:-2], "--out", str(out), *own(copy), "--resume", "--core-only")
+    assert other.exit_code == 2
+    assert "its core is False" in other.stderr
+    nothing = bench(*chosen[:-2], "--out", str(tmp_path / "new"), *own(copy), "--resume")
+    assert nothing.exit_code == 2
+    assert "no release's rows.jsonl" in nothing.stderr
+
+
+@pytest.mark.usefixtures("device")
+def test_kernels_are_compiled_with_every_release_first(copy, faults):
+    several = named.releases((OWN.version, copy))
+    cases = [case for case in SETS["seed"] if "decode" in case.name]
+    seen = []
+    complete = prime.prime_all(several, cases, "auto", False, 2, lambda *item: seen.append(item))
+    assert complete
+    assert {(release.version, case.name) for release, case, _ in seen} == {
+        (version, case.name) for version in (OWN.version, "99.0.0") for case in cases
+    }
+    assert {failure for *_, failure in seen} == {""}
+    late = prime.prime_all(several, cases, "auto", False, 2, lambda *item: seen.append(item), seconds=0.0)
+    assert not late
+    assert len(seen) == 4
+
+
+def test_a_release_that_keeps_dying_is_asked_no_more(copy, faults, monkeypatch):
+    monkeypatch.setattr(process, "MOST_DEATHS", 2)
+    (release,) = named.releases((copy,))
+    faults["99.0.0"] = {"dies": "decode"}
+    case = next(case for case in SETS["seed"] if case.name == "seed decode")
+    with process.ReleaseProcess(release) as asked:
+        for _ in range(process.MOST_DEATHS):
+            admitted, _ = asked.prepare(case, "auto", False)
+            with pytest.raises(process.ReleaseFailed, match="exit status 3"):
+                admitted.contenders["portattn"].run()
+            with pytest.raises(process.ReleaseFailed, match="ended"):
+                admitted.contenders["portattn prepared"].run()
+        admitted, _ = asked.prepare(case, "auto", False)
+        assert "asked no more" in admitted.refused["portattn"]
+        asked.drop()
+
+
+@pytest.mark.parametrize("version", ["3.9.0"])
+def test_a_release_of_a_folder_is_what_its_process_has(version, faults):
+    if version not in TRITONS:
+        pytest.skip(f"no Triton {version} for this Python: `portattn lab create triton=={version}` makes one")
+    (release,) = named.releases((f"{version}={TRITONS[version].parent}",))
+    faults[version] = {"asks": True}
+    with process.ReleaseProcess(release) as asked:
+        assert asked.identify(ABOUT).toolchain == f"triton=={version}"
+
+
+def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
+    """Where the step under way is a hanging one of a release."""
+    (release,) = named.releases((copy,))
+    faults["99.0.0"] = {"hangs": "decode"}
+    case = next(case for case in SETS["seed"] if case.name == "seed decode")
+
+    def handler(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with process.ReleaseProcess(release) as asked:
+            admitted, _ = asked.prepare(case, "auto", False)
+            signal.alarm(1)
+            with pytest.raises(KeyboardInterrupt):
+                admitted.contenders["portattn"].run()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    (pid,) = {int(line.split()[2]) for line in (tmp_path / "turns").read_text().splitlines()}
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "limit"),
+    [
+        (("3.8",), "the lab has none|its lab environment|is not the installed"),
+        (("x",), "must be VERSION or VERSION=FOLDER"),
+        (("99.0.0=/no/such/folder",), "triton/__init__.py"),
+        ((OWN.version, f"triton=={OWN.version}"), "each release once"),
+    ],
+)
+def test_bad_releases(texts, limit, monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ArgumentError, match=limit):
+        named.releases(texts)
+    called = bench(*(word for text in texts for word in ("--release", text)))
+    assert called.exit_code == 2
+
+
+def test_the_best_is_told_from_the_rounds_that_they_shared():
+    case = SETS["seed"][0]
+    drifting = (1.0, 2.0, 4.0)
+    fast = a_result(made("seed", case, figures("portattn", *drifting), figures("sdpa", 2.0, 4.0, 8.0)))
+    slow = a_result(made("seed", case, figures("portattn", *(1.25 * ms for ms in drifting))))
+    (found,) = compared.cases({"a": slow, "b": fast})
+    assert found.best == "b"
+    assert (found.releases["a"].of_best, found.releases["b"].of_best) == (0.8, 1.0)
+    assert found.releases["b"].ratio == 2.0
+
+
+def test_first_calls_beside_each_other(monkeypatch):
+    calls = {
+        name: a_result(first_calls=[FirstCall(case="first decode", run=0, empty_s=s, kept_s=0.5, path="triton")])
+        for name, s in (("a", 3.0), ("b", 2.0))
+    }
+    (found,) = compared.first_calls(calls)
+    assert [call.empty_s for call in found.releases.values()] == [3.0, 2.0]
+    assert "| first decode | 3.00 s, with kept caches 0.50 s (triton) | 2.00 s" in compared.as_markdown(calls, {})
+    asked = {}
+    monkeypatch.setattr(firstcall, "_child", lambda case, environment, *rest: asked.update(environment) or {
+        "first_s": 1.0, "second_s": 1.0, "path": "triton", "warmup_s": 1.0,
+    })  # fmt: skip
+    firstcall.measure(firstcall.CASES[0], 0, variables={"PYTHONPATH": "/a/release"})
+    assert asked["PYTHONPATH"] == "/a/release"
