@@ -31,6 +31,7 @@ OF_ANY_FAILURE = (
     "Aborted (core dumped)",
     "PTXAS error: Internal Triton PTX codegen error",
     "ptxas fatal   : Ptx assembly aborted due to errors",
+    "ptxas-blackwell fatal   : Ptx assembly aborted due to errors",
     "LLVM ERROR: operation destroyed but still has uses",
     "bishengir-compile: compile failed",
 )

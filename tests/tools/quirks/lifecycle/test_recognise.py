@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_logs import read
 
+from portattn.schema.outcome import Incident
+from portattn.tools.quirks.lifecycle.facts import failure_of
 from portattn.tools.quirks.lifecycle.recognise import recognise
 from portattn.tools.quirks.lifecycle.signature import generalise
 
@@ -37,6 +40,39 @@ def test_a_line_is_recognised(kind: str) -> None:
     assert failure is not None
     assert (failure.kind, failure.symptom) == (kind, symptom)
     assert re.search(failure.signature, text)
+
+
+# What either of Triton's two assemblers for NVIDIA says, by the kind that it is.
+PTXAS = {
+    "ptxas-code": "fatal   : (C7602) Insufficient registers (24) to compile instruction at line 460 in function f.",
+    "ptxas-line": "/tmp/tmp1.ptx, line 47; error   : Unknown modifier '.instr'",
+    "ptxas-fatal": "fatal   : Value 'sm_121a' is not defined for option 'gpu-name'",
+    "ptxas-warning": "info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to",
+    "shared-data": "error   : Entry function 'k' uses too much shared data (0xea60 bytes, 0xc000 max)",
+}
+
+
+@pytest.mark.parametrize("program", ["ptxas", "ptxas-blackwell"])
+@pytest.mark.parametrize("kind", PTXAS)
+def test_either_assembler_of_triton(kind: str, program: str) -> None:
+    failure = recognise(f"{program} {PTXAS[kind]}\n{program} fatal   : Ptx assembly aborted due to errors\n")
+    assert failure is not None
+    assert (failure.kind, failure.stage) == (kind, "cubin")
+    assert "ptxas" not in failure.signature, "it is the same failure by either of them"
+    assert re.search(failure.signature, f"ptxas {PTXAS[kind]}")
+
+
+def test_an_incident_has_the_assemblers_own_words() -> None:
+    said = f"ptxas-blackwell {PTXAS['ptxas-code']}"
+    incident = Incident(
+        id="i", key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.9.0", stage="cubin",
+        symptom="compile-error", message="PTXASError at cubin: PTXAS error: Internal Triton PTX codegen error",
+        command="", environment={}, log=f"Internal Triton PTX codegen error\n`ptxas` stderr:\n{said}\n",
+        date=datetime.datetime(2026, 11, 22),
+    )  # fmt: skip
+    failure = failure_of(incident)
+    assert failure.kind == "ptxas-code"
+    assert failure.cause.startswith("(C7602) Insufficient registers")
 
 
 def test_a_build_that_worked_is_not_a_failure() -> None:
