@@ -23,6 +23,11 @@ LINES = {
         "resource-limit",
     ),
     "ascend-stage": ("[ConvertLinalgRToBinary] encounters error:\nno such pass", "compile-error"),
+    "amd-llvm": ("RuntimeError: AMD LLVM 6bc4aaf66-1: failed to create AMD target machine", "compile-error"),
+    "amd-assembler-failed": (
+        "RuntimeError: AMD LLVM 6bc4aaf66-1: AMD assembler rejected generated AMDGCN",
+        "compile-error",
+    ),
     "abort": ("Aborted (core dumped)", "compiler-crash"),
     "bishengir-failed": ("bishengir-compile: compile failed", "compile-error"),
     "assertion-of-msvc": ("Assertion failed: isa<T>(v), file C:\\llvm\\Casting.h, line 578", "compiler-crash"),
@@ -60,6 +65,39 @@ def test_either_assembler_of_triton(kind: str, program: str) -> None:
     assert (failure.kind, failure.stage) == (kind, "cubin")
     assert "ptxas" not in failure.signature, "it is the same failure by either of them"
     assert re.search(failure.signature, f"ptxas {PTXAS[kind]}")
+
+
+@pytest.mark.parametrize("place", ["triton-amdgpu-assembler:50:2: ", ""])
+def test_what_amds_assembler_rejects(place: str) -> None:
+    """Releases before 3.9 say no place. Other operands, or another LLVM, are no other bug; another instruction is."""
+    raised = (
+        '  File "/opt/triton/backends/amd/compiler.py", line 180, in assemble_amdgcn\nRuntimeError: AMD LLVM {}: {}\n'
+    )
+    signatures = []
+    for said, code, revision in (
+        ("invalid instruction", "bogus.instr s0, s0;", "6bc4aaf66-1"),
+        ("invalid instruction", "bogus.instr s1, v7;", "0d3ba5c11-2"),
+        ("invalid instruction", "v_dot4 v0;", "6bc4aaf66-1"),
+        ("operands are not valid for this GPU or mode", "v_dot4 v0;", "6bc4aaf66-1"),
+    ):
+        text = f"{place}error: {said}\n\t{code}\n\t^\n"
+        failure = recognise(text + raised.format(revision, "AMD assembler rejected generated AMDGCN"))
+        assert failure is not None
+        assert (failure.kind, failure.stage) == ("amd-assembler", "hsaco")
+        assert failure.cause == f"{said} {code.partition(' ')[0]}"
+        assert re.search(failure.signature, text)
+        signatures.append(failure.signature)
+    assert signatures[0] == signatures[1]
+    assert len(set(signatures)) == 3
+
+
+def test_no_revision_of_llvm_is_in_a_signature() -> None:
+    """Also where the assembler's own words are lost, and only the exception is left."""
+    for said in ("AMD assembler rejected generated AMDGCN", "failed to create AMD target machine"):
+        raised = f"RuntimeError: AMD LLVM 6bc4aaf66-1: {said}\n"
+        failure = recognise(f'  File "/opt/triton/backends/amd/compiler.py", line 180, in f\n{raised}')
+        assert failure is not None
+        assert (failure.cause, failure.signature) == (said, said)
 
 
 def test_an_incident_has_the_assemblers_own_words() -> None:
