@@ -27,6 +27,13 @@ _CHIPS: tuple[str, ...] = (
     r"-mcpu=(?P<chip>\w+)",
 )
 
+# What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
+_WANTED = re.compile(
+    r"(?:\brequir\w*|\bneeds?\b|\bat least\b|\binstead of\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
+    r"|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
+    re.IGNORECASE,
+)
+
 _NUMBER = r"(?P<version>\d+(?:\.\d+)+(?:[-+.]?\w+)*)"
 # Component -> how tools print its version: pip, torch.utils.collect_env, ptxas --version, npu-smi, nvidia-smi.
 _VERSIONS: Mapping[str, tuple[str, ...]] = {
@@ -149,8 +156,9 @@ def _chip(text: str, arches: _Arches) -> tuple[Told | None, Told | None, str]:
         if found:
             return Told(found[0], words), Told(found[1], words), ""
         return (Told(kinds[kind], words) if kind else None), None, _spelled(kind, chip, arches)
-    # No compiler's own words: a name alone counts where the log names one chip only.
-    alone = re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", text) if prefixes else []
+    # No compiler's own words: a name alone counts where the log names one chip only, and does not ask for it.
+    said = _WANTED.sub("", text)
+    alone = re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", said) if prefixes else []
     named = {(backend, name) for name in alone for backend, known in arches.items() if name in known}
     if len(named) == 1:
         backend, name = named.pop()

@@ -119,6 +119,25 @@ def test_a_request_in_a_log() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "arch"),
+    [
+        ("error   : Feature '.tile::gather4' requires .target sm_100 or higher", None),
+        ("this kernel needs gfx950", None),
+        ("is only supported on sm_90", None),
+        ("on sm_90+ it is fast", None),
+        ("use wgmma instead of sm_80's mma", None),
+        ("on gfx942: needs gfx950", "gfx942"),
+        ("requires .target sm_100 or higher\nbuilt for sm_90", "sm_90"),
+        ("Feature 'x' is not supported on .target sm_80", "sm_80"),
+        ("AssertionError: gfx950 only accepts kpack == 1", "gfx950"),
+    ],
+)
+def test_a_chip_that_something_asks_for_is_not_the_one_that_it_failed_on(registry, text: str, arch: str | None) -> None:
+    told = surroundings(text, "mlir", registry).arch
+    assert (told.value if told else None) == arch
+
+
+@pytest.mark.parametrize(
     ("text", "backend", "arch", "chip"),
     [
         ('ttg.target = "hip:gfx90c"', "rocm", None, "gfx90c"),  # another chip than gfx90a, and no variant of one
