@@ -108,8 +108,8 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
     """The facts of one failure of a log. What its own lines do not say of chip and compiler, its test's heading does,
     and then the rest of the log."""
     failure = found.failure
-    where = [log.text] if alone and not found.test else [found.text, found.test, found.rest]
-    around, *others = (surroundings(text, failure.family, registry) for text in where)
+    texts = [log.text] if alone and not found.test else [found.text, found.test, found.rest]
+    around, *others = (surroundings(text, failure.family, registry) for text in texts)
     for other in others:
         around = around.completed(other)
     chosen = named["backend"] or (around.backend.value if around.backend else "")
