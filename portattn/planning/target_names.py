@@ -53,6 +53,38 @@ def resolve(name: str, arches: Arches, words: Words | None = None) -> tuple[str,
     raise ArgumentError("target", "name", name, limit)
 
 
+def mentioned(text: str, arches: Arches, words: Words) -> dict[tuple[str, str], str]:
+    """(backend, arch) of each chip that a running text names as a driver does, and the words that do: a word that its
+    maker's devices have in common (Backend.device_words), or `Ascend`, and the whole name of a chip behind it."""
+    known: dict[tuple[str, str], dict[str, None]] = {}
+    for name, backend, arch in _names(arches):
+        known.setdefault((backend, name), {})[arch] = None
+    found: dict[tuple[str, str], str] = {}
+    for match in dict.fromkeys(re.findall(_after(arches, words), text)):
+        parts = [part.rstrip(".") for part in match.split()]
+        for last in range(len(parts), 1, -1):  # the longest name: `RTX 4000 Ada`, and not `RTX 4000`
+            device = " ".join(parts[:last])
+            told = {backend: _plain(_told(device, words.get(backend, ()))) for backend in arches}
+            meant = [
+                (backend, arch)
+                for backend, name in told.items()
+                if not name.isdigit()
+                for arch in known.get((backend, name), ())
+            ]
+            if meant:
+                found.update((pair, device) for pair in meant if pair not in found)
+                break
+    return found
+
+
+def _after(arches: Arches, words: Words) -> re.Pattern[str]:
+    """What may be the name of a device: a word that tells a maker, and up to six behind it, another name among them."""
+    series = {word for known in arches.values() for arch in known for word in re.findall(r"^[a-z]{4,}", arch)}
+    makers = {word for own in words.values() for word in own if len(word) > 2 and word.isalpha()}
+    first = "|".join(sorted(map(re.escape, makers | series)))
+    return re.compile(rf"\b(?=((?:{first})[ \t]+[\w.+-]+(?:[ \t]+[\w.+-]+){{0,5}}))", re.IGNORECASE)
+
+
 def members(text: str, arches: Arches) -> list[tuple[str, str]]:
     """(backend, arch) of every arch of the family that a text names, as `rdna3` or `rocm:rdna3`; none where it names no
     family, and those first that kernels are planned for."""

@@ -31,6 +31,8 @@ OF_ANY_FAILURE = (
     "Aborted (core dumped)",
     "PTXAS error: Internal Triton PTX codegen error",
     "ptxas fatal   : Ptx assembly aborted due to errors",
+    "ptxas-blackwell fatal   : Ptx assembly aborted due to errors",
+    "RuntimeError: AMD LLVM 6bc4aaf6641c56ee104f6200c96a6a571bc77052-1: AMD assembler rejected generated AMDGCN",
     "LLVM ERROR: operation destroyed but still has uses",
     "bishengir-compile: compile failed",
 )

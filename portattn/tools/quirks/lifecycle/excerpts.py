@@ -16,7 +16,7 @@ _MODULE = re.compile(
     r"(?:\n?\{-#\n(?:.*\n)*?#-\}\n?)?",
     re.MULTILINE,
 )
-_PTX = re.compile(r"^\.version [\d.]+\n\.target \w+\n(?:.*\n)*?(?=^=====|^Traceback|^\S*ptxas |\Z)", re.MULTILINE)
+_PTX = re.compile(r"^\.version [\d.]+\n\.target \w+\n(?:.*\n)*?(?=^=====|^Traceback|^\S*ptxas\S* |\Z)", re.MULTILINE)
 _SOURCE = re.compile(
     r"CompilationError: at \d+:\d+:\n(?P<source>(?:@[^\n]*\n)*def [^\n]*\n(?:[^\n]*\n)*?)[ ]*\^\n", re.MULTILINE
 )

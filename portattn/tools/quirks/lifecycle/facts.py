@@ -101,16 +101,17 @@ def from_log(
             OP, "--from-log", origin, f"must be a compiler's failure: {failure.cause}; {failure.not_a_bug}"
         )
     named = _named(registry, target, toolchain, backend, kernel)
-    alone = len(failures) == 1
-    return [_of_failure(found, log, alone, origin, registry, named) for found in failures]
+    return [_of_failure(found, log, len(failures) == 1, origin, registry, named) for found in failures]
 
 
 def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Registry, named: dict[str, Any]) -> Facts:
-    """The facts of one failure of a log. What its own lines do not say of chip and compiler, the whole log does."""
+    """The facts of one failure of a log. What its own lines do not say of chip and compiler, its test's heading does,
+    and then the rest of the log."""
     failure = found.failure
-    around = surroundings(log.text if alone else found.text, failure.family, registry)
-    if not alone:
-        around = around.completed(surroundings(log.text, failure.family, registry))
+    texts = [log.text] if alone and not found.test else [found.text, found.test, found.rest]
+    around, *others = (surroundings(text, failure.family, registry) for text in texts)
+    for other in others:
+        around = around.completed(other)
     chosen = named["backend"] or (around.backend.value if around.backend else "")
     if not chosen and not failure.not_a_bug:
         which = f"the log does not say which of {', '.join(registry.backends)} it is about"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from portattn.schema.quirk import Symptom
-from portattn.tools.quirks.lifecycle.formats.row import Recogniser
+from portattn.tools.quirks.lifecycle.formats.row import PTXAS, Recogniser
 from portattn.tools.quirks.lifecycle.formats.table import TABLE
 from portattn.tools.quirks.lifecycle.signature import generalise
 
@@ -21,7 +21,7 @@ from portattn.tools.quirks.lifecycle.signature import generalise
 _STAGES: tuple[tuple[str, str], ...] = (
     (r"\[ConvertTritonIRToLinalgIR\]|triton-adapter|TritonToLinalg|BlockPtrAnalysis|in ttir_to_linalg", "ttadapter"),
     (r"\[ConvertLinalgI?RToBinary\]|bishengir-compile|in linalg_to_bin", "npubin"),
-    (r"in make_cubin\b|ptxas (?:fatal|error)|Triton PTX codegen error", "cubin"),
+    (rf"in make_cubin\b|{PTXAS} (?:fatal|error)|Triton PTX codegen error", "cubin"),
     (r"in make_hsaco\b|ld\.lld", "hsaco"),
     (r"in make_zebin\b|ZEBIN codegen", "zebin"),
     (r"in make_amdgcn\b|amdgcn-amd-amdhsa|AMDGPU DAG->DAG|llvm\.amdgcn\.", "amdgcn"),

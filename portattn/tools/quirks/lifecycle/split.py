@@ -1,7 +1,7 @@
 """The failures that a log tells of: each once, however many ranks print it and however often.
 
 A log is read process by process. In each, the words of one failure stand together: the compiler's, then those of every
-wrapper that passes the exception on. An exception that nothing catches, or a death, ends them.
+wrapper that passes the exception on. An exception that nothing catches, or a death, ends them (episodes.py).
 """
 
 from __future__ import annotations
@@ -12,27 +12,21 @@ from typing import NamedTuple
 
 import msgspec
 
+from portattn.tools.quirks.lifecycle.episodes import Episodes
 from portattn.tools.quirks.lifecycle.formats.row import Recogniser
 from portattn.tools.quirks.lifecycle.formats.table import TABLE
-from portattn.tools.quirks.lifecycle.normalise import Log, Stream
+from portattn.tools.quirks.lifecycle.normalise import Line, Log, Stream
 from portattn.tools.quirks.lifecycle.recognise import UNKNOWN, Failure, described, signature_of, the_stage_of
-
-# What ends a failure's words: the last line of a traceback, the end of Ascend's report, a death, a test's heading.
-_ENDS = re.compile(
-    r"^(?:[\w.]+(?:Error|Exception)|[\w.]+\.OutOfResources)\b(?![^\n]*codegen error)[^\n]*[^\n:]$"
-    r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
-    r"|^\s*///-+\[ERROR\]\[Triton\]\[END\]-*$"
-    r"|^(?:.*\bcore dumped\b.*|Aborted|Segmentation fault|exit status \d+)$"
-    r"|^(?:FAILED|PASSED|ERROR) \S+::.*$|^_{5,} .* _{5,}$",
-    re.MULTILINE,
-)
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """One failure of a log.
 
     failure  its line is that of the file
-    text     the lines that tell of it, normalised: all of its process's where the log tells of no other failure
+    text     the lines that tell of it, normalised: all of its process's where the log tells of no other failure, and of
+             no test
+    test     heading of the test that pytest reports it of; empty where it is no test's
+    rest     all lines of the log, whose words count where `text` says nothing; without those on other tests
     at       number of the cause's line in `text`, from 1
     streams  whose lines have it: ranks or processes; empty names left out
     times    how often it stands there
@@ -41,6 +35,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     failure: Failure
     text: str
+    test: str
+    rest: str
     at: int
     streams: tuple[str, ...]
     times: int
@@ -50,20 +46,30 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 class _Hit(NamedTuple):
     row: Recogniser
     match: re.Match[str]
-    stream: Stream
+    episodes: Episodes
     episode: int
+
+    @property
+    def stream(self) -> Stream:
+        return self.episodes.stream
+
+    @property
+    def start(self) -> int:
+        """Where its cause begins in the stream's text."""
+        return self.match.start("cause")
 
 
 def split(log: Log) -> list[Found]:
     """Every failure, in the order of the lines on which they are first told; none where nothing is recognised."""
-    hits = [hit for stream in log.streams for hit in _hits(stream)]
+    streams = [Episodes(stream) for stream in log.streams]
+    hits = [hit for episodes in streams for hit in _hits(episodes)]
     roots = [hit for hit in hits if not hit.row.passes_on]
     # Without a word of its own, what passes a failure on is all that there is: of all processes together, once.
     told = _first_of_each(roots) if roots else hits[:1] and [min(hits, key=_rank)]
     groups: dict[tuple[str, str], list[_Hit]] = {}
     for hit in told:
         groups.setdefault((hit.row.name, signature_of(hit.row, hit.match)), []).append(hit)
-    made = [_found(group, hits, log, alone=len(groups) == 1) for group in groups.values()]
+    made = [_found(group, told, hits, streams, log) for group in groups.values()]
     return sorted(made, key=lambda found: found.failure.line)
 
 
@@ -71,21 +77,16 @@ def _rank(hit: _Hit) -> int:
     return TABLE.index(hit.row)
 
 
-def _hits(stream: Stream) -> list[_Hit]:
+def _hits(episodes: Episodes) -> list[_Hit]:
     """Every match of a row in a stream; of two that share their cause's words the more telling one."""
-    text, ends = stream.text, _ends_of(stream)
+    text = episodes.stream.text
     taken: list[tuple[int, int]] = []  # spans of causes, in order; none of them overlaps another
     found = []
     for row in TABLE:
         free = [match for match in row.regex.finditer(text) if not _overlaps(match.span("cause"), taken)]
-        found += [_Hit(row, match, stream, bisect_left(ends, match.start("cause"))) for match in free]
+        found += [_Hit(row, match, episodes, episodes.of(match.start("cause"))) for match in free]
         taken = sorted([*taken, *(match.span("cause") for match in free)])
     return found
-
-
-def _ends_of(stream: Stream) -> list[int]:
-    """Where in a stream's text the words of a failure end."""
-    return [match.end() for match in _ENDS.finditer(stream.text)]
 
 
 def _overlaps(span: tuple[int, int], taken: list[tuple[int, int]]) -> bool:
@@ -104,14 +105,17 @@ def _first_of_each(roots: list[_Hit]) -> list[_Hit]:
     return list(best.values())
 
 
-def _found(group: list[_Hit], hits: list[_Hit], log: Log, alone: bool) -> Found:
+def _found(group: list[_Hit], told: list[_Hit], hits: list[_Hit], streams: list[Episodes], log: Log) -> Found:
     first = min(group, key=_number)
-    stream = first.stream
-    at, text, around = stream.index(first.match.start("cause")), stream.text, log.text
+    stream, test = first.stream, first.episodes.heading(first.start)
+    alone = len(told) == len(group) and not test
+    at, text, around = stream.index(first.start), stream.text, log.text
     if not alone:
-        begin, end = _episode(first)
-        around = text[begin:end]
+        begin, end = first.episodes.span(first.episode)
         at -= stream.index(begin)
+        around = text[begin:end]
+        if test and not around.startswith(test):  # a later one of the failures that a test has printed
+            around, at = test + around, at + 1
     also = [
         hit.row.name
         for hit in hits
@@ -119,10 +123,15 @@ def _found(group: list[_Hit], hits: list[_Hit], log: Log, alone: bool) -> Found:
     ]
     cut = not log.ended and first.match.end("cause") >= len(text.rstrip("\n"))
     failure = described(first.row, first.match, text, around, also, cut)
-    stage = failure.stage if failure.stage != UNKNOWN else the_stage_of(log.text)
+    elsewhere = _of_other_tests(first, streams)
+    own = set(map(id, group))
+    others = [line for hit in told if id(hit) not in own for line in _lines(hit)]
+    stage = failure.stage if failure.stage != UNKNOWN else the_stage_of(_without(log, [*elsewhere, *others]))
     return Found(
         failure=msgspec.structs.replace(failure, line=_number(first), stage=stage),
         text=text if alone else around,
+        test=test.rstrip("\n"),
+        rest=_without(log, elsewhere),
         at=at + 1,
         streams=tuple(dict.fromkeys(hit.stream.name for hit in group if hit.stream.name)),
         times=len(group),
@@ -132,11 +141,24 @@ def _found(group: list[_Hit], hits: list[_Hit], log: Log, alone: bool) -> Found:
 
 def _number(hit: _Hit) -> int:
     """The cause's line in the file."""
-    return hit.stream.lines[hit.stream.index(hit.match.start("cause"))].number
+    return hit.stream.lines[hit.stream.index(hit.start)].number
 
 
-def _episode(hit: _Hit) -> tuple[int, int]:
-    """Where the words of a failure begin and end in its stream."""
-    ends = _ends_of(hit.stream)
-    begin = ends[hit.episode - 1] if hit.episode else 0
-    return begin, ends[hit.episode] if hit.episode < len(ends) else len(hit.stream.text)
+def _of_other_tests(hit: _Hit, streams: list[Episodes]) -> list[Line]:
+    """What pytest says of other tests than the one that a failure is of."""
+    own = hit.episodes.test(hit.start)
+    if own is None:
+        return []
+    spans = [(one, span) for one in streams for span in one.tests if (one, span) != (hit.episodes, own)]
+    return [line for one, span in spans for line in one.lines(*span)]
+
+
+def _lines(hit: _Hit) -> tuple[Line, ...]:
+    """The lines of a failure's episode."""
+    return hit.episodes.lines(*hit.episodes.span(hit.episode))
+
+
+def _without(log: Log, lines: list[Line]) -> str:
+    """The text of a log without some of its lines."""
+    left_out = set(lines)
+    return "".join(f"{line.text}\n" for line in log.lines if line not in left_out) if lines else log.text

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import msgspec
 from packaging.version import InvalidVersion, Version
 
+from portattn.planning import target_names
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
@@ -25,6 +26,13 @@ _CHIPS: tuple[str, ...] = (
     r"Value '(?P<chip>sm_\w+)' is not defined for option 'gpu-name'",
     r"unsupported target: '(?P<chip>\w+)'",
     r"-mcpu=(?P<chip>\w+)",
+)
+
+# What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
+_WANTED = re.compile(
+    r"(?:\brequir\w*|\bneeds?\b|\bat least\b|\binstead of\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
+    r"|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
+    re.IGNORECASE,
 )
 
 _NUMBER = r"(?P<version>\d+(?:\.\d+)+(?:[-+.]?\w+)*)"
@@ -111,9 +119,10 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
 def surroundings(text: str, family: str, registry: Registry) -> Surroundings:
     """Read a log. `family` is the failure's (formats/row.py), `registry` the chips that portattn knows."""
-    backend, arch, chip = _chip(text, registry.arches)
+    owner = _backend(text, family, registry)
+    backend, arch, chip = _chip(text, registry, owner)
     if backend is None:
-        backend = _backend(text, family, registry)
+        backend = owner
     function = _first(text, _FUNCTIONS, "name")
     name = function.value if function else ""
     return Surroundings(
@@ -132,8 +141,12 @@ _PREFIX = re.compile(r"^[a-z_]+")
 _VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip whose name for Triton is a number, as ptxas writes it: sm_90a
 
 
-def _chip(text: str, arches: _Arches) -> tuple[Told | None, Told | None, str]:
-    """(backend, arch, chip without an arch) by the first pattern that names a chip."""
+def _chip(text: str, registry: Registry, owner: Told | None) -> tuple[Told | None, Told | None, str]:
+    """(backend, arch, chip without an arch) by the first pattern that names a chip, or by its name alone.
+
+    owner  the backend whose compiler the text tells of: of several names alone, its chips' count
+    """
+    arches = registry.arches
     kinds = {
         arch.compiler_target[0]: backend
         for backend, known in arches.items()
@@ -149,13 +162,23 @@ def _chip(text: str, arches: _Arches) -> tuple[Told | None, Told | None, str]:
         if found:
             return Told(found[0], words), Told(found[1], words), ""
         return (Told(kinds[kind], words) if kind else None), None, _spelled(kind, chip, arches)
-    # No compiler's own words: a name alone counts where the log names one chip only.
-    alone = re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", text) if prefixes else []
-    named = {(backend, name) for name in alone for backend, known in arches.items() if name in known}
+    # No compiler's own words: a name alone counts where the log names one chip only, and does not ask for it.
+    named = _named(_WANTED.sub("", text), registry)
+    if len(named) > 1 and owner:
+        named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
     if len(named) == 1:
-        backend, name = named.pop()
-        return Told(backend, name), Told(name, name), ""
+        [((found_in, name), words)] = named.items()
+        return Told(found_in, words), Told(name, words), ""
     return None, None, ""
+
+
+def _named(text: str, registry: Registry) -> dict[tuple[str, str], str]:
+    """(backend, arch) of every chip that a text names, as the compiler or as its driver does, and the words."""
+    arches, prefixes = registry.arches, _prefixes(registry.arches)
+    alone = re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", text) if prefixes else []
+    own = {(backend, name): name for name in alone for backend, known in arches.items() if name in known}
+    words = {backend: described.device_words for backend, described in registry.backends.items()}
+    return target_names.mentioned(text, arches, words) | own
 
 
 def _prefixes(arches: _Arches) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_logs import read
 
+from portattn.schema.outcome import Incident
+from portattn.tools.quirks.lifecycle.facts import failure_of
 from portattn.tools.quirks.lifecycle.recognise import recognise
 from portattn.tools.quirks.lifecycle.signature import generalise
 
@@ -20,6 +23,11 @@ LINES = {
         "resource-limit",
     ),
     "ascend-stage": ("[ConvertLinalgRToBinary] encounters error:\nno such pass", "compile-error"),
+    "amd-llvm": ("RuntimeError: AMD LLVM 6bc4aaf66-1: failed to create AMD target machine", "compile-error"),
+    "amd-assembler-failed": (
+        "RuntimeError: AMD LLVM 6bc4aaf66-1: AMD assembler rejected generated AMDGCN",
+        "compile-error",
+    ),
     "abort": ("Aborted (core dumped)", "compiler-crash"),
     "bishengir-failed": ("bishengir-compile: compile failed", "compile-error"),
     "assertion-of-msvc": ("Assertion failed: isa<T>(v), file C:\\llvm\\Casting.h, line 578", "compiler-crash"),
@@ -37,6 +45,72 @@ def test_a_line_is_recognised(kind: str) -> None:
     assert failure is not None
     assert (failure.kind, failure.symptom) == (kind, symptom)
     assert re.search(failure.signature, text)
+
+
+# What either of Triton's two assemblers for NVIDIA says, by the kind that it is.
+PTXAS = {
+    "ptxas-code": "fatal   : (C7602) Insufficient registers (24) to compile instruction at line 460 in function f.",
+    "ptxas-line": "/tmp/tmp1.ptx, line 47; error   : Unknown modifier '.instr'",
+    "ptxas-fatal": "fatal   : Value 'sm_121a' is not defined for option 'gpu-name'",
+    "ptxas-warning": "info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to",
+    "shared-data": "error   : Entry function 'k' uses too much shared data (0xea60 bytes, 0xc000 max)",
+}
+
+
+@pytest.mark.parametrize("program", ["ptxas", "ptxas-blackwell"])
+@pytest.mark.parametrize("kind", PTXAS)
+def test_either_assembler_of_triton(kind: str, program: str) -> None:
+    failure = recognise(f"{program} {PTXAS[kind]}\n{program} fatal   : Ptx assembly aborted due to errors\n")
+    assert failure is not None
+    assert (failure.kind, failure.stage) == (kind, "cubin")
+    assert "ptxas" not in failure.signature, "it is the same failure by either of them"
+    assert re.search(failure.signature, f"ptxas {PTXAS[kind]}")
+
+
+@pytest.mark.parametrize("place", ["triton-amdgpu-assembler:50:2: ", ""])
+def test_what_amds_assembler_rejects(place: str) -> None:
+    """Releases before 3.9 say no place. Other operands, or another LLVM, are no other bug; another instruction is."""
+    raised = (
+        '  File "/opt/triton/backends/amd/compiler.py", line 180, in assemble_amdgcn\nRuntimeError: AMD LLVM {}: {}\n'
+    )
+    signatures = []
+    for said, code, revision in (
+        ("invalid instruction", "bogus.instr s0, s0;", "6bc4aaf66-1"),
+        ("invalid instruction", "bogus.instr s1, v7;", "0d3ba5c11-2"),
+        ("invalid instruction", "v_dot4 v0;", "6bc4aaf66-1"),
+        ("operands are not valid for this GPU or mode", "v_dot4 v0;", "6bc4aaf66-1"),
+    ):
+        text = f"{place}error: {said}\n\t{code}\n\t^\n"
+        failure = recognise(text + raised.format(revision, "AMD assembler rejected generated AMDGCN"))
+        assert failure is not None
+        assert (failure.kind, failure.stage) == ("amd-assembler", "hsaco")
+        assert failure.cause == f"{said} {code.partition(' ')[0]}"
+        assert re.search(failure.signature, text)
+        signatures.append(failure.signature)
+    assert signatures[0] == signatures[1]
+    assert len(set(signatures)) == 3
+
+
+def test_no_revision_of_llvm_is_in_a_signature() -> None:
+    """Also where the assembler's own words are lost, and only the exception is left."""
+    for said in ("AMD assembler rejected generated AMDGCN", "failed to create AMD target machine"):
+        raised = f"RuntimeError: AMD LLVM 6bc4aaf66-1: {said}\n"
+        failure = recognise(f'  File "/opt/triton/backends/amd/compiler.py", line 180, in f\n{raised}')
+        assert failure is not None
+        assert (failure.cause, failure.signature) == (said, said)
+
+
+def test_an_incident_has_the_assemblers_own_words() -> None:
+    said = f"ptxas-blackwell {PTXAS['ptxas-code']}"
+    incident = Incident(
+        id="i", key="k", kernel="dense_forward", target="cuda:sm_90", toolchain="triton==3.9.0", stage="cubin",
+        symptom="compile-error", message="PTXASError at cubin: PTXAS error: Internal Triton PTX codegen error",
+        command="", environment={}, log=f"Internal Triton PTX codegen error\n`ptxas` stderr:\n{said}\n",
+        date=datetime.datetime(2026, 11, 22),
+    )  # fmt: skip
+    failure = failure_of(incident)
+    assert failure.kind == "ptxas-code"
+    assert failure.cause.startswith("(C7602) Insufficient registers")
 
 
 def test_a_build_that_worked_is_not_a_failure() -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 from lifecycle_logs import FOLDER, read
 
+from portattn.tools.quirks.lifecycle.facts import from_log
 from portattn.tools.quirks.lifecycle.normalise import normalise
 from portattn.tools.quirks.lifecycle.split import Found, split
 
@@ -104,6 +105,71 @@ def test_many_failures_take_no_time() -> None:
     begun = time.monotonic()
     assert [one.times for one in found(text)] == [2_000, 2_000]
     assert time.monotonic() - begun < 20
+
+
+# ---- pytest
+
+
+def reported(heading: str, said: str, exception: str = "RuntimeError: PassManager::run failed") -> str:
+    """What pytest says of a test that failed: its exception first, and then what it had printed."""
+    return f"__ {heading} __\nE   {exception}\n--- Captured stderr call ---\n{said}\n"
+
+
+DOMINATES = "/w/dense.py:141:27: error: operand #1 does not dominate this use"
+MATRIX = "/w/dense.py:99:27: error: 'tt.dot' op expected the first operand to be a matrix"
+REGISTER = "error: couldn't allocate input reg for constraint 'v' at line 1"
+FRONT_END = "triton.compiler.errors.CompilationError: at 12:8:\nE       acc = 1\nE             ^\nE   ValueError('no')"
+
+
+def test_a_tests_heading_belongs_to_its_own_failure(registry) -> None:
+    text = (
+        "=== FAILURES ===\n"
+        + reported("test_attn[gfx942]", DOMINATES)
+        + reported("test_attn[gfx1100]", MATRIX)
+        + reported("test_other[gfx950]", "3 is not 4", "AssertionError: 3 != 4")
+        + "=== 3 failed in 12.01s ===\n"
+    )
+    first, second = found(text)
+    assert first.text.splitlines()[0] == "__ test_attn[gfx942] __"
+    assert first.text.splitlines()[first.at - 1] == DOMINATES
+    assert (first.test, second.test) == ("__ test_attn[gfx942] __", "__ test_attn[gfx1100] __")
+    assert "gfx950" not in first.rest
+    assert [one.arches for one in from_log(text, "log", registry)] == [("gfx942",), ("gfx1100",)]
+
+
+def test_one_failure_among_other_tests(registry) -> None:
+    """Its chip is that of its test: the log names another one too, in a test that no compiler failed."""
+    text = reported("test_attn[gfx942]", DOMINATES) + reported("test_other[gfx950]", "", "AssertionError: 3 != 4")
+    [one] = from_log(text, "log", registry)
+    assert (one.arches, one.log.splitlines()[one.at - 1]) == (("gfx942",), DOMINATES)
+
+
+def test_a_heading_says_more_than_the_source_that_pytest_shows(registry) -> None:
+    source = '    @pytest.mark.parametrize("chip", ["gfx942", "gfx950"])\n'
+    [one] = from_log(f"__ test_attn[gfx950] __\n{source}E   RuntimeError: x\n{DOMINATES}\n", "log", registry)
+    assert one.arches == ("gfx950",)
+
+
+def test_failures_of_one_test_all_have_its_heading() -> None:
+    text = reported("test_attn[gfx942]", f"{DOMINATES}\nRuntimeError: PassManager::run failed\n{MATRIX}")
+    first, second = found(text)
+    assert "tt.dot" not in first.text
+    assert second.text.splitlines()[0] == "__ test_attn[gfx942] __"
+    assert second.text.splitlines()[second.at - 1] == MATRIX
+
+
+def test_the_stage_of_another_tests_failure_is_not_this_ones() -> None:
+    text = reported("test_a[gfx942]", REGISTER) + reported("test_b[gfx942]", "", FRONT_END)
+    assert [(one.failure.kind, one.failure.stage) for one in found(text)] == [
+        ("no-such-register", "unknown"),
+        ("compilation-error", "parse"),
+    ]
+
+
+def test_a_separator_of_pytest_is_no_heading() -> None:
+    text = f"__ test_attn[gfx942] __\n_ _ _ _ _ _\nE   RuntimeError: x\n_ _ _ _ _ _\n{DOMINATES}\n"
+    [one] = found(text)
+    assert one.test == "__ test_attn[gfx942] __"
 
 
 # ---- the command line

@@ -119,6 +119,25 @@ def test_a_request_in_a_log() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "arch"),
+    [
+        ("error   : Feature '.tile::gather4' requires .target sm_100 or higher", None),
+        ("this kernel needs gfx950", None),
+        ("is only supported on sm_90", None),
+        ("on sm_90+ it is fast", None),
+        ("use wgmma instead of sm_80's mma", None),
+        ("on gfx942: needs gfx950", "gfx942"),
+        ("requires .target sm_100 or higher\nbuilt for sm_90", "sm_90"),
+        ("Feature 'x' is not supported on .target sm_80", "sm_80"),
+        ("AssertionError: gfx950 only accepts kpack == 1", "gfx950"),
+    ],
+)
+def test_a_chip_that_something_asks_for_is_not_the_one_that_it_failed_on(registry, text: str, arch: str | None) -> None:
+    told = surroundings(text, "mlir", registry).arch
+    assert (told.value if told else None) == arch
+
+
+@pytest.mark.parametrize(
     ("text", "backend", "arch", "chip"),
     [
         ('ttg.target = "hip:gfx90c"', "rocm", None, "gfx90c"),  # another chip than gfx90a, and no variant of one
@@ -139,3 +158,35 @@ def test_other_names_of_chips(registry, text: str, backend: str | None, arch: st
     found = surroundings(text, "mlir", registry)
     told = [part.value if part else None for part in (found.backend, found.arch)]
     assert (*told, found.chip) == (backend, arch, chip)
+
+
+@pytest.mark.parametrize(
+    ("text", "arch"),
+    [
+        ("NVIDIA H100 80GB HBM3, triton==3.6.0", "cuda:sm_90"),
+        ("| 0  NVIDIA A100-SXM4-80GB          On |", "cuda:sm_80"),
+        ("| 0  NVIDIA A100-SXM...             On |", "cuda:sm_80"),  # as nvidia-smi cuts it
+        ("INFO: device Ascend 910B2, triton-ascend 3.2.0", "ascend:ascend910b2"),
+        ("AMD Radeon RX 7900 XTX gfx1100", "rocm:gfx1100"),
+        ("rank 0: NVIDIA H100, rank 1: NVIDIA H200", "cuda:sm_90"),
+        ("GPU: NVIDIA A100-SXM4-80GB\nerror: requires .target sm_90 or higher", "cuda:sm_80"),
+        ("NVIDIA H100 and NVIDIA A100", None),
+        ("NVIDIA H100; AMD Instinct MI300X in the next rack", None),
+        ("an Ascend 910B of ours", None),  # a family of several chips
+        ("this needs an NVIDIA H100", None),
+        ("GPU 3080 MB, max 395, NVIDIA-SMI 550.54, AMD EPYC 7402, AMD LLVM 6bc4aaf66", None),
+    ],
+)
+def test_what_a_driver_calls_a_chip(registry, text: str, arch: str | None) -> None:
+    found = surroundings(text, "mlir", registry)
+    told = f"{found.backend.value}:{found.arch.value}" if found.backend and found.arch else None
+    assert told == arch
+
+
+def test_of_two_makers_the_one_whose_compiler_failed(registry) -> None:
+    text = (
+        'NVIDIA H100; AMD Instinct MI300X in the next rack\n  File "/opt/triton/backends/nvidia/compiler.py", line 1\n'
+    )
+    found = surroundings(text, "mlir", registry)
+    assert (found.backend.value, found.arch.value) == ("cuda", "sm_90")
+    assert found.arch.words == "NVIDIA H100"

@@ -47,6 +47,18 @@ SAID = (
         source="LLVM on inline assembly of another chip: sgl-project/sglang#34351, triton-lang/triton-windows#45",
     ),
     Recogniser(
+        name="amd-assembler",
+        family="llvm-amdgpu",
+        # The same few errors are said of every instruction: its name is of the cause. It stands over a caret.
+        pattern=(
+            r"^(?:triton-amdgpu-assembler:\d+:\d+: error: |error: (?=[^\n]+\n[^\n]+\n\s*\^$))"
+            rf"(?P<cause>{LINE}(?:\n\s+[\w.]+(?=[^\n]*\n\s*\^$))?)"
+        ),
+        symptom="compile-error",
+        stage="hsaco",
+        source="reproduced: Triton 3.7.1, 3.8.0 (without a place) and 3.9.0, inline assembly for gfx942",
+    ),
+    Recogniser(
         name="llvm-error",
         family="llvm",
         pattern=rf"(?P<cause>LLVM ERROR: {LINE})",
@@ -85,6 +97,15 @@ PASSED_ON = (
         signature=r"Running pass '<ran>'",
         passes_on=True,
         source="LLVM's PrettyStackTrace: llvm/llvm-project#102981, #174586",
+    ),
+    Recogniser(
+        name="amd-assembler-failed",
+        family="llvm-amdgpu",
+        pattern=r"AMD LLVM \S+: (?P<cause>AMD assembler rejected generated AMDGCN)",
+        symptom="compile-error",
+        stage="hsaco",
+        passes_on=True,
+        source="Triton 3.9.0's backends/amd/compiler.py, with LLVM's revision, after the assembler's own errors",
     ),
     Recogniser(
         name="pass-manager",

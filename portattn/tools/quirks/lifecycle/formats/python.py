@@ -32,6 +32,14 @@ FRONT_END = (
 )  # fmt: skip
 EXCEPTIONS = (
     Recogniser(
+        name="amd-llvm",
+        family="llvm-amdgpu",
+        # Without the revision of LLVM, which stands before the words and is another one in each release.
+        pattern=rf"RuntimeError: AMD LLVM \S+: (?P<cause>(?!AMD assembler rejected){LINE})",
+        symptom="compile-error",
+        source="Triton 3.9.0's backends/amd/compiler.py and the library that it calls",
+    ),
+    Recogniser(
         name="driver-refuses",
         family="triton",
         pattern=(
@@ -49,7 +57,7 @@ EXCEPTIONS = (
         pattern=(
             r"^  File \"[^\"\n]*triton[/\\](?:compiler|backends|language|runtime)[^\n]*\n(?:[ ][^\n]*\n)*"
             r"(?P<cause>(?!\S*(?:CalledProcessError|CompilationError|PTXASError)\b)[\w.]*(?:Error|Exception)\b: "
-            rf"(?!PassManager::run failed|Internal Triton PTX codegen error|Worker failed with){LINE})"
+            rf"(?!PassManager::run failed|AMD LLVM |Internal Triton PTX codegen error|Worker failed with){LINE})"
         ),
         symptom="compile-error",
         source="reproduced: Triton 3.2.0 with num_stages = 0, 3.4.0 with kpack = 2, 3.6.0 with num_ctas = 2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portattn.tools.quirks.lifecycle.formats.row import LINE, Recogniser
+from portattn.tools.quirks.lifecycle.formats.row import LINE, PTXAS, Recogniser
 
 ROWS = (
     Recogniser(
@@ -64,7 +64,7 @@ ROWS = (
     Recogniser(
         name="shared-data",
         family="ptxas",
-        pattern=rf"ptxas (?:error|fatal)\s*: (?P<cause>Entry function {LINE}uses too much shared data {LINE})",
+        pattern=rf"{PTXAS} (?:error|fatal)\s*: (?P<cause>Entry function {LINE}uses too much shared data {LINE})",
         symptom="resource-limit",
         stage="cubin",
         source="reproduced: ptxas of Triton 3.6.0, a kernel with 60,000 bytes of static shared memory",
