@@ -100,7 +100,7 @@ class ReleaseProcess:
         }
         errors = {name: math.inf if error is None else error for name, error in made.errors.items()}
         budget = math.nan if made.budget is None else made.budget
-        return Admitted(budget, contenders, errors, dict(made.refused)), made
+        return Admitted(budget, contenders=contenders, errors=errors, refused=dict(made.refused)), made
 
     def compile(self, case: Case, backend: str, core: bool, seconds: float = PREPARE_S) -> str:
         """Run a case once; why it does not run, or an empty text."""
