@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,15 +39,17 @@ def check_dense(op: str, name: str, value: Any) -> None:
         raise ArgumentError(op, name, f"a {value.layout} tensor", f"{limit} (hint: tensor.to_dense())")
 
 
-def check_tensor(op: str, name: str, tensor: Any, axes: tuple[str, ...]) -> None:
-    """A floating-point tensor with these axes."""
+def check_tensor(
+    op: str, name: str, tensor: Any, axes: tuple[str, ...], dtypes: Collection[torch.dtype] = DTYPES
+) -> None:
+    """A tensor with these axes, of one of these dtypes."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
     if tensor.ndim != len(axes):
         limit = f"must be {len(axes)}: ({', '.join(axes)})"
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, limit + other_rank(op, name, tensor.ndim))
-    if tensor.dtype not in DTYPES:
-        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be one of {', '.join(map(str, dtypes))}")
 
 
 def other_rank(op: str, name: str, ndim: int) -> str:
