@@ -202,8 +202,10 @@ def attend(
                         q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN,
                                                  BLOCK_TAIL, NEGATED)  # fmt: skip
                 scores, k_tile = key_scores(
-                    q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s, k_stride_d, k_scales, k_scale_stride_p, k_scale_stride_s, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+                    q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s,
+                    k_stride_d, k_scales, k_scale_stride_p, k_scale_stride_s, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D,
+                    BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+                    KV_FORMAT,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,

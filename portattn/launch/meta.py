@@ -25,9 +25,7 @@ def meta_call(problem: Problem) -> Call:
     batch_q, rows_q = p.query_rows
     queries_first = p.layout == "bshd" or p.packed
 
-    def view(
-        batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype
-    ) -> torch.Tensor:
+    def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
         shape = (batch, seq, heads) if heads_last else (batch, heads, seq)
         full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
         return full.transpose(1, 2) if heads_last else full

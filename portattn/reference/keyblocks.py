@@ -20,7 +20,8 @@ from portattn.schema.call import Call
 class KeyBlock:
     """Places [start, stop) of the keys of all sequences.
 
-    k, v       (B, H, n, D), (B, H, n, Dv) as stored, but narrow numbers as float32 times their scales; H is Hk, or Hq where each query head has chosen its own tokens
+    k, v       (B, H, n, D), (B, H, n, Dv) as stored; of a quantised cache dequantised, float32. H is Hk, or Hq where
+               each query head has chosen its own tokens
     position   (1, 1, n) or (B, Hq, n) int64
     valid      (B, 1 or Hq, n) bool: there is a key; others can hold anything
     """

@@ -59,10 +59,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
-    kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen to
-                  q's dtype in registers
-    kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also where
-                  all share one), token (a token and a head)
+    kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
+                  to q's dtype in registers
+    kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also
+                  where all share one), token (a token and a head)
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0

@@ -94,7 +94,7 @@ def random_call(
     if p.kv_format != "as_q":
         (k, k_scale), (v, v_scale) = (stored(p, values, unused, generator) for values in (k, v))
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)
-    if p.kv_scales == "token":  # laid out as the cache is
+    if k_scale is not None and v_scale is not None and p.kv_scales == "token":  # laid out as the cache is
         k_scale, v_scale = (t[..., 0] for t in _caches(p, k_scale[..., None], v_scale[..., None], strides, device))
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None

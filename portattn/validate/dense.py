@@ -13,6 +13,7 @@ from portattn.schema.ops import ROWS
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
+    DTYPES,
     check_causal,
     check_dropout,
     check_equal,
@@ -22,7 +23,6 @@ from portattn.validate.checks import (
     check_splits,
     check_tensor,
     check_width,
-    DTYPES,
 )
 from portattn.validate.features import Features, Scores
 from portattn.validate.layouts import AXES as AXES

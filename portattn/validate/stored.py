@@ -61,7 +61,9 @@ class ScaleShapes:
             return scale.expand(by_head)
         if shape == self.tokens:
             return scale.transpose(1, 2) if self.swapped else scale
-        limit = f"must be (), (1,), (heads_k,), (batch, heads_k) or ({self.axes}): (), (1,), ({self.heads},), {by_head} "
+        limit = (
+            f"must be (), (1,), (heads_k,), (batch, heads_k) or ({self.axes}): (), (1,), ({self.heads},), {by_head} "
+        )
         raise ArgumentError(op, f"{name}.shape", shape, limit + f"or {self.tokens}")
 
 

@@ -252,7 +252,7 @@ def feature_values(name: str, wanted: Iterable[Condition], op: str = "attention"
     if name in FLAGS:
         return [False, True]
     if name in WORDS:
-        return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd", "phd"), word))
+        return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd", "phd", "as_q"), word))
     least = 0 if name in ("page_size", "tokens") else 1  # an op without pages has pages of 0
     usual = _PROBLEM[op].get("head_dim" if name in ("head_dim_v", "widest") else name, least)
     near = {value + step for c in wanted for value in c.values for step in (-1, 0, 1)}
