@@ -22,7 +22,7 @@ from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import Outputs, Program, Size, Trace, pinned, unpinned
 from portattn.schema.steps import Buffers, Step
-from portattn.schema.tensors import TORCH_DTYPE
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 _MEMORY_ALIGNMENT = 256  # bytes: of each buffer in the memory that a call allocates for all of them
 # Whether calls are launched directly where they can be, and by native.c; what is kept already stays as it is.
@@ -267,7 +267,7 @@ class Templates:
             names, template = step.kernel.arg_names, step.values
             places = [(index, step.roles[name]) for index, name in enumerate(names) if name in step.roles]
             # Of float8 caches kernels take the bytes, under the same address.
-            stored = tuple(i for i, role in places if role in ("k", "v") and template[i].dtype is torch.uint8)
+            stored = tuple(i for i, role in places if role in ("k", "v") and template[i].dtype is KV_STORED)
             for index, _ in places:
                 template[index] = None  # no tensor is held
             self._launches.append([step.kernel, template, places, step.options, (), (), stored])
@@ -290,7 +290,7 @@ class Templates:
             for index, name in places:
                 arguments[index] = tensors[name]
             for index in stored:
-                arguments[index] = arguments[index].view(torch.uint8)
+                arguments[index] = arguments[index].view(KV_STORED)
             kernel[programs](*arguments, **options)
 
 

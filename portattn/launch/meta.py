@@ -21,7 +21,7 @@ def meta_call(problem: Problem) -> Call:
     """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
-    stored = KV_STORED.get(p.kv_format, dtype)
+    stored = dtype if p.kv_format == "as_q" else KV_STORED
     batch_q, rows_q = p.query_rows
     queries_first = p.layout == "bshd" or p.packed
 

@@ -10,7 +10,6 @@ TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {
     torch.int64: "i64",
     torch.bool: "i1",
     torch.int8: "i8",
-    torch.uint8: "u8",
 }
 # Formats of a cache's numbers (Problem.kv_format), by the dtype of its tensors.
 KV_FORMAT = {
@@ -20,8 +19,9 @@ KV_FORMAT = {
     torch.int8: "int8",
 }
 KV_DTYPE = {name: dtype for dtype, name in KV_FORMAT.items()}
-# What a Call holds of a format: kernels read the bytes of float8 numbers, since no compiler knows all of them.
-KV_STORED = {name: torch.int8 if name == "int8" else torch.uint8 for name in KV_DTYPE}
+# What a Call holds of each: kernels read float8 numbers as bytes, since no compiler knows all of them. They are signed,
+# since triton-ascend refuses unsigned integers.
+KV_STORED = torch.int8
 POINTER_ALIGNMENT = 16  # bytes: what Triton's specialisation asks of pointers and divisible integers
 INT32_MAX = 2**31 - 1
 TWO_GIB = 2**31

@@ -40,4 +40,4 @@ def stored(
         wild = torch.tensor([float("nan"), float("inf"), -1.0, 0.0, -float("inf")])
         drawn = wild[torch.randint(len(wild), scale.shape, generator=generator)]
         scale = torch.where(unused, drawn, scale)
-    return numbers.to(dtype).view(KV_STORED[kind]), scale
+    return numbers.to(dtype).view(KV_STORED), scale

@@ -35,7 +35,7 @@ def check_format(op: str, names: tuple[str, str], k: torch.Tensor, v: torch.Tens
 
 def as_stored(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """The tensor as a Call has it: float8 numbers as their bytes."""
-    return tensor if kind == "as_q" or tensor.dtype is KV_STORED[kind] else tensor.view(KV_STORED[kind])
+    return tensor if kind == "as_q" or tensor.dtype is KV_STORED else tensor.view(KV_STORED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,10 @@ def test_opcheck(name: str, kind: str, scales: str, device: Device) -> None:
     model, _ = a_model(name, device, **SMALL, kv_format=kind, kv_scales=scales)
     request = request_of(model.op, named_arguments(model.op)(**model.arguments))
     operator = getattr(torch.ops.portattn, model.op).default
-    found = torch.library.opcheck(operator, arguments_of(model.op, *request.parts))
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if kind == "int8":  # torch compares arguments for it, which it cannot do with float8
+        checks.append("test_schema")
+    found = torch.library.opcheck(operator, arguments_of(model.op, *request.parts), test_utils=checks)
     assert set(found.values()) == {"SUCCESS"}
 
 
@@ -125,7 +128,7 @@ def test_a_handle_runs_with_other_data(name: str) -> None:
     tensors["q"] = tensors["q"] * -0.5
     tensors["v_scale"] = tensors["v_scale"] * 2.0
     expected = perform(call.problem.op, tensors)
-    found = handle.run(**{n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})
+    found = handle.run(**tensors)
     for ours, eager in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
 
