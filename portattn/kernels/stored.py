@@ -23,7 +23,7 @@ def widened(tile, like, KV_FORMAT: tl.constexpr):
     if KV_FORMAT == "as_q":
         wide = tile
     elif KV_FORMAT == "int8":
-        wide = tile.to(like.dtype)
+        wide = tile.to(tl.float32).to(like.dtype)  # the interpreter makes no bfloat16 of an integer
     elif KV_FORMAT == "e5m2":
         bits = tile.to(tl.int16) << 8
         wide = bits.to(tl.float16, bitcast=True).to(like.dtype)
