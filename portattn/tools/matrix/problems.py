@@ -71,9 +71,9 @@ def packed_gradients(words: str = "", **changes: Any) -> Named:
     return _named(problem, "packed gradients", MASK_WORDS[problem.causal], problem.dtype, _width(problem), words)
 
 
-def decode(*words: str, **changes: Any) -> Named:
+def decode(words: str = "", **changes: Any) -> Named:
     problem = Problem(**(DECODE | changes))
-    return _named(problem, "decode", problem.dtype, _width(problem), *words)
+    return _named(problem, "decode", problem.dtype, _width(problem), words)
 
 
 def paged(what: str, words: str = "", **changes: Any) -> Named:
@@ -220,17 +220,17 @@ def _decode() -> list[Named]:
     wide = {"dtype": "bf16", "head_dim": 128}
     found += [decode(word, **wide, **fields) for word, fields in each_feature("decode_attention")]
     found.append(decode("one split", **wide, num_splits=1))
-    found += [decode("GQA", *words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
+    found += [decode(f"GQA {words}", **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
     return found
 
 
-def _quantised() -> list[tuple[str, tuple[str], dict[str, Any]]]:
+def _quantised() -> list[tuple[str, str, dict[str, Any]]]:
     """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to."""
     formats = [name for name in get_args(KvFormat) if name != "as_q"]
     found = [("bf16", name, "token") for name in formats]
     found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head")]
     return [
-        (dtype, (f"{name} cache, scales {scales}",), {"kv_format": name, "kv_scales": scales})
+        (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
         for dtype, name, scales in found
     ]
 
@@ -260,7 +260,7 @@ def _paged() -> list[Named]:
         paged("GQA", dtype="bf16", head_dim=192, head_dim_v=128, page_size=64),
         paged("one head a group", **wide, page_size=16, heads_k=32),
         *(
-            paged("GQA", *words, **wide | {"dtype": dtype}, page_size=size, **fields)
+            paged("GQA", words, **wide | {"dtype": dtype}, page_size=size, **fields)
             for size in (16, 64)
             for dtype, words, fields in _quantised()
         ),
