@@ -82,6 +82,8 @@ def given(call: Call) -> dict[str, Any]:
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
     if p.kv_format != "as_q":
         found |= _scales(call)
+        if p.kv_scales == "token" and (p.window or p.mask or p.bias or p.causal != "none"):
+            found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
         call = replace(call, **{n: getattr(call, n).view(KV_DTYPE[p.kv_format]) for n in "kv"})
     names = {"attention": ("k", "v"), "paged_attention": ("k_pages", "v_pages")}.get(p.op, ("k_cache", "v_cache"))
     return found | {"q": _queries(p, call.q)} | dict(zip(names, (_keys(p, call.k), _keys(p, call.v)), strict=True))
