@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
+import opcalls
 import pytest
 import torch
 from graphs import RECORDERS, a_model
@@ -13,6 +16,7 @@ import portattn
 from portattn.api.binding import named_arguments
 from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
+from portattn.launch import cache
 from portattn.schema.call import Call
 
 NAMES = ("decode", "paged", "ragged")
@@ -164,3 +168,28 @@ def test_problems_of_quantised_caches_are_checked() -> None:
     ):  # fmt: skip
         with pytest.raises(portattn.ArgumentError, match=named):
             msgspec.structs.replace(good, **changes)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("scales", ["none", "head", "token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cached_launch_serves_other_sizes(name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors that count as an H100's: the second call is of the first one's class, and neither is fixed."""
+    opcalls.pretend_accelerator(monkeypatch)
+    cache.forget()
+    results = []
+    for size in (96, 112):
+        call = call_of(name, "e4m3", scales, seq_k=size, page_size=8 if name != "decode" else 0, head_dim=32,
+                       head_dim_v=32)  # fmt: skip
+        with portattn.settings(canary="never"):
+            results.append((call, perform(call.problem.op, given(call), backend="triton", scale=0.25)))
+            again = perform(call.problem.op, given(call), backend="triton", scale=0.25)
+        for first, second in zip(results[-1][1], again, strict=True):
+            torch.testing.assert_close(first, second, rtol=0, atol=0)
+    (kind,) = cache.every_kind()
+    assert [one.why_fixed for one in kind.classes] == [""] * len(kind.classes)
+    cache.forget()
+    for call, (out, lse) in results:
+        if call.problem.packed:
+            out, lse = out.transpose(0, 1)[None], lse[None]
+        assert_right(replace(call, scale=0.25), out, lse)
