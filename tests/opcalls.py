@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED, Problem
-from portattn.schema.tensors import spans
+from portattn.schema.tensors import KV_DTYPE, spans
 from portattn.testing import tolerance
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
@@ -79,8 +80,21 @@ def given(call: Call) -> dict[str, Any]:
             found["magicpig"] = (call.magicpig_bits, call.magicpig_tables)
     if p.op == "mla_attention":
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
+    if p.kv_format != "as_q":
+        found |= _scales(call)
+        if p.kv_scales == "token" and (p.window or p.mask or p.bias or p.causal != "none"):
+            found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
+        call = replace(call, **{n: getattr(call, n).view(KV_DTYPE[p.kv_format]) for n in "kv"})
     names = {"attention": ("k", "v"), "paged_attention": ("k_pages", "v_pages")}.get(p.op, ("k_cache", "v_cache"))
     return found | {"q": _queries(p, call.q)} | dict(zip(names, (_keys(p, call.k), _keys(p, call.v)), strict=True))
+
+
+def _scales(call: Call) -> dict[str, Any]:
+    """A quantised cache's scales as a user would give them."""
+    scales = {name: getattr(call, name) for name in ("k_scale", "v_scale")}
+    if call.problem.kv_scales == "token":
+        scales = {name: _keys(call.problem, scale[..., None])[..., 0] for name, scale in scales.items()}
+    return {name: scale for name, scale in scales.items() if scale is not None}
 
 
 def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:

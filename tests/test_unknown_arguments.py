@@ -104,7 +104,7 @@ WRITTEN = [
     ("varlen_attention", "block_tables", "page_table is an argument of paged_attention"),
     ("varlen_attention", "num_splits", "an argument of decode_attention, paged_attention"),
     ("decode_attention", "cache_batch_idx", "k_cache[cache_batch_idx]"),
-    ("decode_attention", "q_descale", "no: there is no fp8; give tensors of 16 or 32 bits ("),
+    ("decode_attention", "q_descale", "no: only caches may be fp8; give tensors of 16 or 32 bits ("),
     ("decode_attention", "seqused_k", "-> seqlens_k"),
     ("decode_attention", "pack_gqa", "not needed"),
     ("decode_attention", "kv_indices", "page_table is an argument of paged_attention"),

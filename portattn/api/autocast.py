@@ -8,15 +8,24 @@ from typing import Any
 import torch
 
 from portattn.schema.ops import ROWS
+from portattn.schema.tensors import KV_FORMAT
 
 # What must have one dtype with q. Everything else may be float32, and is left so: it is added in float32.
 _AS_Q = frozenset({"q", "k", "v", "q_rope"})
 _NAMES = {op: tuple(row.tensors) for op, row in ROWS.items()}
 _WIDE = (torch.float32, torch.float64)
 _KEPT = dict.fromkeys(_AS_Q, (torch.float64,)) | dict.fromkeys(("alibi_slopes", "sinks", "bias", "log_weights"), _WIDE)
+
+
+def _narrow(op: str, name: str) -> tuple[torch.dtype, ...]:
+    """What a cache may hold beside q's dtype, as its caller chose: float8 counts as floating-point too."""
+    return tuple(KV_FORMAT) if name in ("k", "v") and "k_scale" in _NAMES[op] else ()
+
+
 # By operation: the places of the tensors that may be cast, and the dtypes that each may keep.
 _PLACES = {
-    op: tuple((place, _KEPT[name]) for place, name in enumerate(names) if name in _KEPT) for op, names in _NAMES.items()
+    op: tuple((place, (*_KEPT[name], *_narrow(op, name))) for place, name in enumerate(names) if name in _KEPT)
+    for op, names in _NAMES.items()
 }
 
 

@@ -209,6 +209,8 @@ def decode_attention(
     v_cache: torch.Tensor,
     seqlens_k: torch.Tensor | None,
     *excess: NoReturn,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | str = False,
@@ -229,9 +231,14 @@ def decode_attention(
 
     q           (B, Hq, Sq, D), Sq small (1 for ordinary decoding), or (B, Sq, Hq, D) with layout="bshd"; float16,
                 bfloat16 or float32; any strides
-    k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv), in the same layout as q; Hq must be a multiple of Hk
+    k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv), in the same layout as q; Hq must be a multiple of Hk. Of
+                q's dtype, or quantised: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, both alike, with q in
+                float16 or bfloat16
     seqlens_k   (B,) int32 on q's device: keys in each sequence's cache; None when every cache is full. It stays on
                 the device: no host synchronisation, so a CUDA graph can replay the call with lengths changed in place
+    k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
+                (1,), (Hk,) or (B, Hk); or both for each token and head: (B, Hk, Smax), with bshd (B, Smax, Hk), of any
+                strides. int8 must have them; float8 numbers count as they are without
     leftpad_k   (B,) int32: padding rows before a sequence's first key
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
     causal      True or "bottom_right": query i sees what ends Sq-1-i keys before the last (speculative decoding);
@@ -272,7 +279,7 @@ def decode_attention(
         raise wrong_arguments("decode_attention", excess, unknown)
     found = try_cached(
         "decode_attention",
-        (q, k_cache, v_cache, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
+        (q, k_cache, v_cache, k_scale, v_scale, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
     )
     return perform(request_of("decode_attention", locals())) if found is None else found
@@ -286,6 +293,8 @@ def paged_attention(
     page_table: torch.Tensor | PageTable,
     seqlens_k: torch.Tensor | None = None,
     *excess: NoReturn,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     scale: float | None = None,
@@ -309,11 +318,16 @@ def paged_attention(
     q           (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd"; with cu_seqlens_q packed, (Tq, Hq, D); float16,
                 bfloat16 or float32; any strides
     k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or (P, Hk, page, D) with page_layout="hpd"; any page size
-                and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D)
+                and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D).
+                Of q's dtype, or quantised: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, both alike, with q in
+                float16 or bfloat16
     page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order; entries past its length
                 are never used. Or a PageTable, whose lengths each call computes (six small kernels; in a hot path
                 give `table.pages` and `table.seqlens(page_size)`)
     seqlens_k   (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
+    k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
+                (1,), (Hk,) or (B, Hk); or both for each token and head: (P, page, Hk), with hpd (P, Hk, page), of any
+                strides. int8 must have them; float8 numbers count as they are without
     cu_seqlens_q  (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
     max_seqlen_q  rows of the longest sequence of packed queries, or more, if known
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
@@ -360,7 +374,7 @@ def paged_attention(
     )
     found = try_cached(
         "paged_attention",
-        (q, k_pages, v_pages, page_table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (q, k_pages, v_pages, k_scale, v_scale, page_table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
         (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),
     )

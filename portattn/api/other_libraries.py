@@ -126,7 +126,7 @@ TABLES = (
             Row("`dropout_p`", "the same"),
             Row("`deterministic`", "no: `torch.use_deterministic_algorithms(True)` asks for it, of all operators"),
             Row("`learnable_sink`, `s_aux`", "`sinks`"),
-            Row("`q_descale`, `k_descale`, `v_descale`", "no: there is no fp8; give tensors of 16 or 32 bits"),
+            Row("`q_descale`, `k_descale`, `v_descale`", "no: only caches may be fp8; give tensors of 16 or 32 bits"),
             Row("`pack_gqa`", "not needed"),
         ),
     ),
@@ -150,6 +150,7 @@ TABLES = (
             ),
             Row("`k`, `v`, `rotary_cos`, `rotary_sin`", "no: write the new keys into the cache first"),
             Row("`num_splits`, 0 for its own choice", "the same, or `None`; 1 is bitwise the same whatever the batch"),
+            Row("`k_descale`, `v_descale` (B, Hk)", "`k_scale`, `v_scale`; queries stay in 16 bits"),
         ),
     ),
     Table(

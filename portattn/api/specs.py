@@ -14,7 +14,7 @@ import torch
 from portattn.api.page_table import PageTable
 from portattn.errors import ArgumentError
 from portattn.schema.ops import PUBLIC
-from portattn.schema.tensors import TORCH_DTYPE
+from portattn.schema.tensors import KV_DTYPE, TORCH_DTYPE
 from portattn.validate.checks import check_dense
 
 MOST_SIZES = 1 << 17  # combinations of a spec's sizes: each takes about 30 µs to look at (a decode, on a CPU)
@@ -23,7 +23,7 @@ _SIZES = rf"\s*(?:{_SIZE}\s*(?:,\s*{_SIZE}\s*)*,?\s*)?"
 _NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
 _TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
 _RANGE = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
-_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "bool": torch.bool}
+_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "bool": torch.bool} | KV_DTYPE
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 
 
@@ -38,18 +38,18 @@ class Described(msgspec.Struct, frozen=True):
     strides: tuple[int, ...] | None
     dtype: torch.dtype
 
-    def allocate(self, device: torch.device, sizes: Mapping[str, int]) -> torch.Tensor:
-        """Zeros on the device. Elements may share memory, as those of an expanded tensor do."""
+    def allocate(self, device: torch.device, sizes: Mapping[str, int], fill: float = 0.0) -> torch.Tensor:
+        """A tensor of one number on the device. Elements may share memory, as those of an expanded tensor do."""
         shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
         strides = self.strides
         if device.type == "meta":  # nobody's memory
             made = torch.empty(shape, dtype=self.dtype, device=device)
             return made if strides is None else torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
         if strides is None:
-            return torch.zeros(shape, dtype=self.dtype, device=device)
+            return torch.full(shape, fill, dtype=self.dtype, device=device)
         reached = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         elements = 0 if 0 in shape else reached + 1
-        return torch.zeros(elements, dtype=self.dtype, device=device).as_strided(shape, strides)
+        return torch.full((elements,), fill, dtype=self.dtype, device=device).as_strided(shape, strides)
 
     @property
     def names(self) -> set[str]:
@@ -115,7 +115,9 @@ class Spec:
         found = {}
         for name, value in self._arguments.items():
             if isinstance(value, Described):
-                value = value.allocate(device, sizes)
+                # A scale of 0 is none.
+                scale = name in ("k_scale", "v_scale")
+                value = value.allocate(device, sizes, 1.0) if scale else value.allocate(device, sizes)
             elif isinstance(value, str):
                 value = sizes.get(value, value)
             found[name] = value

@@ -114,6 +114,13 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
         return _PER_HEAD[name]
     if name == "alibi_slopes":
         return (0, 1) if tensor.ndim == 2 else (None, 0)
+    if name in ("k_scale", "v_scale"):
+        if tensor.ndim < 3:
+            several = tensor.ndim and tensor.shape[-1] > 1
+            return (0 if tensor.ndim == 2 else None), (tensor.ndim - 1 if several else None)
+        paged = named.get("page_table") is not None
+        last = named["page_layout"] == "phd" if paged else named["layout"] == "bshd"
+        return (None if paged else 0), (2 if last else 1)
     if name in ("bias", "mask"):
         sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
         first = 4 - tensor.ndim

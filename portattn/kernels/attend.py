@@ -7,18 +7,22 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.dropout import kept_scores
+from portattn.kernels.stored import token_scales, widened
 from portattn.kernels.tiles import load_columns, load_query_rows, load_rows, softmax_step
 
 
 @triton.jit
 def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
+               scales, scale_stride_page, scale_stride_row,
                HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
                K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr,
-               PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
+               PAGE_LOOP: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr):  # fmt: skip
     """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on; and when LATENT the key tile, which holds the values.
 
     The first MAIN columns are one product; with BLOCK_TAIL the columns from MAIN on are another.
+
+    scales  a cache's scale for each token, or None
     """
     if LATENT:
         rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
@@ -27,13 +31,19 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
                               BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        k_tile = widened(k_tile, q_tile, KV_FORMAT)
         scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
         rows = scores  # never used: a tuple that holds None fails to compile
     if BLOCK_TAIL != 0:
         k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
                               stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        k_tail = widened(k_tail, q_tail, KV_FORMAT)
         scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+    if scales is not None:
+        by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
+                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        scores = scores * by_key[None, :]
     return scores, rows
 
 
@@ -47,20 +57,30 @@ def drop_out(p, seed, rows, start, head, threshold, BLOCK_N: tl.constexpr, MULHI
 
 @triton.jit
 def add_values(acc, correction, p, v_rows, read, table, start, end, pages, stride_page, stride_row, stride_col,
+               like, scales, scale_stride_page, scale_stride_row,
                HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
                READ: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
-               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
+               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr,
+               KV_FORMAT: tl.constexpr):  # fmt: skip
     """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
     READ: the values have been read already; they are `read`.
     UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN. Rows that
     are not real have no part in that (see attend).
+    like    a tile of the dtype of the products
+    scales  a cache's scale for each token, or None. They go into the values: times a probability, a small scale would
+            leave float16's range
     """
     if READ:
         v_tile = read
     else:
         v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V, BLOCK_N,
                            BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+    v_tile = widened(v_tile, like, KV_FORMAT)
+    if scales is not None:
+        by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
+                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
     if UNUSED_ZERO:
         v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
     return tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
@@ -82,6 +102,7 @@ def attend(
     q_pointers, q_tail_pointers, row_valid, q_stride_d, q_tail_stride_d,
     k_rows, k_tail_rows, v_rows, table, pages,
     k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
+    k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
     origin, first_step, full_begin, full_end, last_step, end,
     row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
     dropout_seed, drop_rows, drop_origin, drop_head, threshold,
@@ -92,7 +113,7 @@ def attend(
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
     PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
-    MULHI: tl.constexpr,
+    MULHI: tl.constexpr, KV_FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
@@ -106,6 +127,9 @@ def attend(
 
     dropout_seed: None, or what kernels/dropout.py drops probabilities by. drop_rows are rows by their positions in the
     sequence, drop_origin is what keys' positions count from.
+
+    KV_FORMAT: how keys and values are stored (kernels/stored.py). k_scales, v_scales: None, or a scale for each token,
+    read as keys are, from the key/value head's base pointer on.
 
     NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
 
@@ -127,8 +151,9 @@ def attend(
                            BLOCK_DV, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores, k_tile = key_scores(
             q_tile, q_tail, k_rows, k_tail_rows, table, origin, end, pages, k_stride_p, k_stride_s, k_stride_d,
+            k_scales, k_scale_stride_p, k_scale_stride_s,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-            PAGE_SIZE, PAGE_LOOP, READS,
+            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
         )  # fmt: skip
         p, correction, row_max, row_sum = softmax_step(
             scores, origin, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
@@ -139,8 +164,9 @@ def attend(
             p = drop_out(p, dropout_seed, drop_rows, origin - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
         acc = add_values(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
+            q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
-            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
         )  # fmt: skip
     elif PIPELINE == "rotated":
         # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
@@ -151,8 +177,9 @@ def attend(
         start = step_start(nought, origin, first_step, full_begin, full, BLOCK_N, WINDOW)
         scores, k_tile = key_scores(
             q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
+            k_scales, k_scale_stride_p, k_scale_stride_s,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-            PAGE_SIZE, PAGE_LOOP, READS,
+            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
         )  # fmt: skip
         for edge in tl.static_range(2):
             if edge == 0:
@@ -176,13 +203,15 @@ def attend(
                                                  BLOCK_TAIL, NEGATED)  # fmt: skip
                 scores, k_tile = key_scores(
                     q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s,
-                    k_stride_d, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+                    k_stride_d, k_scales, k_scale_stride_p, k_scale_stride_s, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D,
+                    BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+                    KV_FORMAT,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
+                    q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
                 )  # fmt: skip
         start = step_start(tl.maximum(total - 1, 0), origin, first_step, full_begin, full, BLOCK_N, WINDOW)
         p, correction, row_max, row_sum = softmax_step(
@@ -194,8 +223,9 @@ def attend(
             p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
+            q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
-            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
         )  # fmt: skip
     else:
         # Two passes: key tiles that every row attends whole, then those at the edges.
@@ -220,8 +250,9 @@ def attend(
                                                  BLOCK_TAIL, NEGATED)  # fmt: skip
                 scores, k_tile = key_scores(
                     q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
+                    k_scales, k_scale_stride_p, k_scale_stride_s,
                     HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
                 )  # fmt: skip
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
@@ -232,8 +263,9 @@ def attend(
                     p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
+                    q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
                 )  # fmt: skip
     return acc, row_max, row_sum
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.stored import head_scale
 from portattn.kernels.tiles import (
     first_state,
     natural_lse,
@@ -24,7 +25,7 @@ from portattn.kernels.tiles import (
     do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"]
 )
 def decode_split(
-    q, q_rope, k, v, out, lse,
+    q, q_rope, k, v, k_scale, v_scale, out, lse,
     seqlens_k, leftpad_k, cu_seqlens_q, page_table,
     alibi_slopes, sinks, bias, mask,
     scale, softcap,
@@ -32,6 +33,7 @@ def decode_split(
     rope_stride_b, rope_stride_h, rope_stride_s, rope_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    k_scale_stride_b, k_scale_stride_h, k_scale_stride_s, v_scale_stride_b, v_scale_stride_h, v_scale_stride_s,
     o_stride_p, o_stride_b, o_stride_h, o_stride_s,
     table_stride_b, alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
@@ -44,7 +46,8 @@ def decode_split(
     MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
-    Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr,
+    Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
+    KV_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -52,6 +55,8 @@ def decode_split(
     cu_seqlens_q packed: seq_q is then the rows of the packed tensor, seqlens_k is given, and leftpad_k is not.
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
+    KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
+    kv_format and kv_scales). The scales' strides are None where there are none.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
     optional arguments as in dense_forward.
@@ -134,6 +139,20 @@ def decode_split(
         else:
             table = page_table + sequence.to(tl.int64) * table_stride_b
             source_rows = pages * PAGE_SIZE
+        k_token_scales = None  # one by one, as below
+        v_token_scales = None
+        score_scale = scale
+        if KV_SCALES == "head":
+            owner = tl.minimum(sequence, batches - 1)
+            score_scale = scale * head_scale(
+                k_scale, owner, kv_head, k_scale_stride_b, k_scale_stride_h, sequence < batches
+            )
+        if KV_SCALES == "token":
+            k_token_scales = k_scale + kv_head.to(tl.int64) * k_scale_stride_h
+            v_token_scales = v_scale + kv_head.to(tl.int64) * v_scale_stride_h
+            if PAGE_SIZE == 0:
+                k_token_scales += slot_0 * k_scale_stride_b
+                v_token_scales += slot_0 * v_scale_stride_b
         k_rows = row_source(k_base, source_rows, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
         k_tail_rows, v_rows = k_rows, k_rows
         if BLOCK_TAIL != 0:
@@ -164,16 +183,20 @@ def decode_split(
             q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
             k_rows, k_tail_rows, v_rows, table, pages,
             k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
+            k_token_scales, k_scale_stride_b, k_scale_stride_s, v_token_scales, v_scale_stride_b, v_scale_stride_s,
             k_first, first_step, full_begin, full_end, last_step, far,
-            row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale, softcap,
-            None, None, None, None, None,
+            row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+            score_scale, softcap, None, None, None, None, None,
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-            Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native",
+            Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT,
         )  # fmt: skip
 
         if cu_seqlens_q is not None:
             row_sum = tl.where(batch < batches, row_sum, 0.0)  # a row of no sequence has no sink either
+        if KV_SCALES == "head":
+            owner = tl.minimum(sequence, batches - 1)
+            acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, sequence < batches)
         acc = normalised(acc, row_sum)
         columns = tl.arange(0, BLOCK_DV)
         o_base = out + slot_0 * o_stride_b

@@ -150,13 +150,13 @@ def dense_forward(
                 acc, row_max, row_sum,
                 q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
                 k_rows, k_tail_rows, v_rows, None, 0,
-                0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d,
+                0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, None, 0, 0, None, 0, 0,
                 k_first, first_step, full_begin, full_end, last_step, far,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale,
                 softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI,
+                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI, "as_q",
             )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.

@@ -59,5 +59,16 @@ def score_strides(call: Call) -> dict[str, int]:
     return found
 
 
+def scale_strides(call: Call) -> dict[str, int | None]:
+    """Strides of a cache's scales; 0 where one scale is all tokens'. None where there are none: no argument is passed
+    at a launch."""
+    found: dict[str, int | None] = {}
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        given = (None,) * 3 if scale is None else (*scale.stride(), 0)[:3]
+        found |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bhs", given, strict=True)}
+    return found
+
+
 def alibi_stride(call: Call) -> dict[str, int]:
     return {"alibi_stride_b": 0 if call.alibi_slopes is None else call.alibi_slopes.stride(0)}

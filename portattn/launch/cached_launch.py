@@ -22,7 +22,7 @@ from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import Outputs, Program, Size, Trace, pinned, unpinned
 from portattn.schema.steps import Buffers, Step
-from portattn.schema.tensors import TORCH_DTYPE
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 _MEMORY_ALIGNMENT = 256  # bytes: of each buffer in the memory that a call allocates for all of them
 # Whether calls are launched directly where they can be, and by native.c; what is kept already stays as it is.
@@ -261,14 +261,16 @@ class Templates:
     __slots__ = ("_launches",)
 
     def __init__(self, steps: Sequence[Step]) -> None:
-        # [kernel, arguments, places of tensors, options, places of the grid's sizes, places of sizes]
+        # [kernel, arguments, places of tensors, options, places of the grid's sizes, places of sizes, places of bytes]
         self._launches: list[list[Any]] = []
         for step in steps:
             names, template = step.kernel.arg_names, step.values
             places = [(index, step.roles[name]) for index, name in enumerate(names) if name in step.roles]
+            # Of float8 caches kernels take the bytes, under the same address.
+            stored = tuple(i for i, role in places if role in ("k", "v") and template[i].dtype is KV_STORED)
             for index, _ in places:
                 template[index] = None  # no tensor is held
-            self._launches.append([step.kernel, template, places, step.options, (), ()])
+            self._launches.append([step.kernel, template, places, step.options, (), (), stored])
 
     def place(self, sized: Sequence[Step], outputs: Outputs) -> None:
         """Say which arguments are Sizes, and where they are found among a launch's sizes."""
@@ -278,7 +280,7 @@ class Templates:
 
     def __call__(self, tensors: Mapping[str, Any]) -> None:
         sizes = tensors[SIZES]
-        for kernel, template, places, options, grid, sized in self._launches:
+        for kernel, template, places, options, grid, sized, stored in self._launches:
             programs = tuple(sizes[size] for size in grid)
             if 0 in programs:
                 continue
@@ -287,6 +289,8 @@ class Templates:
                 arguments[index] = sizes[size]
             for index, name in places:
                 arguments[index] = tensors[name]
+            for index in stored:
+                arguments[index] = arguments[index].view(KV_STORED)
             kernel[programs](*arguments, **options)
 
 

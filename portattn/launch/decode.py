@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from portattn.launch import combine
-from portattn.launch.arguments import alibi_stride, features, numbers, score_strides, strides, window
+from portattn.launch.arguments import alibi_stride, features, numbers, scale_strides, score_strides, strides, window
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, DecodeSplit
 from portattn.schema.call import Call
@@ -28,12 +28,14 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     table = call.page_table
     arguments = {
         "q": call.q, "q_rope": call.q_rope, "k": call.k, "v": call.v,
+        "k_scale": call.k_scale, "v_scale": call.v_scale,
         "out": outputs.partial, "lse": outputs.partial_state,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
         "page_table": table,
         **features(call), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
-        **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbhs"),
+        **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
+        **scale_strides(call), **outputs.strides("pbhs"),
         "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),
         **score_strides(call),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],

@@ -10,7 +10,7 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
 from portattn.schema.problem import Problem
-from portattn.schema.tensors import TORCH_DTYPE
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0
@@ -21,20 +21,28 @@ def meta_call(problem: Problem) -> Call:
     """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
+    stored = dtype if p.kv_format == "as_q" else KV_STORED
     batch_q, rows_q = p.query_rows
     queries_first = p.layout == "bshd" or p.packed
 
-    def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool) -> torch.Tensor:
+    def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
         shape = (batch, seq, heads) if heads_last else (batch, heads, seq)
         full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
         return full.transpose(1, 2) if heads_last else full
 
     def keys(dim: int) -> torch.Tensor:
         if p.page_size:
-            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd")
+            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", stored)
         if p.total_k is not None:
             return view(1, p.heads_k, p.total_k, dim, True)
-        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd")
+        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", stored)
+
+    def scales() -> torch.Tensor | None:
+        if p.kv_scales == "none":
+            return None
+        if p.kv_scales == "head":
+            return torch.empty(p.batch, p.heads_k, device="meta")
+        return keys(1)[..., 0].to(torch.float32)
 
     def integers(given: bool, *shape: int) -> torch.Tensor | None:
         return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
@@ -61,6 +69,8 @@ def meta_call(problem: Problem) -> Call:
         q_rope=view(batch_q, p.heads_q, rows_q, p.head_dim - p.head_dim_v, queries_first) if latent else None,
         k=k,
         v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v),
+        k_scale=scales(),
+        v_scale=scales(),
         scale=-(p.head_dim**-0.5) if p.negative_scale else p.head_dim**-0.5,
         softcap=CAP if p.softcap else 0.0,
         cu_seqlens_q=integers(p.packed, p.batch + 1),

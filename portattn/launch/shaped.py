@@ -6,7 +6,7 @@ answered here (data, an operation that would compute something) raises Untraceab
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -141,6 +141,13 @@ class Shaped(torch.Tensor):
         order = list(range(len(self.sizes)))
         order[a], order[b] = order[b], order[a]
         return self._view([self.sizes[i] for i in order], [self.strides[i] for i in order])
+
+    def view(self, dtype: Any) -> Shaped:  # type: ignore[override]
+        """The same bytes as numbers of another dtype that is as wide."""
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize != self.kind.dtype.itemsize:
+            raise Untraceable(f"a tensor is viewed as {dtype}")
+        kind = replace(self.kind, dtype=dtype)
+        return Shaped.make(kind, self.sizes, self.strides, self.first)
 
     def expand(self, *shape: Any) -> Shaped:  # type: ignore[override]
         wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape

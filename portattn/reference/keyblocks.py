@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.reference.extents import Extent
+from portattn.reference.stored import widened
 from portattn.schema.call import Call
 
 
@@ -19,7 +20,8 @@ from portattn.schema.call import Call
 class KeyBlock:
     """Places [start, stop) of the keys of all sequences.
 
-    k, v       (B, H, n, D), (B, H, n, Dv) as stored; H is Hk, or Hq where each query head has chosen its own tokens
+    k, v       (B, H, n, D), (B, H, n, Dv) as stored; of a quantised cache dequantised, float32. H is Hk, or Hq where
+               each query head has chosen its own tokens
     position   (1, 1, n) or (B, Hq, n) int64
     valid      (B, 1 or Hq, n) bool: there is a key; others can hold anything
     """
@@ -80,7 +82,23 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
         k, v = _both(call, lambda storage: storage[0][:, rows].transpose(0, 1))
     else:
         k, v = call.k[:, :, start:stop], call.v[:, :, start:stop]
+    if call.problem.kv_format != "as_q":
+        k, v = (_widened(call, numbers, name, start, stop) for numbers, name in ((k, "k_scale"), (v, "v_scale")))
     return KeyBlock(start, stop, k, v, j[None, None], valid[:, None])
+
+
+def _widened(call: Call, numbers: torch.Tensor, name: str, start: int, stop: int) -> torch.Tensor:
+    """Numbers (B, H, n, D) of a narrow cache at positions [start, stop), with the scales of this name."""
+    scale = getattr(call, name)
+    if scale is None or scale.ndim == 2:
+        scale = None if scale is None else scale[:, :, None]
+    elif call.page_table is None:
+        scale = scale[:, :, start:stop]
+    else:
+        j, page = torch.arange(start, stop, device=scale.device), call.problem.page_size
+        pages = call.page_table[:, j // page].long().clamp(0, scale.shape[0] - 1)
+        scale = scale[pages, :, (j % page).expand_as(pages)].transpose(1, 2)
+    return widened(numbers, call.problem.kv_format, scale)
 
 
 def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:

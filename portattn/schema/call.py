@@ -18,6 +18,9 @@ class Call:
     q                (B, Hq, Sq, D); packed: (1, Hq, Tq, D)
     k, v             (B, Hk, Sk, D), (B, Hk, Sk, Dv); packed: (1, Hk, Tk, D), (1, Hk, Tk, Dv);
                      paged: (P, Hk, page, D), (P, Hk, page, Dv)
+    k_scale, v_scale  float32, what a cache's numbers are multiplied by, with strides of 0 where several share one:
+                     (B, Hk), or for each token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers,
+                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format)
     q_rope           mla_attention: the last D - Dv columns of the queries, (B, H, Sq, D - Dv) or packed; q holds the
                      first Dv, k whole latent rows (P, 1, page, D), and v is k[..., :Dv]
     scale            factor on the scores, 1/√D unless the caller named one
@@ -57,6 +60,8 @@ class Call:
     copied: bool = False
     dry: bool = False
     softcap: float = 0.0
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None

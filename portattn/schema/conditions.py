@@ -10,11 +10,11 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from portattn.schema.problem import ASKED
+from portattn.schema.problem import ASKED, KvFormat, KvScales
 
 FLAGS = frozenset({*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "large", "dropout"})
 NUMBERS = frozenset(
@@ -28,6 +28,8 @@ WORDS = {
     "causal_align": frozenset({"none", "bottom_right", "top_left"}),
     "layout": frozenset({"bhsd", "bshd"}),
     "page_layout": frozenset({"phd", "hpd"}),
+    "kv_format": frozenset(get_args(KvFormat)),
+    "kv_scales": frozenset(get_args(KvScales)),
 }
 
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {

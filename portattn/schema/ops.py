@@ -17,7 +17,7 @@ from typing import Any
 # Tensors whose presence is a field of the Problem under another name.
 _FIELD_OF = {
     "cu_seqlens_q": "total_q", "cu_seqlens_k": "total_k", "page_table": "page_size", "indices": "tokens",
-    "magicpig_bits": "magicpig",
+    "magicpig_bits": "magicpig", "k_scale": "kv_format", "v_scale": "kv_scales",
 }  # fmt: skip
 # Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
 _NO_OPTION = frozenset({
@@ -187,7 +187,9 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="decode_attention",
                 title="Decode over a contiguous cache",
-                tensors=_tensors("q k v alibi_slopes sinks bias mask seqlens_k leftpad_k", k="k_cache", v="v_cache"),
+                tensors=_tensors(
+                    "q k v k_scale v_scale alibi_slopes sinks bias mask seqlens_k leftpad_k", k="k_cache", v="v_cache"
+                ),
                 values=(*_SCORES, "num_splits", "return_lse", "layout"),
                 validate="portattn.validate.dense:decode_call",
                 launches="portattn.launch.decode:calls",
@@ -199,7 +201,9 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="paged_attention",
                 title="Pages",
                 tensors=_tensors(
-                    "q k v page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q", k="k_pages", v="v_pages"
+                    "q k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    k="k_pages",
+                    v="v_pages",
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout", "page_layout"),
                 lengths=("max_seqlen_q",),

@@ -18,6 +18,9 @@ Op = Literal[
 ]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
+# How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
+KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8"]
+KvScales = Literal["none", "head", "token"]
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 
@@ -56,6 +59,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
+    kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
+                  to q's dtype in registers
+    kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also
+                  where all share one), token (a token and a head)
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0
@@ -104,6 +111,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mask_by_key: bool = False
     num_splits: int = 0
     return_lse: bool = False
+    kv_format: KvFormat = "as_q"
+    kv_scales: KvScales = "none"
     layout: Layout = "bhsd"
     aligned: bool = True
     large: bool = False
@@ -122,6 +131,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ("causal", get_args(Causal)),
             ("layout", get_args(Layout)),
             ("page_layout", get_args(PageLayout)),
+            ("kv_format", get_args(KvFormat)),
+            ("kv_scales", get_args(KvScales)),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
@@ -148,10 +159,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ArgumentError(self.op, name, given, f"must be given for {self.op}")
             if given != absent and name not in row.takes:
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
+        self._check_cache()
         if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
             )
+
+    def _check_cache(self) -> None:
+        """A cache of narrower numbers than q's: which op reads one, and what goes with which format."""
+        if self.kv_format == "as_q":
+            if self.kv_scales != "none":
+                raise ArgumentError(self.op, "kv_scales", self.kv_scales, "goes with a kv_format other than as_q")
+            return
+        if "k_scale" not in ROWS[self.op].tensors:
+            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
+        if self.dtype == "fp32":
+            raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
+        if self.kv_format == "int8" and self.kv_scales == "none":
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, "must be head or token with kv_format int8")
 
     @property
     def group(self) -> int:
@@ -254,6 +279,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "dtype": self.dtype,
             "layout": self.layout,
             "page_layout": self.page_layout,
+            "kv_format": self.kv_format,
+            "kv_scales": self.kv_scales,
         }
 
     def flops(self) -> int:
@@ -278,6 +305,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             shape = f"q ({self.total_q},{self.heads_q},{self.head_dim})"
         if self.total_k is not None:
             keys = f"({self.total_k},{self.heads_k},{self.head_dim})"
+        stored = [f"cache {self.kv_format} scales {self.kv_scales}"] if self.kv_format != "as_q" else []
         sizes = [
             f"{name} {getattr(self, name)}" for name in ("page_size", "tokens", "num_splits") if getattr(self, name)
         ]
@@ -287,14 +315,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []
-        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *sizes, *causal, *window, *flags])
+        return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *flags])
 
 
 # Sizes, types, places in memory, and what only refines another field: no demands.
 _PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
-        "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large",
+        "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "kv_scales",
     }
 )  # fmt: skip
 # Fields that an op is not called without.

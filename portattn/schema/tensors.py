@@ -9,7 +9,19 @@ TRITON_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()} | {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
+    torch.int8: "i8",
 }
+# Formats of a cache's numbers (Problem.kv_format), by the dtype of its tensors.
+KV_FORMAT = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.int8: "int8",
+}
+KV_DTYPE = {name: dtype for dtype, name in KV_FORMAT.items()}
+# What a Call holds of each: kernels read float8 numbers as bytes, since no compiler knows all of them. They are signed,
+# since triton-ascend refuses unsigned integers.
+KV_STORED = torch.int8
 POINTER_ALIGNMENT = 16  # bytes: what Triton's specialisation asks of pointers and divisible integers
 INT32_MAX = 2**31 - 1
 TWO_GIB = 2**31

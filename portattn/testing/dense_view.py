@@ -14,6 +14,7 @@ from portattn.reference.dropout import keep_mask
 from portattn.reference.magicpig import log_sampling_probability
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES, of_kinds
+from portattn.schema.tensors import KV_DTYPE
 
 # Tensors that are added to scores, or to a row's sum.
 _ADDED = [name for name in of_kinds("scores", "row", "tokens") if FEATURES[name].axes and name != "mask"]
@@ -203,7 +204,7 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
     i = torch.arange(p.seq_q, device=call.q.device) if rows is None else rows
     q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=3)
     q = _padded(q, call.cu_seqlens_q, p.seq_q) if p.packed else q[:, :, i]
-    k, v = (_in_order(call, storage) for storage in (call.k, call.v))
+    k, v = _dequantised(call, call.k, call.k_scale), _dequantised(call, call.v, call.v_scale)
     j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
     keep = allowed(call, i)[:, None]
     if call.indices is not None and call.counts is not None:
@@ -255,6 +256,17 @@ def _padded(packed: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int)
     for b, (first, length) in enumerate(zip(*_packed(cu_seqlens, packed.shape[2], longest), strict=True)):
         padded[b, :, :length] = packed[0, :, first : first + length]
     return padded
+
+
+def _dequantised(call: Call, storage: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Keys or values (B, Hk, Sk, X) by position; of a cache of narrow numbers these times their scales, in float64."""
+    if call.problem.kv_format == "as_q":
+        return _in_order(call, storage)
+    numbers = _in_order(call, storage).view(KV_DTYPE[call.problem.kv_format]).double()
+    if scale is None:
+        return numbers
+    by_token = scale[:, :, None] if scale.ndim == 2 else _in_order(call, scale[..., None])[..., 0]
+    return numbers * by_token.double()[..., None]
 
 
 def _in_order(call: Call, storage: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.problem import Problem
+from portattn.testing.random_stored import stored
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
@@ -89,9 +90,16 @@ def random_call(
     q.masked_fill_(spoilt[:, None, :, None], float("nan"))
     unused = storage.unused(_attended(p, lengths, features), places, shared=strides == "expanded")
     _poison(p, k, v, unused, poison, generator)
+    k_scale = v_scale = None
+    if p.kv_format != "as_q":
+        (k, k_scale), (v, v_scale) = (stored(p, values, unused, generator) for values in (k, v))
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)
+    if k_scale is not None and v_scale is not None and p.kv_scales == "token":  # laid out as the cache is
+        k_scale, v_scale = (t[..., 0] for t in _caches(p, k_scale[..., None], v_scale[..., None], strides, device))
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None
+    call.k_scale = None if k_scale is None else k_scale.to(device)
+    call.v_scale = None if v_scale is None else v_scale.to(device)
     for name, value in (lengths.given(p) | {"page_table": table} | features).items():
         setattr(call, name, None if value is None else _moved(value, device))
     if p.dropout:
@@ -423,7 +431,8 @@ def _laid_out(values: torch.Tensor, layout: str, strides: str, shared: bool, dev
         return values[:1].to(device).expand(b, h, s, d)
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.full(shape, float("nan"), dtype=values.dtype, device=device)
+        fill = float("nan") if values.is_floating_point() else torch.iinfo(values.dtype).max
+        return torch.full(shape, fill, dtype=values.dtype, device=device)
 
     if strides == "spare":
         rows = (b, s, h) if layout == "bshd" else (b, h, s)

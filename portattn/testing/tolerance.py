@@ -90,10 +90,12 @@ def same_dtype(
     """
     view = dense_view(call, rows)
     q, k, v = view.q, view.k, view.v
+    if call.problem.kv_format != "as_q":  # the dequantised numbers in q's dtype
+        k, v = k.to(q.dtype), v.to(q.dtype)
     bits = FRACTION_BITS.get(precision) if call.q.dtype is torch.float32 else None
     if bits is not None:
         q, k, v = (rounded(operand, bits) for operand in (q, k, v))
-    exact = view.products(q.float(), k.float())
+    exact = view.products(q.float(), view.k.float() if bits is None else k.float())
     scores = view.products(q, k) * call.scale
     if view.has_terms:
         scores = view.with_terms(scores.float(), exact, q, k)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from portattn.errors import ArgumentError
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, Problem
+from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Problem
 from portattn.schema.target import Target
 from portattn.tools import shell_values
 from portattn.tools.shell_values import ALIGNMENTS as CAUSAL
@@ -25,7 +25,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "sparse_attention": ("tokens",),
     "mla_attention": ("page_size", "dv"),
 }
-_DEFAULTS = {"layout": "bhsd", "page_layout": "phd"}  # of what is no flag and not None when it is not given
+_DEFAULTS = {
+    "layout": "bhsd",
+    "page_layout": "phd",
+    "kv_format": "as_q",
+}  # of what is no flag and not None when it is not given
 
 
 _FLAGS = tuple(name for name in ASKED if name != "return_lse")  # which is --lse
@@ -88,6 +92,18 @@ def problem_options(function: F) -> F:
             click.option("--bias-by-key", is_flag=True, help="A bias is given, one row for all heads and queries."),
             click.option(
                 "--mask-by-key", is_flag=True, help="A boolean mask is given, one row for all heads and queries."
+            ),
+            click.option(
+                "--kv-format",
+                default="as_q",
+                show_default=True,
+                metavar="|".join(get_args(KvFormat)),
+                help="Format of the numbers of a quantised cache.",
+            ),
+            click.option(
+                "--kv-scales",
+                metavar="|".join(get_args(KvScales)),
+                help="What a scale of a quantised cache belongs to; of int8 token by default, of float8 none.",
             ),
             click.option("--total-q", type=int, metavar="N", help="Queries are packed, N rows together."),
             click.option("--total-k", type=int, metavar="N", help="Keys are packed, N rows together."),
@@ -174,6 +190,7 @@ def problem_from(
         for name in ("bias", "mask"):
             if given[name]:
                 raise ArgumentError(op, _option(name), True, "goes with queries that are not packed (--total-q)")
+    given["kv_scales"] = given["kv_scales"] or ("token" if given["kv_format"] == "int8" else "none")
     given["seqlens_k"] = given["seqlens_k"] or ROWS[op].always_lengths
     counts: dict[str, Any] = {name: given.pop(name) or 0 for name in ("page_size", "tokens", "num_splits")}
     return Problem(

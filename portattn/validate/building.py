@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
@@ -47,4 +48,7 @@ def build(
         **problem,
         **features.problem,
     )
+    if made.needs_grad and made.kv_format != "as_q":
+        limit = f"{op} has no gradient with a cache of {made.kv_format}: call it under torch.no_grad()"
+        raise ArgumentError(op, "requires_grad", True, limit)
     return Call(problem=made, scale=scale, copied=copied, **views, **call, **features.call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import MAX_HEAD_DIM, MAX_SPLITS
 from portattn.schema.sizes import is_size, most, next_power_of_two
-from portattn.schema.tensors import INT32_MAX, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
+from portattn.schema.tensors import INT32_MAX, KV_FORMAT, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -39,15 +39,27 @@ def check_dense(op: str, name: str, value: Any) -> None:
         raise ArgumentError(op, name, f"a {value.layout} tensor", f"{limit} (hint: tensor.to_dense())")
 
 
-def check_tensor(op: str, name: str, tensor: Any, axes: tuple[str, ...]) -> None:
-    """A floating-point tensor with these axes."""
+def check_tensor(
+    op: str, name: str, tensor: Any, axes: tuple[str, ...], dtypes: Collection[torch.dtype] = DTYPES
+) -> None:
+    """A tensor with these axes, of one of these dtypes."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
     if tensor.ndim != len(axes):
         limit = f"must be {len(axes)}: ({', '.join(axes)})"
         raise ArgumentError(op, f"{name}.ndim", tensor.ndim, limit + other_rank(op, name, tensor.ndim))
-    if tensor.dtype not in DTYPES:
-        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
+    if tensor.dtype not in dtypes:
+        limit = f"must be one of {', '.join(map(str, dtypes))}"
+        raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit + other_dtype(tensor.dtype, dtypes))
+
+
+def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
+    """What takes tensors of such a dtype, where another operation does; what a dtype that none takes may stand for."""
+    if dtype in KV_FORMAT and dtype not in taken:
+        return "; decode_attention and paged_attention take caches of it"
+    if dtype is torch.uint8:
+        return "; int4 numbers, two to a byte, are taken by no operation"
+    return ""
 
 
 def other_rank(op: str, name: str, ndim: int) -> str:

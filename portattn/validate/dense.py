@@ -9,15 +9,16 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
+from portattn.schema.ops import ROWS
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
+    DTYPES,
     check_causal,
     check_dropout,
     check_equal,
     check_flag,
     check_int32,
-    check_like,
     check_number,
     check_splits,
     check_tensor,
@@ -26,6 +27,7 @@ from portattn.validate.checks import (
 from portattn.validate.features import Features, Scores
 from portattn.validate.layouts import AXES as AXES
 from portattn.validate.layouts import with_advice
+from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
 
 
 def check_layout(op: str, layout: Any) -> None:
@@ -65,6 +67,8 @@ def _attention_call(
     num_splits: int | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     **features: Any,
 ) -> Call:
     """As attention_call.
@@ -73,10 +77,12 @@ def _attention_call(
     """
     check_layout(op, layout)
     for name, tensor in zip(names, (q, k, v), strict=True):
-        check_tensor(op, name, tensor, AXES[layout])
+        cached = name != names[0] and "k_scale" in ROWS[op].tensors
+        check_tensor(op, name, tensor, AXES[layout], CACHE_DTYPES if cached else DTYPES)
     q_name, k_name, v_name = names
-    check_like(op, k_name, k, q_name, q)
-    check_like(op, v_name, v, q_name, q)
+    stored = check_format(op, (k_name, v_name), k, v, q)
+    k, v = as_stored(k, stored), as_stored(v, stored)
+    given_tokens = tuple(k.shape[:3])
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     batch, heads_q, seq_q, head_dim = q.shape
@@ -104,9 +110,12 @@ def _attention_call(
     for name, length in lengths.items():
         if length is not None:
             check_int32(op, name, length, (batch,), "(batch,)", q.device)
+    shapes = ScaleShapes(batch, k.shape[1], given_tokens, ", ".join(AXES[layout][:3]), layout == "bshd")
+    kv_scales, scales = check_scales(op, stored, k_scale, v_scale, shapes, q.device)
     if values.reads(settings, q):
         values.lengths(op, "q", seqlens_q, leftpad_q, seq_q)
         values.lengths(op, "k", seqlens_k, leftpad_k, seq_k)
+        values.scales(op, scales, values.Tokens(seq_k, seqlens_k, leftpad_k))
     found = Features(op, q.device, q.dtype)
     found.check(features, Scores(batch, heads_q, seq_q, seq_k, alignment, seq_q + seq_k))
 
@@ -126,11 +135,13 @@ def _attention_call(
             **{name: length is not None for name, length in lengths.items()},
             "num_splits": splits,
             "return_lse": return_lse,
+            "kv_format": stored,
+            "kv_scales": kv_scales,
             "layout": layout,
             "dropout": dropout_p > 0.0,
         },
-        call={**lengths, "dropout_p": dropout_p, "dropout_seed": dropout_seed if dropout_p else None},
-        differentiable=(q, k, v),
+        call={**lengths, **scales, "dropout_p": dropout_p, "dropout_seed": dropout_seed if dropout_p else None},
+        differentiable=(q, k, v, k_scale, v_scale),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (
+    DTYPES,
     check_causal,
     check_equal,
     check_flag,
@@ -27,6 +29,7 @@ from portattn.validate.checks import (
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features, Scores
+from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import beginnings, packed
 
@@ -39,11 +42,18 @@ def check_page_layout(op: str, page_layout: Any) -> None:
         raise ArgumentError(op, "page_layout", page_layout, f"must be one of {', '.join(PAGE_AXES)}")
 
 
-def check_pages(op: str, names: tuple[str, str], k: Any, v: Any, page_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def check_pages(
+    op: str,
+    names: tuple[str, str],
+    k: Any,
+    v: Any,
+    page_layout: Any,
+    dtypes: Collection[torch.dtype] = DTYPES,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two caches of pages as (P, Hk, page, D) views."""
     check_page_layout(op, page_layout)
     for name, pages in zip(names, (k, v), strict=True):
-        check_tensor(op, name, pages, PAGE_AXES[page_layout])
+        check_tensor(op, name, pages, PAGE_AXES[page_layout], dtypes)
     if page_layout == "phd":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     for axis, word in enumerate(("pages", "heads", "page_size")):
@@ -136,6 +146,8 @@ def paged_call(
     seqlens_k: torch.Tensor | None,
     *,
     settings: Settings,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     scale: float | None = None,
@@ -148,9 +160,9 @@ def paged_call(
 ) -> Call:
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q": q}, layout, cu_seqlens_q, max_seqlen_q, settings)
-    k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout)
-    check_like(OP, "k_pages", k, "q", q)
-    check_like(OP, "v_pages", v, "q", q)
+    k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout, CACHE_DTYPES)
+    stored = check_format(OP, ("k_pages", "v_pages"), k, v, q)
+    k, v = as_stored(k, stored), as_stored(v, stored)
     head_dim, page_size = q.shape[-1], k.shape[2]
     check_equal(OP, "k_pages's head_dim", k.shape[3], "q's", head_dim)
     check_width(OP, "q", head_dim)
@@ -158,9 +170,13 @@ def paged_call(
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q.device, k, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
+    axes = ", ".join(PAGE_AXES[page_layout][:3])
+    shapes = ScaleShapes(queries.batch, k.shape[1], tuple(k_pages.shape[:3]), axes, page_layout == "phd")
+    kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
     if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
+        values.scales(OP, scales, values.Tokens(capacity, seqlens_k, None, page_table))
     alignment = check_causal(OP, causal)
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
@@ -182,8 +198,10 @@ def paged_call(
             "page_layout": page_layout,
             "num_splits": splits,
             "return_lse": return_lse,
+            "kv_format": stored,
+            "kv_scales": kv_scales,
             **queries.problem,
         },
-        call={"seqlens_k": seqlens_k, "page_table": page_table, **queries.call},
-        differentiable=(q, k, v),
+        call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
+        differentiable=(q, k, v, k_scale, v_scale),
     )

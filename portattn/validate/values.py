@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -66,6 +67,45 @@ def page_table(op: str, table: torch.Tensor, seqlens_k: torch.Tensor | None, pag
             if not 0 <= row[place] < pages:
                 limit = f"must be in 0..{pages - 1}, the pages of the cache"
                 raise ArgumentError(op, f"page_table[{index}, {place}]", row[place], limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Which tokens of a cache the sequences have: those whose scales count.
+
+    capacity  the longest sequence that it has room for; lengths and left paddings may be absent
+    """
+
+    capacity: int
+    seqlens_k: torch.Tensor | None
+    leftpad_k: torch.Tensor | None
+    page_table: torch.Tensor | None = None
+
+    def scales(self, scale: torch.Tensor) -> torch.Tensor:
+        """(B, Hk) or (B, Hk, Sk) of scales as a Call has them: 1 where there is no token."""
+        if scale.ndim == 2:
+            return scale if self.seqlens_k is None else scale.masked_fill((self.seqlens_k == 0)[:, None], 1.0)
+        at = torch.arange(self.capacity, device=scale.device)[None]
+        first = at.new_zeros(1) if self.leftpad_k is None else self.leftpad_k
+        end = at.new_full((1,), self.capacity) if self.seqlens_k is None else first + self.seqlens_k
+        inside = (at >= first[:, None]) & (at < end[:, None])
+        if self.page_table is not None and self.capacity:
+            size = scale.shape[2]
+            pages = self.page_table[:, at[0] // size].long().clamp(0, scale.shape[0] - 1)
+            scale = scale[pages, :, at % size].transpose(1, 2)
+        elif self.page_table is not None:
+            return scale.new_ones(self.page_table.shape[0], scale.shape[1], 0)
+        return scale.masked_fill(~inside[:, None], 1.0)
+
+
+def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens) -> None:
+    """Scales of the tokens that there are: positive and finite. Lengths and page ids have been checked."""
+    for name, scale in given.items():
+        found = of.scales(scale)
+        for place in (~((found > 0) & torch.isfinite(found))).nonzero().tolist()[:1]:
+            words = zip(("sequence", "head", "token"), place, strict=False)
+            where = ", ".join(f"{word} {index}" for word, index in words)
+            raise ArgumentError(op, f"{name} of {where}", float(found[tuple(place)]), "must be positive and finite")
 
 
 def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequence[int]) -> None:

@@ -86,9 +86,42 @@ def test_every_option_reaches_the_problem(portattn):
 
 
 WHERE = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0")
+CACHE = ("--q", "2,8,1,128", "--kv", "2,8,512,128", "--dtype", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "scales"),
+    [
+        (("e4m3",), "e4m3", "none"),
+        (("e5m2", "--kv-scales", "head"), "e5m2", "head"),
+        (("int8",), "int8", "token"),
+    ],
+)
+def test_a_quantised_caches_options_reach_the_problem(portattn, given, kind, scales):
+    called = portattn("plan", "decode_attention", *WHERE, *CACHE, "--kv-format", *given, "--json")
+    assert called.json["path"] == "triton"
+    assert (called.json["problem"]["kv_format"], called.json["problem"].get("kv_scales", "none")) == (kind, scales)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "named"),
+    [
+        ("attention", ("--kv-format", "e4m3"), "--kv-format is 'e4m3', but attention has none"),
+        ("decode_attention", ("--kv-format", "int4"), "kv_format is 'int4'"),
+        ("decode_attention", ("--kv-scales", "head"), "kv_scales is 'head'"),
+        ("decode_attention", ("--kv-format", "int8", "--kv-scales", "none"), "must be head or token"),
+    ],
+)
+def test_what_a_quantised_cache_cannot_be_is_named(portattn, op, given, named):
+    called = portattn("plan", op, *WHERE, *CACHE, *given)
+    assert called.status == 2
+    assert named in called.err
+
+
 # Parameters of the public operations by the option that stands for them, where the names differ.
 PARAMETERS = {
     "total_q": "cu_seqlens_q", "total_k": "cu_seqlens_k", "page_size": "page_table", "tokens": "indices",
+    "kv_format": "k_scale", "kv_scales": "v_scale",
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     p = case.problem
     heads = ((p.heads_k, p.heads_k), (1, 1))
     changes: list[dict[str, Any]] = [{"heads_q": q, "heads_k": k} for q, k in heads]
-    changes += [{name: value} for name, value in _OFF.items()]
+    changes += [{"kv_format": "as_q", "kv_scales": "none"}, *({name: value} for name, value in _OFF.items())]
     for name, least in (("batch", 1), ("seq_q", 1), ("seq_k", p.page_size or 1), ("tokens", 1)):
         size = getattr(p, name)
         changes += [{name: smaller} for smaller in (least, size // 2 // least * least) if least <= smaller < size]

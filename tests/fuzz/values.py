@@ -63,8 +63,9 @@ def call_of(case: Case, device: str) -> Call:
         call.softcap = case.softcap
     generator = torch.Generator().manual_seed(case.seed + 1)
     hidden = _held(call.k).isnan().any(-1) | _held(call.v).isnan().any(-1)
-    _fill(call.k, hidden, case.k, generator)
-    _fill(call.v, hidden, case.v, generator)  # of latent rows, v is the part of k that does not hold positions
+    if call.problem.kv_format == "as_q":  # numbers and scales of others are wild already where nothing is attended
+        _fill(call.k, hidden, case.k, generator)
+        _fill(call.v, hidden, case.v, generator)  # of latent rows, v is the part of k that does not hold positions
     for queries in (call.q, call.q_rope):
         if queries is not None:
             _fill(queries, queries.isnan().any(-1), case.q, generator)

@@ -35,11 +35,12 @@ PLAIN: dict[str, dict[str, Any]] = {
 # One value other than its default for every field that a Problem has beyond sizes, types and places in memory.
 VALUES: dict[str, tuple[Any, ...]] = {
     "causal": ("bottom_right", "top_left"), "window_left": (7,), "window_right": (7,), "total_q": (40,),
-    "page_size": (64,), "num_splits": (2,), "head_dim_v": (32,),
+    "page_size": (64,), "num_splits": (2,), "head_dim_v": (32,), "kv_format": ("e4m3",),
 }  # fmt: skip
 NO_DEMANDS = (
     "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
     "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "total_k", "tokens",
+    "kv_scales",
 )  # fmt: skip
 TARGETS = {
     "cuda": ("cuda:sm_90", "triton==3.6.0"), "rocm": ("rocm:gfx942", "triton==3.6.0"),

@@ -19,7 +19,7 @@ from portattn.backends.ascend.linalg.tools import LinalgError, need
 # Types of a pointer's elements, as the text spells them.
 ELEMENT_OF = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "i8",
+    torch.bool: "i8", torch.int8: "i8",
 }  # fmt: skip
 NUMBER_OF = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter adds; kernels without atomics use neither

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DTYPES, Problem
+from portattn.schema.problem import DTYPES, KvFormat, Problem
 
 SetName = Literal["quick", "full"]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # those of published models, and two that are no power of two
@@ -220,7 +220,19 @@ def _decode() -> list[Named]:
     wide = {"dtype": "bf16", "head_dim": 128}
     found += [decode(word, **wide, **fields) for word, fields in each_feature("decode_attention")]
     found.append(decode("one split", **wide, num_splits=1))
+    found += [decode(f"GQA {words}", **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
     return found
+
+
+def _quantised() -> list[tuple[str, str, dict[str, Any]]]:
+    """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to."""
+    formats = [name for name in get_args(KvFormat) if name != "as_q"]
+    found = [("bf16", name, "token") for name in formats]
+    found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head")]
+    return [
+        (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
+        for dtype, name, scales in found
+    ]
 
 
 def _paged() -> list[Named]:
@@ -247,6 +259,14 @@ def _paged() -> list[Named]:
         paged("GQA", "2 queries, causal, LSE", **wide, page_size=16, seq_q=2, causal="bottom_right", return_lse=True),
         paged("GQA", dtype="bf16", head_dim=192, head_dim_v=128, page_size=64),
         paged("one head a group", **wide, page_size=16, heads_k=32),
+        *(
+            paged("GQA", words, **wide | {"dtype": dtype}, page_size=size, **fields)
+            for size in (16, 64)
+            for dtype, words, fields in _quantised()
+        ),
+        paged(
+            "ragged", "e4m3 cache, scales token", **wide, page_size=16, **RAGGED, kv_format="e4m3", kv_scales="token"
+        ),
         paged("ragged", "window, sinks", **wide, page_size=16, **RAGGED, **WINDOW, sinks=True),
     ]
     return found

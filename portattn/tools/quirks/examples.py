@@ -66,7 +66,10 @@ _PROBLEM: Mapping[str, Mapping[str, Any]] = {
 _PAGE_SIZE = 64  # where a condition asks for pages
 _WINDOW = 128  # where a condition asks for a window
 # What a problem has where nothing is asked for, if that is neither False nor 0.
-_NOTHING = {"causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q": None, "total_k": None}
+_NOTHING = {
+    "causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q": None, "total_k": None, "kv_format": "as_q",
+    "kv_scales": "none",
+}  # fmt: skip
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
 
@@ -252,7 +255,7 @@ def feature_values(name: str, wanted: Iterable[Condition], op: str = "attention"
     if name in FLAGS:
         return [False, True]
     if name in WORDS:
-        return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd", "phd"), word))
+        return sorted(WORDS[name], key=lambda word: (word not in ("fp16", "none", "bhsd", "phd", "as_q"), word))
     least = 0 if name in ("page_size", "tokens") else 1  # an op without pages has pages of 0
     usual = _PROBLEM[op].get("head_dim" if name in ("head_dim_v", "widest") else name, least)
     near = {value + step for c in wanted for value in c.values for step in (-1, 0, 1)}
@@ -319,6 +322,10 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         chosen["window_left"] = _WINDOW
     if chosen.pop("packed", False):
         chosen["total_q"] = chosen["batch"] * chosen["seq_q"]
+    if chosen.get("kv_format") == "int8":  # which has no meaning without them
+        chosen.setdefault("kv_scales", "token")
+    if chosen.get("kv_scales", "none") != "none":
+        chosen.setdefault("kv_format", "e4m3")
     causal = chosen.pop("causal_align", "bottom_right" if chosen.pop("causal", False) else "none")
     heads_q = chosen.pop("heads_q", chosen["heads_k"] * chosen.pop("group"))
     try:

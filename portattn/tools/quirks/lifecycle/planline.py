@@ -48,7 +48,7 @@ def problem_options(problem: Problem) -> list[str]:
     for name in ("page_size", "tokens", "num_splits"):
         if getattr(p, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
-    for name, usual in (("layout", "bhsd"), ("page_layout", "phd")):
+    for name, usual in (("layout", "bhsd"), ("page_layout", "phd"), ("kv_format", "as_q"), ("kv_scales", "none")):
         if getattr(p, name) != usual:
             words += [f"--{name.replace('_', '-')}", getattr(p, name)]
     if p.page_size and not p.pages_in_line and row.always_lengths and (p.page_layout == "phd" or p.heads_k == 1):

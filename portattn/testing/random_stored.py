@@ -1,0 +1,43 @@
+"""Random caches of narrow numbers, with the scales that they are stored under."""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.schema.problem import Problem
+from portattn.schema.tensors import KV_DTYPE, KV_STORED
+
+SPREAD = 2.0  # scales differ by factors up to this from the one that fills the format's range
+_LARGEST = {"int8": 127.0}
+
+
+def stored(
+    p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
+
+    unused  (batch, Hk, rows) bool: no attended key lies there. What is NaN in `values` there is NaN in the format where
+            it has one; of int8, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
+
+    Scales are (B, Hk), or (batch, Hk, rows) for each token; None where there are none, and the numbers are the values.
+    """
+    kind, dtype = p.kv_format, KV_DTYPE[p.kv_format]
+    largest = _LARGEST.get(kind) or torch.finfo(dtype).max
+    if p.kv_scales == "none":
+        scale, by_row = None, torch.ones(())
+    else:
+        shape = (p.batch, p.heads_k) if p.kv_scales == "head" else values.shape[:3]
+        filling = float(values.nan_to_num(0.0).abs().max()) / largest if values.numel() else 1.0
+        scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
+        by_row = scale[..., None]
+        if p.kv_scales == "head":  # a page's tokens may be any sequence's: all numbers are stored under one scale
+            by_row = scale.max().expand(1, 1, 1, 1) if scale.numel() else torch.ones(())
+    numbers = (values.float() / by_row).clamp(-largest, largest)
+    if kind == "int8":
+        numbers = numbers.round().nan_to_num(0.0)
+    if p.kv_scales == "token":
+        assert scale is not None
+        wild = torch.tensor([float("nan"), float("inf"), -1.0, 0.0, -float("inf")])
+        drawn = wild[torch.randint(len(wild), scale.shape, generator=generator)]
+        scale = torch.where(unused, drawn, scale)
+    return numbers.to(dtype).view(KV_STORED), scale

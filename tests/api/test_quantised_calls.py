@@ -1,0 +1,195 @@
+"""Quantised caches through the public operations: layouts of serving engines, graphs, transforms, handles, plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import opcalls
+import pytest
+import torch
+from graphs import RECORDERS, a_model
+from opcalls import given, perform, problem
+from support import Device, assert_right, random_call
+
+import portattn
+from portattn.api.binding import named_arguments
+from portattn.api.operators import arguments_of
+from portattn.api.request import request_of
+from portattn.launch import cache
+from portattn.schema.call import Call
+
+NAMES = ("decode", "paged", "ragged")
+FORMATS = [("e4m3", "none"), ("e5m2", "head"), ("int8", "token")]
+# Scales of tokens that a mask hides are checked as others are: these calls hide none but by lengths.
+SMALL = {"dtype": "bf16", "return_lse": True, "leftpad_k": False}
+
+
+def call_of(name: str, kind: str, scales: str, **fields: object) -> Call:
+    return random_call(problem(name, **(SMALL | {"kv_format": kind, "kv_scales": scales} | fields)), seed=1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpreter"])
+@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.interpreter
+def test_the_operations_are_right(name: str, kind: str, scales: str, backend: str) -> None:
+    call = call_of(name, kind, scales)
+    out, lse = perform(call.problem.op, given(call), backend=backend)
+    if call.problem.packed:
+        out, lse = out.transpose(0, 1)[None], lse[None]
+    assert_right(call, out, lse)
+
+
+def inline(kind: torch.dtype, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache whose rows are [K | scale] in bytes, as vLLM's per_token_head types have them: numbers and scales as
+    views of it, and what they stand for."""
+    pages, size, heads, width = rows.shape
+    cache = torch.zeros(pages, size, heads, width + 4, dtype=torch.uint8)
+    scale = rows.abs().amax(dim=-1) / 100.0
+    numbers = cache[..., :width].view(kind)
+    numbers.copy_((rows / scale[..., None]).to(kind))
+    scales = cache[..., width:].view(torch.float32)[..., 0]
+    scales.copy_(scale)
+    return numbers, scales, numbers.float() * scale[..., None]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["reference", "interpreter"])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_scales_inside_the_rows_of_a_cache(kind: torch.dtype, backend: str) -> None:
+    """vLLM: content [K | fp32 scale]. The scales are a strided view, which is all that a call needs."""
+    generator = torch.Generator().manual_seed(5)
+    k, v = (torch.randn(6, 16, 2, 32, generator=generator) for _ in range(2))
+    (k_pages, k_scale, k_is), (v_pages, v_scale, v_is) = inline(kind, k), inline(kind, v)
+    q = torch.randn(2, 4, 1, 32, generator=generator).bfloat16()
+    table = torch.tensor([[4, 1, 2], [5, 0, 3]], dtype=torch.int32)
+    lengths = torch.tensor([40, 17], dtype=torch.int32)
+    assert k_scale.data_ptr() == k_pages.data_ptr() + 32
+    out = portattn.paged_attention(q, k_pages, v_pages, table, lengths, k_scale=k_scale, v_scale=v_scale,
+                                   backend=backend)  # fmt: skip
+    whole = portattn.paged_attention(q.float(), k_is, v_is, table, lengths, backend="reference")
+    torch.testing.assert_close(out.float(), whole, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize("name", ["decode", "paged"])
+def test_opcheck(name: str, kind: str, scales: str, device: Device) -> None:
+    model, _ = a_model(name, device, **SMALL, kv_format=kind, kv_scales=scales)
+    request = request_of(model.op, named_arguments(model.op)(**model.arguments))
+    operator = getattr(torch.ops.portattn, model.op).default
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if kind == "int8":  # torch compares arguments for it, which it cannot do with float8
+        checks.append("test_schema")
+    found = torch.library.opcheck(operator, arguments_of(model.op, *request.parts), test_utils=checks)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("recorder", ["torch.export", "make_fx, symbolic"])
+@pytest.mark.parametrize("name", ["decode", "paged"])
+def test_a_graph_gives_the_eager_result(recorder: str, name: str, device: Device) -> None:
+    model, tensors = a_model(name, device, **SMALL, kv_format="e4m3", kv_scales="token")
+    graph = RECORDERS[recorder](model, tensors)
+    for ours, eager in zip(graph(*tensors), model(*tensors), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+def test_vmap(kind: str, scales: str) -> None:
+    """Two scales of each kind: one mapped, one that all share."""
+    calls = [given(call_of("decode", kind, scales, seqlens_k=False, return_lse=False)) for _ in range(2)]
+    names = [name for name in ("q", "k_cache", "v_cache", "k_scale") if name in calls[0]]
+    shared = {name: value for name, value in calls[0].items() if name not in names}
+    calls[1]["q"] = calls[1]["q"] * 0.5
+    if "k_scale" in names:
+        calls[1]["k_scale"] = calls[1]["k_scale"] * 2.0
+
+    def one(*tensors: torch.Tensor) -> torch.Tensor:
+        return portattn.decode_attention(
+            **shared | dict(zip(names, tensors, strict=True)), **{} if "seqlens_k" in shared else {"seqlens_k": None}
+        )
+
+    stacked = [torch.stack([call[name].contiguous() for call in calls]) for name in names]
+    each = torch.stack([one(*(call[name] for name in names)) for call in calls])
+    torch.testing.assert_close(torch.vmap(one)(*stacked), each, rtol=0, atol=0)
+
+
+def test_autocast_leaves_the_cache_as_it_is() -> None:
+    arguments = given(call_of("decode", "e4m3", "head"))
+    expected, _ = portattn.decode_attention(**arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = portattn.decode_attention(**arguments | {"q": arguments["q"].float()})
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_handle_runs_with_other_data(name: str) -> None:
+    call = call_of(name, "int8", "token")
+    arguments = given(call)
+    handle = portattn.prepare(call.problem.op, **arguments)
+    tensors = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    tensors["q"] = tensors["q"] * -0.5
+    tensors["v_scale"] = tensors["v_scale"] * 2.0
+    expected = perform(call.problem.op, tensors)
+    found = handle.run(**tensors)
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
+
+
+def test_warmup_takes_specs_in_words() -> None:
+    spec = {
+        "op": "decode_attention", "q": "bf16[B,8,1,64]", "k_cache": "e4m3[B,2,128,64]", "v_cache": "e4m3[B,2,128,64]",
+        "seqlens_k": None, "k_scale": "fp32[B,2]", "v_scale": "fp32[B,2]", "sizes": {"B": [1, 4]},
+    }  # fmt: skip
+    portattn.warmup([spec])
+
+
+def test_the_plan_says_how_the_cache_is_stored() -> None:
+    arguments = given(call_of("paged", "int8", "token"))
+    text = portattn.explain("paged_attention", **arguments)
+    assert "cache int8 scales token" in text
+    assert "sdpa" in text
+    assert "kv_format" in text
+
+
+def test_a_named_path_that_reads_none_is_an_error() -> None:
+    arguments = given(call_of("decode", "e4m3", "none"))
+    with pytest.raises(portattn.PathUnavailable, match="kv_format"):
+        portattn.decode_attention(**arguments, backend="sdpa")
+
+
+def test_problems_of_quantised_caches_are_checked() -> None:
+    good = problem("decode", dtype="bf16", kv_format="int8", kv_scales="head")
+    for changes, named in (
+        ({"kv_scales": "none"}, "must be head or token"), ({"dtype": "fp32"}, "must be fp16 or bf16"),
+        ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "int4"}, "must be one of as_q, e4m3"),
+        ({"op": "attention"}, "reads keys and values in q's dtype"),
+    ):  # fmt: skip
+        with pytest.raises(portattn.ArgumentError, match=named):
+            msgspec.structs.replace(good, **changes)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("scales", ["none", "head", "token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cached_launch_serves_other_sizes(name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors that count as an H100's: the second call is of the first one's class, and neither is fixed."""
+    opcalls.pretend_accelerator(monkeypatch)
+    cache.forget()
+    results = []
+    for size in (96, 112):
+        call = call_of(name, "e4m3", scales, seq_k=size, page_size=8 if name != "decode" else 0, head_dim=32,
+                       head_dim_v=32)  # fmt: skip
+        with portattn.settings(canary="never"):
+            results.append((call, perform(call.problem.op, given(call), backend="triton", scale=0.25)))
+            again = perform(call.problem.op, given(call), backend="triton", scale=0.25)
+        for first, second in zip(results[-1][1], again, strict=True):
+            torch.testing.assert_close(first, second, rtol=0, atol=0)
+    (kind,) = cache.every_kind()
+    assert [one.why_fixed for one in kind.classes] == [""] * len(kind.classes)
+    cache.forget()
+    for call, (out, lse) in results:
+        if call.problem.packed:
+            out, lse = out.transpose(0, 1)[None], lse[None]
+        assert_right(replace(call, scale=0.25), out, lse)

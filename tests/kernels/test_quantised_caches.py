@@ -1,0 +1,132 @@
+"""Decode and pages over quantised caches, against the float64 oracle of the dequantised numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import TILE, Device, assert_right, problem, random_call, run_core
+
+from portattn.reference import blockwise
+from portattn.schema.call import Call
+from portattn.schema.tensors import KV_DTYPE
+
+FORMATS = tuple(KV_DTYPE)
+SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dtype": "bf16"}
+# Caches, each with features that decide how scales are read: hidden tokens, paddings, pages, packed queries.
+CACHES: dict[str, dict[str, Any]] = {
+    "decode": {
+        "op": "decode_attention", "seq_k": 50, "seqlens_k": True, "leftpad_k": True, "window_left": 9,
+        "causal": "bottom_right",
+    },
+    "decode_fp16_bshd": {"op": "decode_attention", "seq_k": 40, "dtype": "fp16", "layout": "bshd", "mask": True},
+    "paged_small_pages": {"op": "paged_attention", "page_size": 6, "seq_k": 42, "bias": True},
+    "paged_packed_hpd": {
+        "op": "paged_attention", "page_size": 16, "seq_k": 48, "page_layout": "hpd", "total_q": 9, "seq_q": 5,
+        "causal": "bottom_right", "sinks": True, "dtype": "fp16", "softcap": True,
+    },
+}  # fmt: skip
+SCALED = [
+    (kind, scales) for kind in FORMATS for scales in ("none", "head", "token") if (kind, scales) != ("int8", "none")
+]
+
+
+def quantised(cache: str, kind: str, scales: str, **fields: Any) -> Call:
+    return random_call(problem(**(SMALL | CACHES[cache] | {"kv_format": kind, "kv_scales": scales} | fields)), seed=3)
+
+
+def on(device: Device, call: Call, **launch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    page_loop = "flat_masked" if call.problem.page_size % TILE else "per_page"
+    return run_core(device, call, {"page_loop": page_loop}, launch)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("kind", "scales"), SCALED)
+def test_kernels_are_right(device: Device, kind: str, scales: str, cache: str) -> None:
+    """NaN, or a scale that is NaN, infinite, negative or 0, is wherever a token is not attended."""
+    call = quantised(cache, kind, scales)
+    for splits in (1, 2):
+        assert_right(call, *on(device, call, splits=splits))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("kind", "scales"), SCALED)
+def test_the_reference_is_right(kind: str, scales: str, cache: str) -> None:
+    call = quantised(cache, kind, scales)
+    assert_right(call, *blockwise.run(call))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> None:
+    """One key a sequence: the result is its value. In float16 and bfloat16 every finite number is exact."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype in ("fp16", "bf16"):
+        p = problem(
+            op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=16, dtype=dtype,
+            kv_format=kind, kv_scales="none" if kind != "int8" else "head",
+        )  # fmt: skip
+        call = random_call(p)
+        call.k = torch.zeros_like(call.k)
+        call.v = codes.view(call.v.dtype).reshape(call.v.shape)
+        if call.k_scale is not None:
+            call.k_scale, call.v_scale = torch.ones_like(call.k_scale), torch.ones_like(call.k_scale)
+        out, _ = run_core(device, call)
+        expected = codes.view(KV_DTYPE[kind]).to(out.dtype).reshape(out.shape)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, kind: str) -> None:
+    """A batch that is padded for a graph has sequences without keys, whose scales may be anything."""
+    call = quantised("decode", kind, "head", leftpad_k=False)
+    assert call.k_scale is not None
+    assert call.v_scale is not None
+    call.seqlens_k = torch.tensor([50, 0, 7], dtype=torch.int32)
+    call.k, call.v = torch.ones_like(call.k), torch.ones_like(call.v)
+    call.k_scale[1], call.v_scale[1] = float("nan"), float("inf")
+    for splits in (1, 2):
+        out, lse = on(device, call, splits=splits)
+        assert not out[1].any()
+        assert lse is not None
+        assert torch.isneginf(lse[1]).all()
+        assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_small_scales_lose_nothing_in_float16(device: Device, scales: str) -> None:
+    """Times a probability, a scale of 2e-6 is below float16's range; the values themselves are not."""
+    call = quantised("decode_fp16_bshd", "e5m2", scales, mask=False)
+    assert call.v_scale is not None
+    call.v = torch.full_like(call.v, 0x77)  # 28672
+    call.v_scale = torch.full_like(call.v_scale, 2e-6)
+    out, lse = run_core(device, call)
+    assert_right(call, out, lse)
+    torch.testing.assert_close(out.float(), torch.full_like(out, 28672 * 2e-6).float(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("load", ["pointer", "block_ptr", "descriptor"])
+@pytest.mark.parametrize("cache", ["decode", "paged_packed_hpd"])
+def test_each_way_to_load_tiles(device: Device, load: str, cache: str) -> None:
+    lowering = {"load": load, "k_tile": "row"} | ({"page_loop": "per_page"} if cache.startswith("paged") else {})
+    call = quantised(cache, "e4m3", "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False)
+    assert_right(call, *run_core(device, call, lowering=lowering))
+
+
+@pytest.mark.parametrize("pipeline", ["rotated", "single"])
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_each_loop(device: Device, pipeline: str, scales: str) -> None:
+    call = quantised("decode", "int8", scales, **({"seq_k": 13} if pipeline == "single" else {}))
+    assert_right(call, *run_core(device, call, lowering={"pipeline": pipeline, "q_operand": "reload"}))
+
+
+@pytest.mark.parametrize("strides", ["spare", "transposed", "sliced"])
+def test_strides(device: Device, strides: str) -> None:
+    p = problem(**(SMALL | CACHES["decode"] | {"kv_format": "e4m3", "kv_scales": "token", "aligned": False}))
+    call = random_call(p, seed=3, strides=strides)
+    assert_right(call, *run_core(device, call))
+
+
+def test_a_wide_head_in_two_parts(device: Device) -> None:
+    call = quantised("decode", "e4m3", "token", head_dim=528, head_dim_v=32)
+    assert_right(call, *run_core(device, call))
