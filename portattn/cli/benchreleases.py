@@ -66,8 +66,8 @@ def _measure(
     with ExitStack() as stack:
         limits = None if options.only_host else clock.ceilings()
         about = {
-            "sets": tuple(chosen), "cells": len(cells), "rounds": options.rounds, "backend": options.backend,
-            "core": options.core, "only_host": options.only_host,
+            "sets": tuple(chosen), "asked": tuple((name, case.name) for name, case in cells),
+            "rounds": options.rounds, "backend": options.backend, "core": options.core, "only_host": options.only_host,
             "peers": peers.presence(options.wanted, options.others), "libraries": loaded, "commit": commit,
         }  # fmt: skip
         try:

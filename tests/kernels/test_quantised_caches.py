@@ -32,8 +32,9 @@ SCALED = [
 ]
 
 
-def quantised(cache: str, kind: str, scales: str, **fields: Any) -> Call:
-    return random_call(problem(**(SMALL | CACHES[cache] | {"kv_format": kind, "kv_scales": scales} | fields)), seed=3)
+def quantised(device: str, cache: str, kind: str, scales: str, **fields: Any) -> Call:
+    p = problem(**(SMALL | CACHES[cache] | {"kv_format": kind, "kv_scales": scales} | fields))
+    return random_call(p, seed=3, device=device)
 
 
 def on(device: Device, call: Call, **launch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -45,7 +46,7 @@ def on(device: Device, call: Call, **launch: int) -> tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize(("kind", "scales"), SCALED)
 def test_kernels_are_right(device: Device, kind: str, scales: str, cache: str) -> None:
     """NaN, or a scale that is NaN, infinite, negative or 0, is wherever a token is not attended."""
-    call = quantised(cache, kind, scales)
+    call = quantised(device.name, cache, kind, scales)
     for splits in (1, 2):
         assert_right(call, *on(device, call, splits=splits))
 
@@ -53,20 +54,20 @@ def test_kernels_are_right(device: Device, kind: str, scales: str, cache: str) -
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("kind", "scales"), SCALED)
 def test_the_reference_is_right(kind: str, scales: str, cache: str) -> None:
-    call = quantised(cache, kind, scales)
+    call = quantised("cpu", cache, kind, scales)
     assert_right(call, *blockwise.run(call))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> None:
     """One key a sequence: the result is its value. In float16 and bfloat16 every finite number is exact."""
-    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8, device=device.name)
     for dtype in ("fp16", "bf16"):
         p = problem(
             op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=16, dtype=dtype,
             kv_format=kind, kv_scales="none" if kind != "int8" else "head",
         )  # fmt: skip
-        call = random_call(p)
+        call = random_call(p, device=device.name)
         call.k = torch.zeros_like(call.k)
         call.v = codes.view(call.v.dtype).reshape(call.v.shape)
         if call.k_scale is not None:
@@ -79,10 +80,10 @@ def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> 
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, kind: str) -> None:
     """A batch that is padded for a graph has sequences without keys, whose scales may be anything."""
-    call = quantised("decode", kind, "head", leftpad_k=False)
+    call = quantised(device.name, "decode", kind, "head", leftpad_k=False)
     assert call.k_scale is not None
     assert call.v_scale is not None
-    call.seqlens_k = torch.tensor([50, 0, 7], dtype=torch.int32)
+    call.seqlens_k = torch.tensor([50, 0, 7], dtype=torch.int32, device=device.name)
     call.k, call.v = torch.ones_like(call.k), torch.ones_like(call.v)
     call.k_scale[1], call.v_scale[1] = float("nan"), float("inf")
     for splits in (1, 2):
@@ -96,7 +97,7 @@ def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, kind:
 @pytest.mark.parametrize("scales", ["head", "token"])
 def test_small_scales_lose_nothing_in_float16(device: Device, scales: str) -> None:
     """Times a probability, a scale of 2e-6 is below float16's range; the values themselves are not."""
-    call = quantised("decode_fp16_bshd", "e5m2", scales, mask=False)
+    call = quantised(device.name, "decode_fp16_bshd", "e5m2", scales, mask=False)
     assert call.v_scale is not None
     call.v = torch.full_like(call.v, 0x77)  # 28672
     call.v_scale = torch.full_like(call.v_scale, 2e-6)
@@ -109,24 +110,26 @@ def test_small_scales_lose_nothing_in_float16(device: Device, scales: str) -> No
 @pytest.mark.parametrize("cache", ["decode", "paged_packed_hpd"])
 def test_each_way_to_load_tiles(device: Device, load: str, cache: str) -> None:
     lowering = {"load": load, "k_tile": "row"} | ({"page_loop": "per_page"} if cache.startswith("paged") else {})
-    call = quantised(cache, "e4m3", "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False)
+    call = quantised(
+        device.name, cache, "e4m3", "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False
+    )
     assert_right(call, *run_core(device, call, lowering=lowering))
 
 
 @pytest.mark.parametrize("pipeline", ["rotated", "single"])
 @pytest.mark.parametrize("scales", ["head", "token"])
 def test_each_loop(device: Device, pipeline: str, scales: str) -> None:
-    call = quantised("decode", "int8", scales, **({"seq_k": 13} if pipeline == "single" else {}))
+    call = quantised(device.name, "decode", "int8", scales, **({"seq_k": 13} if pipeline == "single" else {}))
     assert_right(call, *run_core(device, call, lowering={"pipeline": pipeline, "q_operand": "reload"}))
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced"])
 def test_strides(device: Device, strides: str) -> None:
     p = problem(**(SMALL | CACHES["decode"] | {"kv_format": "e4m3", "kv_scales": "token", "aligned": False}))
-    call = random_call(p, seed=3, strides=strides)
+    call = random_call(p, seed=3, strides=strides, device=device.name)
     assert_right(call, *run_core(device, call))
 
 
 def test_a_wide_head_in_two_parts(device: Device) -> None:
-    call = quantised("decode", "e4m3", "token", head_dim=528, head_dim_v=32)
+    call = quantised(device.name, "decode", "e4m3", "token", head_dim=528, head_dim_v=32)
     assert_right(call, *run_core(device, call))

@@ -31,7 +31,8 @@ TRITONS = triton_folders()
 SEED = ("--set", "seed", "--only", "decode", "--peer", "sdpa", "--rounds", "2")
 
 ABOUT = {
-    "sets": ("seed",), "cells": 1, "rounds": 1, "backend": "auto", "core": False, "only_host": False, "commit": "c",
+    "sets": ("seed",), "asked": (("seed", "a case"),), "rounds": 1, "backend": "auto", "core": False,
+    "only_host": False, "commit": "c",
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(OWN.distribution != "triton", reason="community Triton is not installed")
