@@ -56,7 +56,9 @@ class Session(child.Session):
     def identify(self, step: child.Identify) -> Any:
         if "start" in FAULTS:
             raise RuntimeError(FAULTS["start"])
-        fields: dict[str, Any] = {name: step.about[name] for name in ("sets", "asked", "rounds", "backend", "core", "only_host")}
+        fields: dict[str, Any] = {
+            name: step.about[name] for name in ("sets", "asked", "rounds", "backend", "core", "only_host")
+        }
         fields["cells"] = len(fields["asked"])
         found = str(installed()) if FAULTS.get("asks") else f"triton=={FAULTS.get('is', NAME)}"
         return a_run(toolchain=found, commit=step.about["commit"], ceilings=None, **fields)
