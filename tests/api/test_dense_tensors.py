@@ -46,6 +46,8 @@ LIMIT = "must be a dense, strided torch.Tensor"
 # What of one kind of call another does not have.
 MORE: dict[str, dict[str, Any]] = {
     "attention": {"alibi_slopes": True, "sinks": True, "bias": True, "mask": True},
+    "decode": {"dtype": "bf16", "kv_format": "int8", "kv_scales": "head"},
+    "paged": {"dtype": "bf16", "kv_format": "int8", "kv_scales": "token"},
     "sparse": {"log_weights": True},
     "sparse paged": {"magicpig": True},
     "mla ragged": {"sinks": True},

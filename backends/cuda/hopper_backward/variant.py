@@ -63,7 +63,7 @@ class BackwardVariant(Variant):
 
     def for_toolchain(self, toolchain: Toolchain) -> BackwardVariant:
         """The same kernels with that compiler's schedules."""
-        return self if toolchain == self.toolchain else BackwardVariant(toolchain)
+        return self if toolchain == self.toolchain else type(self)(toolchain)
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernels cannot run the problem, or are not for it; None when they run."""

@@ -104,7 +104,7 @@ class ForwardVariant(Variant):
 
     def for_toolchain(self, toolchain: Toolchain) -> ForwardVariant:
         """The same kernel with that compiler's schedules."""
-        return self if toolchain == self.toolchain else ForwardVariant(toolchain)
+        return self if toolchain == self.toolchain else type(self)(toolchain)
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""

@@ -11,7 +11,7 @@ from portattn.schema.quirk import Symptom
 
 LINE = r"[^\n]{1,400}"
 # What NVIDIA's assembler calls itself. Triton has two of them: 3.9.0 sends sm_90 and newer to `ptxas-blackwell`.
-PTXAS = r"\bptxas(?:-blackwell)?"
+PTXAS = r"\b(?:ptxas-blackwell|ptxas)"
 # The name that MLIR puts before a diagnostic: a place in a file, or a `loc(…)` of one.
 PLACE = r"(?:loc\([^\n]{1,600}?\)|<unknown>:0:0|(?:[A-Za-z]:)?[^\s:\"'()]{1,300}:\d+:\d+): "
 
