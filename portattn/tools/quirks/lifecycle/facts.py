@@ -114,6 +114,11 @@ def _of_failure(found: Found, log: Log, alone: bool, origin: str, registry: Regi
         around = around.completed(other)
     chosen = named["backend"] or (around.backend.value if around.backend else "")
     if not chosen and not failure.not_a_bug:
+        if failure.family == "process" and not any(map(compilers.is_compiler, around.versions)):
+            said = f"{failure.cause!r} (line {failure.line}) says that a process ended, and nothing names a compiler"
+            raise ArgumentError(
+                OP, "--from-log", origin, f"must be a compiler's failure: {said}; give --backend if one did"
+            )
         which = f"the log does not say which of {', '.join(registry.backends)} it is about"
         where = "" if alone else f" (line {failure.line}: {failure.cause[:80]})"
         raise ArgumentError(OP, "--backend", named["backend"], f"must be given: {which}{where}")

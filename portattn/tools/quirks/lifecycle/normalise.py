@@ -24,12 +24,19 @@ _MOST_PREFIXES = 8  # of one line
 # An exception in the words of repr(): its line breaks are two characters.
 _QUOTED = re.compile(r"(?:CompilationError|OutOfResources)\((['\"])at \d+:\d+:\\n")
 _END_OF_REPR = re.compile(r"['\"]\)>?\s*$")
+_JSON_FILE = re.compile(r'\{"log":".*\}\s*$')
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """A line in a file of Docker's json-file driver, without what else the driver says of it."""
+
+    log: str
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -89,7 +96,8 @@ def normalise(text: str) -> Log:
     """Take away what is not the compiler's. Every line keeps its number in the file."""
     lines = [
         Line(number, _ESCAPES.sub("", part))
-        for number, whole in enumerate(text.split("\n"), 1)
+        for number, stored in enumerate(text.split("\n"), 1)
+        for whole in [_of_a_file_driver(stored)]
         for part in (whole.rstrip("\r").split("\r") if "\r" in whole else [whole])
     ]
     ended = text.endswith("\n") or not text
@@ -101,6 +109,16 @@ def normalise(text: str) -> Log:
                 lines = [_without(line, prefix) or line for line in lines]
         lines = _joined([_stripped(line) for line in lines])
     return Log(tuple(Line(n.number, n.text.rstrip(), n.stream) for n in _unquoted(lines)), ended)
+
+
+def _of_a_file_driver(line: str) -> str:
+    """The line that Docker's json-file driver stored as JSON; any other line as it is."""
+    if not _JSON_FILE.match(line):
+        return line
+    try:
+        return msgspec.json.decode(line, type=_Stored).log.removesuffix("\n")
+    except (msgspec.DecodeError, RecursionError):  # cut off, or another program's
+        return line
 
 
 def _has_nearly_all(lines: list[Line], prefix: Prefix) -> bool:

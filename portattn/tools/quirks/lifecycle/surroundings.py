@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from portattn.planning import target_names
 from portattn.planning.kernel_specs import CORES
@@ -62,7 +62,7 @@ _FUNCTIONS: tuple[str, ...] = (
     r"\"function\": \"(?P<name>\w+)\"",
     r"tt\.func public @(?P<name>\w+)",
     r"^\.visible \.entry (?P<name>\w+)",
-    r"Triton compilation failed: (?P<name>\w+)",
+    r"Triton compilation failed: (?!\w*(?:Error|Exception|OutOfResources)\b)(?P<name>\w+)",
     r"in function '?@?(?P<name>\w+)'?",
     r"on function '@(?P<name>\w+)'",
     r"for kernel (?P<name>\w+): \d",
@@ -255,7 +255,7 @@ def _version(text: str, name: str) -> Told | None:
     for match in _matches(text, _versions()[name]):
         try:
             version = str(Version(match["version"]))
-        except InvalidVersion:
+        except ValueError:  # InvalidVersion, or a number of more digits than Python reads
             continue
         found.setdefault(version, Told(version, " ".join(match.group().split())))
     return next(iter(found.values())) if len(found) == 1 else None

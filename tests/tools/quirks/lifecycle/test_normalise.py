@@ -116,3 +116,12 @@ def test_nothing_makes_it_fail(text: str) -> None:
     log = normalise(text)
     assert all(1 <= line.number <= text.count("\n") + 1 for line in log.lines)
     assert sum(len(stream.lines) for stream in log.streams) == len(log.lines)
+
+
+def test_lines_of_dockers_json_file_driver() -> None:
+    stored = '{"log":"%s","stream":"stderr","time":"2026-11-02T08:15:30.1Z"}'
+    lines = [stored % (ERROR.replace('"', '\\"') + "\\n"), stored % "  indented\\n", '{"log":"cut off', "plain"]
+    log = normalise("\n".join(lines) + "\n")
+    assert [(line.number, line.text) for line in log.lines] == [
+        (1, ERROR), (2, "  indented"), (3, '{"log":"cut off'), (4, "plain"),
+    ]  # fmt: skip

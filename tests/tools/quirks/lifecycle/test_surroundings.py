@@ -31,6 +31,7 @@ from portattn.tools.quirks.lifecycle.surroundings import surroundings
         ("triton                            3.5.0+gitd2aec542", "triton", "3.5.0+gitd2aec542"),
         ("- `triton`: 3.7.0", "triton", "3.7.0"),
         ("triton_kernels                    1.0.0", "triton", None),
+        pytest.param(f"triton=={'9' * 5000}", "triton", None, id="more digits than Python reads"),
     ],
 )
 def test_versions(text: str, name: str, version: str | None, registry: Any) -> None:
@@ -190,3 +191,24 @@ def test_of_two_makers_the_one_whose_compiler_failed(registry) -> None:
     found = surroundings(text, "mlir", registry)
     assert (found.backend.value, found.arch.value) == ("cuda", "sm_90")
     assert found.arch.words == "NVIDIA H100"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/usr/bin/node: Segmentation fault (core dumped)\n",
+        "torch.distributed.elastic: failed (exitcode: -6) local_rank: 0 of binary: /usr/bin/python\n",
+    ],
+)
+def test_a_process_that_ended_is_no_compiler_that_died(text: str, registry: Any) -> None:
+    with pytest.raises(ArgumentError, match="nothing names a compiler; give --backend"):
+        facts.from_log(text, "log", registry)
+    [named] = facts.from_log(text, "log", registry, backend="cuda")
+    assert named.backend == "cuda"
+
+
+def test_an_exception_is_no_kernels_name(registry: Any) -> None:
+    assert surroundings("Triton compilation failed: OutOfResources: shared", "triton", registry).function is None
+    told = surroundings("Triton compilation failed: my_kernel", "triton", registry).function
+    assert told is not None
+    assert told.value == "my_kernel"

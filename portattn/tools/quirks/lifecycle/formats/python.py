@@ -43,7 +43,8 @@ EXCEPTIONS = (
         name="driver-refuses",
         family="triton",
         pattern=(
-            r"(?P<cause>Triton Error \[(?:CUDA|HIP|ZE)\]: (?:device kernel image is invalid|no kernel image[^\n]*"
+            r"(?P<cause>Triton Error \[(?:CUDA|HIP|ZE)\]: (?: Code: \d+, Messsage: )?"
+            r"(?:device kernel image is invalid|no kernel image[^\n]*"
             r"|0x78000011|ZE_RESULT_ERROR_MODULE_BUILD_FAILURE[^\n]*)|ZE_RESULT_ERROR_MODULE_BUILD_FAILURE)"
         ),
         symptom="compile-error",
