@@ -30,7 +30,7 @@ import triton
 from fakechip import Chip
 
 import portattn
-from portattn.api import ops
+from portattn.api.perform import perform
 from portattn.launch import cache, native, triton_compat
 
 SECONDS = 60.0  # limit against a launch that never comes
@@ -39,7 +39,7 @@ found: dict[str, Any] = {"triton": triton.__version__, "why not": native.load(po
 ways: dict[str, list[str]] = {}
 found["ways"] = ways
 NOTHING = object()
-perform, match = ops.perform, cache.Kind.match
+match = cache.Kind.match
 matched: list[bool] = []
 
 
@@ -51,9 +51,9 @@ def counted(self: cache.Kind, *given: Any) -> Any:
 
 def keep(op: str, arguments: dict[str, Any]) -> cache.Kind:
     """Make a call that is planned and kept; its kind."""
-    ops.perform = perform
+    opcalls.carry_out_by(perform)
     opcalls.perform(op, arguments)
-    ops.perform = lambda request: NOTHING
+    opcalls.carry_out_by(lambda request: NOTHING)
     fake.launches()
     return [kind for kind in cache.every_kind() if kind.op == op][-1]
 
@@ -240,7 +240,7 @@ def modes() -> None:
     count = len(cache.every_kind())
     with forward_ad.dual_level():
         for _ in range(3):
-            ops.perform = perform
+            opcalls.carry_out_by(perform)
             opcalls.perform("attention", given)
     found["kinds in a dual level"] = len(cache.every_kind()) - count
     fake.launches()
@@ -451,6 +451,6 @@ with portattn.settings(**SETTINGS):
     for part in PARTS:
         if part.__name__ in wanted:
             cache.forget()
-            ops.perform = perform
+            opcalls.carry_out_by(perform)
             part()
 print(json.dumps(found))

@@ -26,6 +26,7 @@ from portattn.validate.builders import build_call
 from portattn.validate.checks import check_dense, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Window = tuple[int | None, int | None]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -6,10 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from opcalls import CALLS, as_call, assert_right, differentiable, given, paths, perform, problem, use_small_tiles
+from opcalls import (
+    CALLS,
+    as_call,
+    assert_right,
+    carry_out_by,
+    differentiable,
+    given,
+    paths,
+    perform,
+    problem,
+    use_small_tiles,
+)
 from support import Device, poisoned, random_call
 
 import portattn
+from portattn.api.perform import perform as carry_out
 
 PLACED: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right"},
@@ -151,12 +163,11 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
     ours = torch.autograd.grad((out * weights).sum() + lse[finite].sum(), list(tensors.values()))
 
     made: list = []
-    build = portattn.api.ops.perform
-    portattn.api.ops.perform = lambda request: made.append(request.build())
+    carry_out_by(lambda request: made.append(request.build()))
     try:
         perform(call.problem.op, arguments | tensors)
     finally:
-        portattn.api.ops.perform = build
+        carry_out_by(carry_out)
     expected, expected_lse = oracle(made[0])
     weights = as_call(call.problem, weights).double()
     expected_lse = expected_lse[0] if call.problem.packed else expected_lse

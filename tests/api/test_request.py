@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -12,7 +13,7 @@ from opcalls import CALLS, assert_right, changed, given, perform, pretend_accele
 from support import Device, random_call
 
 import portattn
-from portattn.api import dispatch, ops
+from portattn.api import dispatch
 from portattn.api.ops import make_request
 from portattn.api.request import Request, settings_for
 from portattn.config import Settings
@@ -72,8 +73,9 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
     def looked_for(op: str, tensors: Any, values: Any, lengths: Any = ()) -> None:
         seen.append((op, tensors, values, lengths))
 
-    monkeypatch.setattr(ops, "try_cached", looked_for)
-    monkeypatch.setattr(ops, "perform", seen.append)
+    module = importlib.import_module(getattr(portattn, op).__module__)
+    monkeypatch.setattr(module, "try_cached", looked_for)
+    monkeypatch.setattr(module, "perform", seen.append)
     given = {name: f"{name} as given" for name in parameters} | {"backend": None, "validate": None}
     if "magicpig" in parameters:
         given |= {"magicpig": (3, 4)}

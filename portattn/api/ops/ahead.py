@@ -1,0 +1,108 @@
+"""What a call would do, asked before it runs: `plan`, `explain`, `prepare`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.api.binding import named_arguments
+from portattn.api.jagged import are_jagged, packed
+from portattn.api.perform import plan_request
+from portattn.api.prepare import Prepared
+from portattn.api.request import Request, request_of
+from portattn.api.tracing import are_transformed
+from portattn.config import current
+from portattn.errors import ArgumentError, TracingError
+from portattn.planning.planner import plan as plan_problem
+from portattn.schema.ops import PUBLIC
+from portattn.schema.plan import Plan
+from portattn.schema.problem import Problem
+from portattn.schema.target import Target
+
+
+def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
+    """How a call would run, without running it.
+
+    op          the operation's name, "attention" say; or a Problem
+    args, kwargs  the operation's own arguments: plans for the tensors' device. Of a Problem: the Target alone, also of
+                a machine that is not here; compile records of this machine's cache are not consulted then
+
+    Returns the Plan: path, kernel, quirks applied, and a reason for each path that is not taken. Nothing is launched.
+
+    Raises what the call would raise before launching: ArgumentError, UnknownArgument, PathUnavailable, QuirkConflict.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 8, 16, 64)
+    >>> portattn.plan("attention", q, q, q, causal=True).path
+    'sdpa'
+    >>> problem = portattn.Problem(batch=1, heads_q=8, heads_k=8, seq_q=16, seq_k=16, head_dim=64)
+    >>> portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0")).kernel
+    'dense_forward'
+    """
+    if isinstance(op, Problem):
+        target = args[0] if args else kwargs.pop("target", None)
+        if not isinstance(target, Target) or len(args) > 1 or kwargs:
+            raise ArgumentError(
+                "plan", "arguments", (*args, *kwargs), "plan(problem, target) takes a Problem and a Target"
+            )
+        return plan_problem(op, target, settings=current())
+    return plan_request(make_request("plan", op, args, kwargs))
+
+
+def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
+    """`plan(...)` as text for people: path, kernel, the quirks applied, and why each other path is not taken.
+
+    op          as of `plan`
+    args, kwargs  as of `plan`
+
+    Returns the text, several lines: `Plan.explain` of the plan.
+
+    Raises what `plan` raises.
+
+    >>> import torch, portattn
+    >>> q = torch.randn(1, 8, 16, 64)
+    >>> print(portattn.explain("attention", q, q, q).splitlines()[0])
+    attention q (1,8,16,64) kv (1,8,16,64) fp32
+    """
+    return plan(op, *args, **kwargs).explain()
+
+
+def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
+    """Plan a call, compile what it needs and allocate its partial results: a handle whose `run` does the rest.
+
+    op          the operation's name, "paged_attention" say
+    args, kwargs  the operation's own arguments; later runs may differ in data only, not in shapes, strides or types
+
+    Returns a Prepared: `handle.run(...)` takes the same arguments, and `out=` and `lse=`.
+
+    Memory: the handle holds the partial results of a split (`decode_attention` says how many), and no tensor of the
+    call.
+
+    Raises what the call would raise before launching: ArgumentError, UnknownArgument, PathUnavailable, QuirkConflict.
+
+    >>> import torch, portattn
+    >>> q, k, v = torch.randn(3, 2, 8, 16, 64).unbind()
+    >>> handle = portattn.prepare("attention", q, k, v, causal=True)
+    >>> out = torch.empty_like(q)
+    >>> handle.run(q, k, v, causal=True, out=out) is out
+    True
+    >>> torch.equal(out, portattn.attention(q, k, v, causal=True))
+    True
+    """
+    return Prepared(make_request("prepare", op, args, kwargs))
+
+
+def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    """The request that a call with these arguments makes."""
+    if not isinstance(op, str) or op not in PUBLIC:
+        problem = "a Problem or " if asker == "plan" else ""
+        given = type(op).__name__ if isinstance(op, torch.Tensor) else op  # not a page of numbers
+        raise ArgumentError(asker, "op", given, f"must be {problem}one of {', '.join(PUBLIC)}")
+    given = named_arguments(op)(*args, **kwargs)
+    if asker == "plan" and op == "attention" and are_jagged(given["q"], given["k"], given["v"]):
+        op, given = "varlen_attention", packed(given)
+    request = request_of(op, given)
+    if are_transformed(request.tensors.values()):
+        raise TracingError(f"{asker}: torch.func has the tensors of this call. Ask outside of the transform")
+    return request

@@ -1,0 +1,95 @@
+"""Attention of a few rows over a contiguous key/value cache."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation
+
+
+@operation
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens_k: torch.Tensor | None,
+    *excess: NoReturn,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+    **unknown: NoReturn,
+) -> Result:
+    """Attention of a few queries a sequence over a contiguous key/value cache.
+
+    q           (B, Hq, Sq, D), Sq small (1 for ordinary decoding), or (B, Sq, Hq, D) with layout="bshd"; float16,
+                bfloat16 or float32; any strides
+    k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv), in the same layout as q; Hq must be a multiple of Hk. Of
+                q's dtype, or quantised: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, both alike, with q in
+                float16 or bfloat16
+    seqlens_k   (B,) int32 on q's device: keys in each sequence's cache; None when every cache is full. It stays on
+                the device: no host synchronisation, so a CUDA graph can replay the call with lengths changed in place
+    k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
+                (1,), (Hk,) or (B, Hk); or both for each token and head: (B, Hk, Smax), with bshd (B, Smax, Hk), of any
+                strides. int8 must have them; float8 numbers count as they are without
+    leftpad_k   (B,) int32: padding rows before a sequence's first key
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    causal      True or "bottom_right": query i sees what ends Sq-1-i keys before the last (speculative decoding);
+                "top_left": query i sees keys 0..i; False: no mask. Each sequence is aligned by its own lengths
+    window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
+                a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    softcap     scores become softcap·tanh(score / softcap); None or 0 for none
+    alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
+    sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
+    bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Smax). -inf masks
+    mask        bool, broadcast to (B, Hq, Sq, Smax): True = attend
+    num_splits  programs that share a row's keys; None for what fits the chip best. In the kernels 1 gives each sequence
+                bit for bit the same result whatever the batch is
+    return_lse  also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
+    layout      "bhsd", or "bshd": the order of the axes of q, of both caches and of the result
+    backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
+    validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
+
+    Returns out (B, Hq, Sq, Dv) in q's dtype and layout; with return_lse, (out, lse). A sequence without keys gives 0
+    and -inf.
+
+    Memory beyond the inputs: as of `attention`, and where keys are split over programs float32 partial results of
+    splits·B·Hq·Sq·(Dv + 2) elements.
+
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation has on
+    the reference path alone, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path
+    cannot run this or falling back is forbidden, TracingError for what graphs and transforms cannot have of it
+    (forward-mode and second derivatives).
+
+    >>> import torch, portattn
+    >>> q, k_cache, v_cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
+    >>> out = portattn.decode_attention(q, k_cache, v_cache, torch.tensor([30, 100], dtype=torch.int32))
+    >>> alone = portattn.attention(q[:1], k_cache[:1, :, :30], v_cache[:1, :, :30])
+    >>> torch.allclose(out[:1], alone, atol=1e-5)
+    True
+    """
+    if excess or unknown:
+        raise wrong_arguments("decode_attention", excess, unknown)
+    found = try_cached(
+        "decode_attention",
+        (q, k_cache, v_cache, k_scale, v_scale, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
+        (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
+    )
+    return perform(request_of("decode_attention", locals())) if found is None else found

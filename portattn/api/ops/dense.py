@@ -1,0 +1,113 @@
+"""Attention of dense tensors, and of nested ones as packed rows."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.jagged import are_jagged, packed, unpacked
+from portattn.api.ops.varlen import varlen_attention
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation
+
+
+@operation
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *excess: NoReturn,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    seqlens_q: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    leftpad_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+    **unknown: NoReturn,
+) -> Result:
+    """Attention of dense queries over dense keys and values: softmax(q·kᵀ·scale + mask)·v.
+
+    q           (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd"; float16, bfloat16 or float32; any strides
+    k, v        (B, Hk, Sk, D) and (B, Hk, Sk, Dv); Hq must be a multiple of Hk (GQA, MQA)
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
+                "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
+    window      (left, right), inclusive: a query sees that many keys before and after its own position, which is
+                aligned as `causal` says (bottom-right without one). None or -1 on a side: no limit. A model that
+                speaks of a window of W keys with the query's own among them means (W - 1, 0)
+    softcap     scores become softcap·tanh(score / softcap), before anything is added to them; None or 0 for none
+    alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
+    sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value (attention sinks). The LSE
+                counts it; a row with nothing to attend has it as its LSE
+    bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Sk). -inf masks, whatever the key
+                holds
+    mask        bool, broadcast to (B, Hq, Sq, Sk): True = attend
+    seqlens_q, seqlens_k  (B,) int32 on q's device: valid rows of each sequence; the rest is padding, which is never
+                attended and, as a query, gives 0. Causal alignment is each sequence's own
+    leftpad_q, leftpad_k  (B,) int32: padding rows before a sequence's first valid row (left-padded batches)
+    dropout_p   share of the probabilities that become 0, in [0, 1); the others count 1/(1 - dropout_p)
+    dropout_seed  (1,) int64 on q's device: which ones they are follows from it alone, on every path and in the backward
+                (portattn.dropout_mask has the mask); None draws one from torch's generator
+    return_lse  also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
+    layout      "bhsd", or "bshd": the order of the axes of q, k, v and of the result
+    backend     "auto", or a path that must be taken: "triton", "vendor", "reference", a vendor path's own name, and
+                on a CPU "interpreter"; None for the setting. A named path never falls back
+    validate    read lengths back and check them (on an accelerator that waits for the device); None for the setting,
+                which checks on the CPU only. What is not checked is clamped: nothing is read outside the tensors given
+
+    Jagged nested tensors (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd", are packed rows: varlen_attention takes
+    them as they lie, and the results are jagged likewise.
+
+    Returns out in q's dtype and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing to attend
+    gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
+
+    Memory beyond the inputs: the output, the LSE where it is asked for, 256 bytes a program while a launch that uses
+    tensor descriptors runs, and a copy of q, k or v whose rows lie more than 2³¹ elements apart within a tile.
+
+    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have (one of another
+    library's names is answered with its own), PathUnavailable when a named path cannot run this or falling back is
+    forbidden, QuirkConflict when the registry contradicts itself, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives).
+
+    >>> import torch, portattn
+    >>> q, k, v = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)
+    >>> out = portattn.attention(q, k, v, causal=True)
+    >>> right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    >>> torch.allclose(out, right, atol=1e-5)
+    True
+    """
+    if excess or unknown:
+        raise wrong_arguments("attention", excess, unknown)
+    found = try_cached(
+        "attention",
+        (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k, dropout_seed),
+        (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
+    )
+    if found is not None:
+        return found
+    if are_jagged(q, k, v):
+        # By name: dynamo's locals() are not those of the source where it has broken the graph.
+        given = {
+            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
+            "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed, "return_lse": return_lse, "layout": layout, "backend": backend,
+            "validate": validate,
+        }  # fmt: skip
+        return unpacked(given, varlen_attention(**packed(given)))
+    return perform(request_of("attention", locals()))

@@ -1,0 +1,85 @@
+"""Attention of packed sequences."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.perform import perform, try_cached
+from portattn.api.request import Result, Window, request_of
+from portattn.api.unknown_arguments import operation
+
+
+@operation
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *excess: NoReturn,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    validate: bool | None = None,
+    **unknown: NoReturn,
+) -> Result:
+    """Attention of packed sequences: all their rows one after the other, without padding.
+
+    q           (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; float16, bfloat16 or
+                float32; any strides
+    k, v        (Tk, Hk, D) and (Tk, Hk, Dv), likewise by cu_seqlens_k; Hq must be a multiple of Hk
+    cu_seqlens_q, cu_seqlens_k  (B + 1,) int32 on q's device, from 0 on, never falling (else the result is undefined,
+                and still nothing outside the tensors is read). They stay on the device. Sequences may have no rows, and
+                their queries and keys may differ in number
+    max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more: with less, what longer sequences give is
+                undefined
+    scale       factor on the scores; None for 1/√D. Negative and zero are legal
+    causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
+                mask. Each sequence is aligned by its own lengths
+    window      (left, right), inclusive: a query sees that many keys before and after its own position. None or -1 on
+                a side: no limit. A model's window of W keys, the query's own among them, is (W - 1, 0)
+    softcap     scores become softcap·tanh(score / softcap); None or 0 for none
+    alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
+    sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
+    dropout_p, dropout_seed  as of `attention`, by positions in each sequence
+    return_lse  also return the natural log of each row's sum of exponentials, float32 (Hq, Tq)
+    backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
+    validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
+
+    Returns out (Tq, Hq, Dv) in q's dtype; with return_lse, (out, lse). Rows after the last sequence give 0 and -inf.
+
+    Memory beyond the inputs: as of `attention`.
+
+    Raises ArgumentError (argument, value, limit), UnknownArgument for a keyword that it does not have, PathUnavailable
+    where a named path cannot run this or falling back is forbidden, TracingError for what graphs and transforms
+    cannot have of it (forward-mode and second derivatives).
+
+    >>> import torch, portattn
+    >>> lengths = torch.tensor([0, 5, 5, 45], dtype=torch.int32)  # sequences of 5, 0 and 40 rows
+    >>> q, k, v = torch.randn(45, 8, 64), torch.randn(45, 2, 64), torch.randn(45, 2, 64)
+    >>> out = portattn.varlen_attention(q, k, v, lengths, lengths, 40, 40, causal=True)
+    >>> alone = portattn.attention(q[None, 5:], k[None, 5:], v[None, 5:], causal=True, layout="bshd")
+    >>> torch.allclose(out[5:], alone[0], atol=1e-5)
+    True
+    """
+    if excess or unknown:
+        raise wrong_arguments("varlen_attention", excess, unknown)
+    found = try_cached(
+        "varlen_attention",
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed),
+        (scale, causal, window, softcap, dropout_p, return_lse, backend, validate),
+        (max_seqlen_q, max_seqlen_k),
+    )
+    return perform(request_of("varlen_attention", locals())) if found is None else found
