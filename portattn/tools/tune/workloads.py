@@ -152,7 +152,7 @@ def shapes(case: Case) -> Tensors:
         k, v = (normal(sum(case.keys), case.heads_k, width) for width in (case.head_dim, width_v))
     else:
         k, v = (normal(case.batch, case.heads_k, case.seq_k, width) for width in (case.head_dim, width_v))
-    made = Tensors(q, k, v)
+    made = Tensors(q, k, v).stored(case)
     if case.packed:
         made.cu_seqlens_q = int32(case.batch + 1)
     elif case.lengths_q:
