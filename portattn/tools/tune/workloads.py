@@ -73,7 +73,8 @@ _FORM = (
 def parse(text: str) -> Case:
     """A case of one line of text: `attention q=B,H,S,D kv=B,H,S,D dtype=bf16 causal window=1023,0 page_size=64`.
 
-    All sequences are full. Without kv_scales an int8 cache has a scale for each token, and others have none. Raises ArgumentError naming the word that is wrong.
+    All sequences are full. Without kv_scales an int8 cache has a scale for each token, and others have none. Raises
+    ArgumentError naming the word that is wrong.
     """
 
     def bad(limit: str = _FORM) -> ArgumentError:
