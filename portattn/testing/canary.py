@@ -128,8 +128,8 @@ def key_of(kernel: str, target: Target, stored: str = "") -> str:
     found, backend = target.toolchain, Registry.load().backends[target.backend]
     variant = next((variant for variant in backend.variants if variant.name == kernel), None)
     source = source_digest(variant) if variant else kernel_source_digest()
-    parts = ("canary", VERSION, __version__, source, kernel, target.name, str(found), found.components)
-    parts += (stored,) if stored else ()
+    about = (kernel, target.name, str(found), found.components, *((stored,) if stored else ()))
+    parts = ("canary", VERSION, __version__, source, *about)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
