@@ -58,6 +58,13 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def at_most(self) -> bool:
         return self.metric in ("host_us", "first_s")
 
+    @property
+    def held_against(self) -> str:
+        """Whom ours are held against, in words; empty where that is nobody."""
+        if self.metric in ("ratio", "host_ratio"):
+            return ", ".join(self.against) or "best peer"
+        return "the card" if self.metric == "of_floor" else ""
+
 
 DENSE_PEERS = ("sdpa-cudnn", "fa3")
 SDPA = ("sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient")

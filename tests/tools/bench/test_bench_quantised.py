@@ -17,6 +17,7 @@ from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.plots import panels
 from portattn.tools.bench.run import Options, run_case
 from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.tables import as_markdown
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.workloads import shapes
 
@@ -137,6 +138,9 @@ def test_a_row_has_our_own_unquantised_and_the_share_of_the_copy_rate(case):
     assert row.limit == "copy"
     assert found.of_floor == pytest.approx(found.tbs / LIMITS.copy_tbs)
     assert found.ratio == pytest.approx(1.0)
+    wide, size = row.figures("unquantised"), case.unquantised().read_bytes()  # what it reads is more
+    assert wide.tbs == pytest.approx(size / 2e-6 / 1e9)
+    assert wide.of_floor == pytest.approx(wide.tbs / LIMITS.copy_tbs)
     assert row.case == case
 
 
@@ -165,6 +169,17 @@ def test_goals(ratio, share, first, second):
     assert (of_own.value, of_copy.value) == (pytest.approx(ratio), pytest.approx(share))
     assert of_own.cells == of_copy.cells == of_own.of == len(large())
     assert (of_own.worst.peer, of_copy.worst.peer) == ("unquantised", "copy")
+
+
+def test_tables_say_whom_a_goal_is_held_against():
+    found = {goal.metric: goal.held_against for goal in GOALS if goal.name.startswith("quantised")}
+    assert found == {"ratio": "unquantised", "of_floor": "the card"}
+    said = {goal.name: goal.held_against for goal in GOALS}
+    assert said["decode"] == "best peer"
+    assert said["small, fp32"] == said["enqueue time below SDPA's"] == "sdpa"
+    assert said["enqueue time, µs"] == said["first call, s"] == ""
+    text = as_markdown(a_result(made("paged-quantised", large()[0], figures(OURS, 1.0))))
+    assert "| quantised paged decode of 1 GB, of the copy rate | the card | every ≥ 0.9 |" in text
 
 
 def test_a_goal_of_the_copy_rate_needs_the_ceilings():

@@ -62,6 +62,8 @@ PEERS: dict[str, Peer] = {
 DIFFERENTIABLE = ("sdpa", "torch", "flex", "flash_attn", "flash_attn_interface")
 # Who reads quantised caches: the others have no part in such cases. A file's peer is asked for all cases.
 QUANTISED = ("flashinfer", "unquantised")
+# Who is given a quantised cache's numbers in the queries' dtype, and reads so many more bytes.
+UNQUANTISED = ("unquantised",)
 # Who takes long before anything is timed, and why.
 SLOW = {"flex": "compiled by torch for this case, which takes tens of seconds"}
 # Timed to be seen beside the others: never the best peer, and no goal is held against them.
