@@ -54,10 +54,11 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
     op: tuple(Problem(op=op, **fields) for fields in row.canaries)  # type: ignore[arg-type]
     for op, row in ROWS.items()
 }
-# What `portattn verify` runs beside them of the ops that read quantised caches: each format, and every kind of scales.
-STORED: tuple[tuple[KvFormat, KvScales], ...] = (
+# What `portattn verify` runs beside them over quantised caches: each format, and every kind of scales.
+_STORED: tuple[tuple[KvFormat, KvScales], ...] = (
     ("e4m3", "token"), ("e5m2", "none"), ("e4m3fnuz", "head"), ("int8", "token"),
 )  # fmt: skip
+STORED = dict.fromkeys(("decode_attention", "paged_attention"), _STORED)
 
 
 def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
@@ -111,8 +112,8 @@ def over(problem: Problem, kv_format: KvFormat, kv_scales: KvScales) -> Problem:
 
 
 def of_op(op: str) -> tuple[Problem, ...]:
-    """Every canary of an op: its set, then a problem for each format of a quantised cache where it reads such."""
-    stored = STORED if "k_scale" in ROWS[op].tensors else ()
+    """Every canary of an op: its set, then a problem for each format of a quantised cache that STORED names."""
+    stored = STORED.get(op, ())
     return (*CASES[op], *(over(p, *one) for p, one in zip(itertools.cycle(CASES[op]), stored, strict=False)))
 
 

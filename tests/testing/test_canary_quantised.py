@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from portattn.kernels import attend
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
-from portattn.schema.ops import ROWS
 from portattn.schema.problem import KvFormat, KvScales, Problem
 from portattn.schema.tensors import KV_FORMAT, KV_STORED
 from portattn.testing import canary, run_plan
@@ -29,9 +28,13 @@ from portattn.worker.client import Reply
 
 MI300 = parse_target("rocm:gfx942", "triton==3.6.0")
 CUDA = torch.device("cuda", 0)
-READERS = [op for op, row in ROWS.items() if "k_scale" in row.tensors]
-FORMATS = [(kind, scales) for kind in get_args(KvFormat) for scales in get_args(KvScales)
-           if kind != "as_q" and (kind, scales) != ("int8", "none")]  # fmt: skip
+READERS = ("decode_attention", "paged_attention")
+FORMATS = [
+    (kind, scales)
+    for kind in KV_FORMAT.values()
+    for scales in ("none", "head", "token")
+    if (kind, scales) != ("int8", "none")
+]
 SOURCE = ROOT / "portattn" / "kernels" / "stored.py"
 # Wrong widenings: what stands in kernels/stored.py, and what a compiler might make of it.
 WRONG = {
@@ -50,14 +53,15 @@ def made_for(op: str, kind: KvFormat, scales: KvScales) -> portattn.Plan:
     return portattn.plan(canary.over(canary.CASES[op][0], kind, scales), MI300)
 
 
-def test_every_format_is_among_those_that_verify_runs() -> None:
-    assert {kind for kind, _ in canary.STORED} == set(KV_FORMAT.values())
-    assert {scales for _, scales in canary.STORED} == set(get_args(KvScales))
-    for op in canary.CASES:
-        found = canary.of_op(op)
-        assert found[: len(canary.CASES[op])] == canary.CASES[op]
-        extra = found[len(canary.CASES[op]) :]
-        assert [(p.kv_format, p.kv_scales) for p in extra] == (list(canary.STORED) if op in READERS else [])
+@pytest.mark.parametrize("op", READERS)
+def test_verify_runs_every_format_and_kind_of_scales(op: str) -> None:
+    plain, found = canary.CASES[op], canary.of_op(op)
+    assert found[: len(plain)] == plain
+    stored = [(p.kv_format, p.kv_scales) for p in found[len(plain) :]]
+    assert stored == list(canary.STORED[op])
+    assert {kind for kind, _ in stored} == set(KV_FORMAT.values())
+    assert {scales for _, scales in stored} == {"none", "head", "token"}
+    assert {p.dtype for p in found[len(plain) :]} == {"fp16", "bf16"}
 
 
 @pytest.mark.parametrize("op", READERS)

@@ -13,6 +13,7 @@ from portattn.schema.tensors import KV_DTYPE, TORCH_DTYPE
 Window = tuple[int | None, int | None]
 Timing = Literal["hot", "cold", "do_bench"]
 SCALE_BYTES = 4  # of a float32
+STORED_OPS = ("decode_attention", "paged_attention")  # whose caches a case may have quantised
 CACHE_OPS = ("decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 
 

@@ -11,7 +11,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import KvFormat, KvScales, Problem
 from portattn.schema.tensors import TORCH_DTYPE
-from portattn.tools.bench.cases import Case
+from portattn.tools.bench.cases import STORED_OPS, Case
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.gradients import call_of
@@ -112,8 +112,8 @@ def parse(text: str) -> Case:
         fields.setdefault("kv_scales", "token")
     if stored == "as_q" and fields.get("kv_scales", "none") != "none":
         raise bad("kv_scales goes with a kv_format other than as_q")
-    if stored != "as_q" and "k_scale" not in ROWS[op].tensors:
-        raise bad(f"{op} reads keys and values in dtype")
+    if stored != "as_q" and op not in STORED_OPS:
+        raise bad(f"kv_format goes with {' and '.join(STORED_OPS)}")
     if given:
         raise bad(f"it has the unknown word {next(iter(given))!r}; {_FORM}")
     if (batch, dim) != (batch_k, dim_k) or min(batch, heads_q, seq_q, dim, heads_k, seq_k) < 1:

@@ -71,7 +71,7 @@ def test_every_set_can_be_tuned():
         ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=int8 kv_scales=none", "k_scale is None"),
         ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_scales=head", "kv_scales goes with a kv_format other than as_q"),
         ("decode_attention q=1,1,1,8 kv=1,1,1,8 dtype=fp32 kv_format=e4m3", "q.dtype is torch.float32"),
-        ("attention q=1,1,1,8 kv=1,1,1,8 kv_format=e4m3", "attention reads keys and values in dtype"),
+        ("attention q=1,1,1,8 kv=1,1,1,8 kv_format=e4m3", "kv_format goes with decode_attention and paged"),
     ],
 )
 def test_bad_text(text, message):
