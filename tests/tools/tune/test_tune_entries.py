@@ -218,6 +218,7 @@ def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, bac
             not any(
                 (kernel == other.kernel if entry.flags or entry.core else fnmatch.fnmatchcase(kernel, other.kernel))
                 and set(other.when) <= set(entry.when)
+                and other.toolchain in ({}, entry.toolchain)
                 for other in after.entry[:index]
             )
             for kernel in ([entry.kernel] if entry.flags or entry.core else fnmatch.filter(KERNEL_NAMES, entry.kernel))
