@@ -187,9 +187,7 @@ def _library() -> torch.library.Library:
     return torch.library.Library(NAMESPACE, "IMPL")  # kept: what it has registered goes with it
 
 
-def _later(
-    module: str, what: str, op: str, signatures: Mapping[str, Signature] = SIGNATURES
-) -> Callable[..., Any]:
+def _later(module: str, what: str, op: str, signatures: Mapping[str, Signature] = SIGNATURES) -> Callable[..., Any]:
     """A function of a module beside this one, which is imported when it is first called."""
 
     found: Any = None

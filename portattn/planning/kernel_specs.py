@@ -449,7 +449,10 @@ class CacheWrite(CoreKernel):
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         if self.all_rows(problem) > INT32_MAX:
-            return f"there are {self.all_rows(problem)} rows of keys, and up to {INT32_MAX} are counted", "split the call"
+            return (
+                f"there are {self.all_rows(problem)} rows of keys, and up to {INT32_MAX} are counted",
+                "split the call",
+            )
         return super().cannot(problem)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:

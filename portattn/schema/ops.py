@@ -287,7 +287,11 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Writing pages",
                 tensors=_tensors(
                     "q new_v k v slots k_scale v_scale cos sin positions",
-                    q="k", new_v="v", k="k_pages", v="v_pages", slots="slot_mapping",
+                    q="k",
+                    new_v="v",
+                    k="k_pages",
+                    v="v_pages",
+                    slots="slot_mapping",
                 ),
                 values=("rotary", "page_layout"),
                 validate="portattn.validate.writing:pages_call",

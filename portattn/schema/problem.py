@@ -343,7 +343,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         window = [f"window ({self.window_left},{right})"] if self.window else []
         return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *flags])
 
-
     def _written(self, cache: str) -> str:
         new = f"new ({self.batch},{self.heads_k},{self.seq_q},{self.head_dim})"
         stored = f"cache {self.kv_format} scales {self.kv_scales}" if self.kv_format != "as_q" else ""

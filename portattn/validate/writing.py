@@ -201,7 +201,9 @@ class _Writing:
         if tuple(sin.shape) != tuple(cos.shape):
             raise ArgumentError(op, "sin.shape", tuple(sin.shape), f"must be cos's, {tuple(cos.shape)}")
         if cos.shape[0] < 1 or cos.shape[1] < 1 or 2 * cos.shape[1] > k.shape[3]:
-            limit = f"must be (positions, rotary_dim / 2), neither 0, with rotary_dim at most k's head_dim, {k.shape[3]}"
+            limit = (
+                f"must be (positions, rotary_dim / 2), neither 0, with rotary_dim at most k's head_dim, {k.shape[3]}"
+            )
             raise ArgumentError(op, "cos.shape", tuple(cos.shape), limit)
         self.rotary, self.angles, self.rotary_dim = rotary, cos.shape[0], 2 * cos.shape[1]
         self.tensors |= {"cos": cos, "sin": sin}
