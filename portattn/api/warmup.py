@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from portattn.api import dispatch, monitor
+from portattn.api import dispatch, monitor, writing
 from portattn.api.candidate import candidate
 from portattn.api.ops import make_request
 from portattn.api.perform import perform
@@ -24,6 +24,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature
 from portattn.launch.cache import MAX_CLASSES, Kind
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.worker.client import Worker
@@ -195,7 +196,11 @@ class _Warming:
         begun = time.perf_counter()
         with self._failures(), monitor.counting() as loaded:
             request = self.request(self.device, self.sizes)
-            perform(request)
+            if ROWS[request.op].writes:
+                writing.nowhere(request)
+                writing.carry_out(request)
+            else:
+                perform(request)
             if request.cacheable():
                 self.kind = request.kind()
                 found = self.kind.find(inputs_of(request))

@@ -138,7 +138,8 @@ def write_cache(
     PAGE_SIZE: k and v are pages (P, Hk, page, D), and slots says where each token of the one sequence goes. Otherwise
     they are (B, Hk, seq_k, D), and a sequence's tokens go where its seqlens_k keys end. Tokens whose place is no place
     of the cache are not written, nor their scales. seq_k is the cache's capacity, of pages all slots.
-    KV_SCALES: head, k_scale and v_scale divide what is stored; token, they are written. LARGEST: the largest number of the format. angles: rows of cos and sin.
+    KV_SCALES: head, k_scale and v_scale divide what is stored; token, they are written. LARGEST: the largest number of
+    the format. angles: rows of cos and sin.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))

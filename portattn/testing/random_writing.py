@@ -191,10 +191,7 @@ def nearest(numbers: torch.Tensor, kind: str) -> torch.Tensor:
     """float32 numbers in a format as int8: the nearest of its numbers, of two the even one, by looking among all."""
     exact = numbers.double()
     size = exact.abs().nan_to_num(0.0, posinf=torch.inf)
-    if kind == "int8":
-        whole = torch.arange(128, dtype=torch.float64)
-    else:
-        whole = _values(kind)
+    whole = torch.arange(128, dtype=torch.float64) if kind == "int8" else _values(kind)
     middle = (whole[1:] + whole[:-1]) / 2
     below = torch.searchsorted(middle, size.contiguous())  # middles that are smaller: the code, unless it is a tie
     tie = (below < len(middle)) & (size == middle[below.clamp(max=len(middle) - 1)])

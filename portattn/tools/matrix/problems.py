@@ -336,7 +336,8 @@ def _mla() -> list[Named]:
 
 
 def _append() -> list[Named]:
-    return _new_rows(append) + [
+    return [
+        *_new_rows(append),
         append("bshd", dtype="bf16", head_dim=128, layout="bshd"),
         append("a prompt", dtype="bf16", head_dim=128, batch=1, seq_q=8192),
     ]
@@ -344,7 +345,8 @@ def _append() -> list[Named]:
 
 def _write() -> list[Named]:
     wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
-    return _new_rows(write) + [
+    return [
+        *_new_rows(write),
         *(write(**wide, page_size=size) for size in PAGE_SIZES if size != PAGES["page_size"]),
         write("hpd", **wide, page_layout="hpd"),
         write("a prompt", **wide, seq_q=8192),
