@@ -79,6 +79,9 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
         second = (columns & 1) == 1
         pair = columns >> 1
         other = columns ^ 1
+    # Columns that are not rotated are masked, and what a compiler reads of them all the same is their own.
+    pair = tl.where(rotated, pair, 0)
+    other = tl.where(rotated, other, columns)
     there = inside & rotated[None, :]
     angle = tl.minimum(tl.maximum(angles, 0), limit - 1)[:, None]  # nothing is read outside of the tables
     c = tl.load(cos + angle * stride_cos + pair[None, :], mask=there, other=0.0).to(tl.float32)
@@ -148,6 +151,7 @@ def write_cache(
     for turn in range(rounds):
         row = (tl.program_id(0) + turn * tl.num_programs(0)) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         valid = row < rows
+        row = tl.minimum(row, rows - 1)  # compilers that read a tile whole, and mask it then, read inside of the tensors
         head = (row % heads_k).to(tl.int64)
         token = row // heads_k
         sequence = (token // seq_q).to(tl.int64)

@@ -444,7 +444,7 @@ class CacheWrite(CoreKernel):
     function = "write_cache"
     op = "append_kv"
     takes = frozenset({"seqlens_k", "kv_format", "rotary", "head_dim_v"})
-    choices: tuple[str, ...] = ("grid",)
+    choices: tuple[str, ...] = ("grid", "reads")
     max_head_dim_v = 576
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
@@ -482,12 +482,14 @@ class CacheWrite(CoreKernel):
         return msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        # No product is computed from these tiles: their width needs no least.
+        exact = lowering.reads == "inside"
         return {
             "PAGE_SIZE": problem.page_size,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_D": next_power_of_two(problem.head_dim),
-            "BLOCK_DV": next_power_of_two(problem.head_dim_v),
+            "BLOCK_D": problem.head_dim if exact else next_power_of_two(problem.head_dim),
+            "BLOCK_DV": problem.head_dim_v if exact else next_power_of_two(problem.head_dim_v),
             "BLOCK_M": launch.block_m,
             "ROTARY": problem.rotary,
             "ROTARY_DIM": problem.rotary_dim,

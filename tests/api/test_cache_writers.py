@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "one table": ("write_pages", {"cos": TABLES["cos"], "positions": POSITIONS}, "sin is 'NoneType'"),
     "wide tables": ("write_pages", {"cos": tables(dim=18)[0], "sin": tables(dim=18)[1], "positions": POSITIONS},
         "rotary_dim at most k's head_dim, 16"),
-    "an unknown rotation": ("write_pages", {"rotary": "gptj"}, "rotary is 'gptj', but must be one of neox, interleaved"),
+    "an unknown rotation": ("write_pages", {"rotary": "gptj"}, "rotary is 'gptj', but must be one of neox, inter"),
     "an unknown layout": ("write_pages", {"page_layout": "hdp"}, "page_layout is 'hdp'"),
     "keys that require gradients": ("write_pages", {"k": normal(5, HEADS, WIDTH).requires_grad_()},
         "write_pages writes in place and has no gradient"),
