@@ -151,7 +151,9 @@ def write_cache(
     for turn in range(rounds):
         row = (tl.program_id(0) + turn * tl.num_programs(0)) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         valid = row < rows
-        row = tl.minimum(row, rows - 1)  # compilers that read a tile whole, and mask it then, read inside of the tensors
+        row = tl.minimum(
+            row, rows - 1
+        )  # compilers that read a tile whole, and mask it then, read inside of the tensors
         head = (row % heads_k).to(tl.int64)
         token = row // heads_k
         sequence = (token // seq_q).to(tl.int64)

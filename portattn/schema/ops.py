@@ -18,12 +18,13 @@ from typing import Any
 _FIELD_OF = {
     "cu_seqlens_q": "total_q", "cu_seqlens_k": "total_k", "page_table": "page_size", "indices": "tokens",
     "magicpig_bits": "magicpig", "k_scale": "kv_format", "v_scale": "kv_scales", "cos": "rotary", "sin": "rotary_dim",
+    "slots": "page_size",
 }  # fmt: skip
 # Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
 _NO_OPTION = frozenset({
     "q", "k", "v", "q_rope", "counts", "magicpig_tables", "scale", "return_lse", "dropout_p", "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
-    "deterministic", "new_v", "slots", "positions",
+    "deterministic", "new_v", "positions",
 })  # fmt: skip
 
 

@@ -108,7 +108,8 @@ def append(words: str = "", **changes: Any) -> Named:
 
 
 def write(words: str = "", **changes: Any) -> Named:
-    problem = Problem(**(PAGES | changes))
+    size = changes.get("page_size", PAGES["page_size"])
+    problem = Problem(**(PAGES | changes | {"seq_k": -(-PAGES["seq_k"] // size) * size}))
     return _named(problem, "write", problem.dtype, _width(problem), f"page {problem.page_size}", words)
 
 
@@ -338,7 +339,6 @@ def _mla() -> list[Named]:
 def _append() -> list[Named]:
     return [
         *_new_rows(append),
-        append("bshd", dtype="bf16", head_dim=128, layout="bshd"),
         append("a prompt", dtype="bf16", head_dim=128, batch=1, seq_q=8192),
     ]
 
