@@ -76,6 +76,15 @@ def test_a_persistent_grid_writes_the_same(device: Device, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_tiles_as_wide_as_the_head_write_the_same(device: Device, op: str) -> None:
+    """What compilers need that read a tile whole and mask it then; here of a width that every compiler takes."""
+    fields = {"head_dim": 32, "head_dim_v": 16, "kv_format": "e4m3", "kv_scales": "token"}
+    call = random_writing(Problem(**OPS[op] | fields), 4, device=device.name)
+    run_core(device, call, {"reads": "inside"}, {"block_m": 16})
+    assert judge(call, call.new_out(), None) == {"error": 0.0, "budget": 0.0, "wrong": 0}
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_without_tokens_nothing_is_written(device: Device, op: str) -> None:
     for run in (lambda call: run_core(device, call), writing.run):
         call = random_writing(Problem(**OPS[op]), device=device.name)

@@ -295,6 +295,8 @@ def test_choices_are_read(device: Device) -> None:
     from portattn.launch import kernel_calls
 
     for op, kernel in CORES.items():
+        if op in WRITERS:  # theirs: test_cache_writes.py
+            continue
         call = random_call(problem(op=op, **BASE[ROWS[op].gradient_of or op]), device=device.name)
         launches, _, _ = kernel_calls(core_plan(device, call.problem), call, 3)
         constexprs = {name.lower(): value for launch in launches for name, value in launch.constexprs.items()}
