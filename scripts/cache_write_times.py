@@ -5,9 +5,9 @@
 
 Eight heads of 128 bfloat16 columns go into pages of 16 tokens, as they are or as e4m3, with a scale for each head or
 for each token and head, and with the keys rotated. Before a case is timed, what it stored is compared bit by bit with
-the reference path's. `ms` is the median of the rounds, calls back to back; `graph_ms` the same replayed from a CUDA graph;
-`cold_ms` after the L2 was written over. GB/s are of the bytes that are read and written, `of copy` is the share of what
-torch's copy_ of as many bytes reached, in the same rounds.
+the reference path's. `ms` is the median of the rounds, calls back to back; `graph_ms` the same replayed from a CUDA
+graph; `cold_ms` after the L2 was written over. GB/s are of the bytes that are read and written, `of copy` is the
+share of what torch's copy_ of as many bytes reached, in the same rounds.
 
 The exit status is 1 when a case stored other bits than the reference.
 """
