@@ -117,9 +117,11 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
 
 def _numbers_by(call: Call, lowering: Lowering, causal: str) -> str:
     """How backward_keys reads the LSE and delta of a full tile of rows. A descriptor's memory, and each tile that is
-    read through it, begins at a multiple of 16 bytes.
+    read through it, begins at a multiple of 16 bytes. With a bias or a mask no tile counts as full.
     """
     problem = call.problem
+    if call.bias is not None or call.mask is not None:
+        return "pointer"
     lengths = (call.seqlens_q, call.seqlens_k, call.leftpad_q, call.leftpad_k)
     if lowering.load != "descriptor" or not problem.aligned or problem.packed or lengths != (None,) * 4:
         return "pointer"

@@ -129,7 +129,7 @@ _LATENT: dict[str, Any] = _COMMON | _PAGES | {
 }  # fmt: skip
 
 _NEW: dict[str, Any] = {"batch": 1, "heads_q": 3, "heads_k": 3, "head_dim": 80, "dtype": "bf16", "seq_q": 77}
-_SCALED: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "token", "rotary": "neox", "rotary_dim": 64}
+_ROTATED: dict[str, Any] = {"rotary": "neox", "rotary_dim": 64}
 _PLACES: dict[str, Any] = {"seq_k": 240, "page_size": 16}
 
 _SCORES = ("scale", "causal", "window", "softcap")
@@ -280,7 +280,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 writes=True,
                 canaries=(
                     _NEW | {"batch": 3, "seq_q": 19, "seq_k": 90, "seqlens_k": True},
-                    _NEW | _SCALED | {"batch": 3, "seq_q": 19, "seq_k": 90, "seqlens_k": True, "kv_format": "int8"},
+                    _NEW | _ROTATED | {"batch": 3, "seq_q": 19, "seq_k": 90, "seqlens_k": True, "dtype": "fp16"},
                 ),
             ),
             OpRow(
@@ -300,7 +300,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 needs=("page_size",),
                 takes=("page_size",),
                 writes=True,
-                canaries=(_NEW | _PLACES | {"kv_format": "e5m2"}, _NEW | _PLACES | _SCALED),
+                canaries=(_NEW | _PLACES | {"dtype": "fp16"}, _NEW | _PLACES | _ROTATED),
             ),
         )
     }

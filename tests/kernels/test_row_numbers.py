@@ -27,7 +27,8 @@ SQUARE = {"seq_q": 64, "seq_k": 64}
         ({"seq_q": 64, "seq_k": 39, "window_left": 9, "window_right": 1}, "descriptor"),  # 24 again
         (SQUARE | {"seqlens_k": True, "causal": "bottom_right"}, "pointer"),
         (SQUARE | {"leftpad_q": True}, "pointer"),
-        (SQUARE | {"bias": True}, "descriptor"),
+        (SQUARE | {"bias": True}, "pointer"),
+        (SQUARE | {"mask": True}, "pointer"),
         (SQUARE | {"dropout": True}, "descriptor"),
     ],
     ids=str,

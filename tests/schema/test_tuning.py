@@ -172,7 +172,9 @@ def test_shipped_entries_are_all_reachable() -> None:
                     kernel
                     for kernel in fnmatch.filter(KERNEL_NAMES, entry.kernel) or [entry.kernel]  # a variant
                     if not any(
-                        fnmatch.fnmatchcase(kernel, other.kernel) and set(other.when) <= set(entry.when)
+                        fnmatch.fnmatchcase(kernel, other.kernel)
+                        and set(other.when) <= set(entry.when)
+                        and other.toolchain in ({}, entry.toolchain)
                         for other in tuning.entry[:index]
                     )
                 ]

@@ -66,6 +66,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "one of them by token": (
         {"k_scale": ones(), "v_scale": None}, "k_scale.shape is ()", "a scale for each token, as one of the two has",
     ),
+    "the other by token": (
+        {"k_scale": None, "v_scale": ones()}, "v_scale.shape is ()", "a scale for each token, as one of the two has",
+    ),
+    "negated": (
+        {"k_scale": torch._neg_view(-ones()), "v_scale": ones()}, "k_scale is 'a view to be negated'", "resolve_neg()",
+    ),
     "zero": (both(torch.zeros(())), "k_scale of sequence 0, head 0 is 0.0", "positive and finite"),
     "negative": (both(-ones(2)), "k_scale of sequence 0, head 0 is -1.0", "positive and finite"),
     "NaN": (both(torch.full((1,), NAN)), "k_scale of sequence 0, head 0 is nan", "positive and finite"),
@@ -78,7 +84,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_bad_scales_are_named(op: str, bad: tuple[dict[str, Any], str, str]) -> None:
     changes, what, limit = bad
     if "one of the two" in limit:
-        changes = {**changes, "v_scale": ones(*TOKENS[op])}
+        changes = {name: ones(*TOKENS[op]) if scale is None else scale for name, scale in changes.items()}
     assert_refused(op, quantised(op) | changes, what, limit)
 
 
@@ -101,6 +107,14 @@ def test_bad_scales_are_named(op: str, bad: tuple[dict[str, Any], str, str]) -> 
 def test_bad_formats_are_named(op: str, dtypes: tuple[torch.dtype, torch.dtype], what: str, limit: str) -> None:
     k, v = CACHES[op]
     assert_refused(op, quantised(op, *dtypes), what.format(k=k, v=v), limit.format(k=k, v=v))
+
+
+@pytest.mark.parametrize("op", CACHES)
+def test_the_cache_is_where_the_queries_are(op: str) -> None:
+    given = quantised(op)
+    k, v = CACHES[op]
+    away = {name: given[name].to("meta") for name in (k, v)}
+    assert_refused(op, given | away, f"{k}.device is 'meta'", "must be q's, cpu")
 
 
 @pytest.mark.parametrize("op", CACHES)

@@ -103,6 +103,19 @@ def test_of_axes_with_one_name_the_first_that_applies_counts():
     assert tiles(64, "fp32") == (16, 32, 64)
 
 
+def test_a_quantised_cache_has_small_tiles_and_buffers_of_bytes():
+    plain, narrow = (problem(PROBLEMS["paged_split"] + text) for text in ("", " kv_format=e4m3 kv_scales=token"))
+
+    def values(name, p):
+        return next(axis.values for axis in space.axes_of("paged_split", p, TARGETS[0]) if axis.name == name)
+
+    assert (values("block_n", plain), values("block_n", narrow)) == ((32, 64, 128), (16, 32, 64, 128))
+    assert (values("num_stages", plain), values("num_stages", narrow)) == ((2, 3, 4, 6), (1, 2, 3, 4, 6))
+    deep = Choice(launch={"block_m": 16, "block_n": 128, "num_stages": 6})
+    assert "K and V tiles alone take 327680 bytes" in left_out(deep, plain, TARGETS[0])
+    assert left_out(deep, narrow, TARGETS[0]) == ""
+
+
 def test_an_axis_that_is_added_is_searched(monkeypatch):
     target, p = TARGETS[0], problem(PROBLEMS["decode_split"])
     before = len(list(candidates("decode_split", CORES[p.op].choices, p, target, Choice())))
