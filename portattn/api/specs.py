@@ -23,7 +23,7 @@ _SIZES = rf"\s*(?:{_SIZE}\s*(?:,\s*{_SIZE}\s*)*,?\s*)?"
 _NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
 _TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
 _RANGE = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
-_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "bool": torch.bool} | KV_DTYPE
+_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.bool} | KV_DTYPE
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 
 

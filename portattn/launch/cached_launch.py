@@ -297,6 +297,8 @@ class Templates:
 def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out, in the caller's layout, and of the LSE. Of gradients out is delta (Call.new_out)."""
     p = problem
+    if p.writes:
+        return (0,), ()
     if p.backward:
         return ((p.batch, p.heads_q, p.seq_q) if p.total_q is None else (p.heads_q, p.total_q)), ()
     if p.total_q is not None:

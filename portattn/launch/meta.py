@@ -14,6 +14,7 @@ from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0
+ANGLES = 4096  # rows of a rotary embedding's tables, likewise
 DROPPED = 0.1
 
 
@@ -23,7 +24,7 @@ def meta_call(problem: Problem) -> Call:
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
     stored = dtype if p.kv_format == "as_q" else KV_STORED
     batch_q, rows_q = p.query_rows
-    queries_first = p.layout == "bshd" or p.packed
+    queries_first = p.layout == "bshd" or p.packed or (p.writes and p.page_size > 0)
 
     def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
         shape = (batch, seq, heads) if heads_last else (batch, heads, seq)
@@ -61,6 +62,8 @@ def meta_call(problem: Problem) -> Call:
     if p.dropout:
         features["dropout_seed"] = torch.empty(1, dtype=torch.int64, device="meta")
         features["dropout_p"] = DROPPED
+    if p.writes:
+        features |= _new_rows(p, view)
     if p.backward:
         features |= _gradients(p, view, keys)
     return Call(
@@ -75,13 +78,23 @@ def meta_call(problem: Problem) -> Call:
         softcap=CAP if p.softcap else 0.0,
         cu_seqlens_q=integers(p.packed, p.batch + 1),
         cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
-        page_table=integers(p.page_size > 0, p.batch, p.seq_k // p.page_size if p.page_size else 0),
+        page_table=integers(p.page_size > 0 and not p.writes, p.batch, p.seq_k // p.page_size if p.page_size else 0),
         indices=integers(p.op == "sparse_attention", p.batch, p.heads_q, p.tokens),
         counts=integers(p.op == "sparse_attention", p.batch, p.heads_q),
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,
     )
+
+
+def _new_rows(p: Problem, view: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """What is written, beside the new keys: slots and positions as int64, as engines have them."""
+    found = {"new_v": view(p.batch, p.heads_k, p.seq_q, p.head_dim_v, p.page_size > 0 or p.layout == "bshd")}
+    tables = [torch.empty(ANGLES, p.rotary_dim // 2, device="meta") for _ in range(2)]
+    whole = torch.empty(p.seq_q, dtype=torch.int64, device="meta")
+    found |= {"cos": tables[0], "sin": tables[1]} if p.rotary_dim else {}
+    found |= {"slots": whole} if p.page_size else {}
+    return found | ({"positions": whole} if p.page_size and p.rotary_dim else {})
 
 
 def _gradients(p: Problem, view: Callable[..., torch.Tensor], keys: Callable[[int], torch.Tensor]) -> dict[str, Any]:

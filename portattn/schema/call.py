@@ -21,6 +21,10 @@ class Call:
     k_scale, v_scale  float32, what a cache's numbers are multiplied by, with strides of 0 where several share one:
                      (B, Hk), or for each token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers,
                      int8, or the bytes of float8 numbers as int8 (Problem.kv_format)
+    new_v            of what writes a cache: the new values, (B, Hk, Sq, Dv); q are then the new keys, k and v the cache
+    slots            write_pages: (Sq,) int32 or int64, the slot of each new token, page·page_size + row; negative: none
+    cos, sin         of a rotary embedding, (positions, rotary_dim / 2)
+    positions        write_pages: (Sq,) int32 or int64, the row of cos and sin of each new token
     q_rope           mla_attention: the last D - Dv columns of the queries, (B, H, Sq, D - Dv) or packed; q holds the
                      first Dv, k whole latent rows (P, 1, page, D), and v is k[..., :Dv]
     scale            factor on the scores, 1/√D unless the caller named one
@@ -62,6 +66,11 @@ class Call:
     softcap: float = 0.0
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    new_v: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -95,7 +104,10 @@ class Call:
 
         Packed: (1, Hq, Tq, Dv), which is (Tq, Hq, Dv) in memory. The result of gradients, beside what they fill, is
         delta, (B, Hq, Sq) float32: the sum of each row's gradient times its result, less the gradient of its LSE.
+        What fills a cache has no result: a tensor without elements.
         """
+        if self.problem.writes:
+            return self.empty(0)
         if self.problem.backward:
             return self.new_lse()
         p = self.problem

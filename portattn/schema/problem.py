@@ -14,13 +14,15 @@ from portattn.schema.sizes import is_size
 
 Op = Literal[
     "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
-    "paged_attention", "sparse_attention", "mla_attention",
+    "paged_attention", "sparse_attention", "mla_attention", "append_kv", "write_pages",
 ]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 # How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
 KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8"]
 KvScales = Literal["none", "head", "token"]
+# Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
+Rotary = Literal["none", "neox", "interleaved"]
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 
@@ -63,6 +65,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                   to q's dtype in registers
     kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also
                   where all share one), token (a token and a head)
+    rotary, rotary_dim  of what writes a cache: keys get a rotary embedding on the way, of so many first columns
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0
@@ -113,6 +116,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     return_lse: bool = False
     kv_format: KvFormat = "as_q"
     kv_scales: KvScales = "none"
+    rotary: Rotary = "none"
+    rotary_dim: int = 0
     layout: Layout = "bhsd"
     aligned: bool = True
     large: bool = False
@@ -133,6 +138,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ("page_layout", get_args(PageLayout)),
             ("kv_format", get_args(KvFormat)),
             ("kv_scales", get_args(KvScales)),
+            ("rotary", get_args(Rotary)),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
@@ -160,6 +166,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if given != absent and name not in row.takes:
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
         self._check_cache()
+        if row.writes:
+            self._check_written()
         if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
@@ -173,10 +181,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return
         if "k_scale" not in ROWS[self.op].tensors:
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
-        if self.dtype == "fp32":
+        if self.dtype == "fp32" and not self.writes:
             raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
         if self.kv_format == "int8" and self.kv_scales == "none":
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, "must be head or token with kv_format int8")
+
+    def _check_written(self) -> None:
+        if self.heads_q != self.heads_k:
+            raise ArgumentError(self.op, "heads_q", self.heads_q, f"must be heads_k, {self.heads_k}")
+        if (self.rotary == "none") != (self.rotary_dim == 0) or self.rotary_dim % 2:
+            raise ArgumentError(self.op, "rotary_dim", self.rotary_dim, "must be even, and 0 exactly without rotary")
+        if self.rotary_dim > self.head_dim:
+            raise ArgumentError(self.op, "rotary_dim", self.rotary_dim, f"must be at most head_dim, {self.head_dim}")
 
     @property
     def group(self) -> int:
@@ -202,6 +218,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def backward(self) -> bool:
         """Whether it is the gradients of an operation."""
         return bool(ROWS[self.op].gradient_of)
+
+    @property
+    def writes(self) -> bool:
+        """Whether a cache is written, and nothing attended."""
+        return ROWS[self.op].writes
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -281,12 +302,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "page_layout": self.page_layout,
             "kv_format": self.kv_format,
             "kv_scales": self.kv_scales,
+            "rotary": self.rotary,
         }
 
     def flops(self) -> int:
         """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
         attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing. Of gradients 2.5
         times as many: five products for two."""
+        if self.writes:
+            return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)
         if self.causal != "none":
             # Keys that row i sees: bottom_right i + 1 + (Sk - Sq), top_left i + 1, both clamped to 0..Sk.
@@ -300,6 +324,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __str__(self) -> str:
         rows, keys = self.query_rows, f"({self.batch},{self.heads_k},{self.seq_k},{self.head_dim})"
+        if self.writes:
+            return self._written(keys)
         shape = f"q ({rows[0]},{self.heads_q},{rows[1]},{self.head_dim})"
         if self.packed:
             shape = f"q ({self.total_q},{self.heads_q},{self.head_dim})"
@@ -317,12 +343,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         window = [f"window ({self.window_left},{right})"] if self.window else []
         return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *flags])
 
+    def _written(self, cache: str) -> str:
+        new = f"new ({self.batch},{self.heads_k},{self.seq_q},{self.head_dim})"
+        stored = f"cache {self.kv_format} scales {self.kv_scales}" if self.kv_format != "as_q" else ""
+        size = f"page_size {self.page_size}" if self.page_size else ""
+        rotary = f"rotary {self.rotary} {self.rotary_dim}" if self.rotary_dim else ""
+        return " ".join(filter(None, [self.op, new, cache, self.dtype, stored, size, rotary]))
+
 
 # Sizes, types, places in memory, and what only refines another field: no demands.
 _PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
         "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "kv_scales",
+        "rotary_dim",
     }
 )  # fmt: skip
 # Fields that an op is not called without.
@@ -362,4 +396,5 @@ _LIMITS = {
     "page_size": (0, MAX_SIZE),
     "tokens": (0, MAX_LENGTH),
     "num_splits": (0, MAX_SPLITS),
+    "rotary_dim": (0, MAX_HEAD_DIM),
 }

@@ -58,6 +58,10 @@ def random_call(
 
     Raises ValueError where the strides do not exist for the problem, or its pages do not make up its capacity.
     """
+    if problem.writes:
+        from portattn.testing.random_writing import random_writing
+
+        return random_writing(problem, seed, device=device, spare=strides != "plain")
     if problem.backward:
         from portattn.testing.random_gradients import random_gradients  # which computes the forward
 

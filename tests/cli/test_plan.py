@@ -121,7 +121,7 @@ def test_what_a_quantised_cache_cannot_be_is_named(portattn, op, given, named):
 # Parameters of the public operations by the option that stands for them, where the names differ.
 PARAMETERS = {
     "total_q": "cu_seqlens_q", "total_k": "cu_seqlens_k", "page_size": "page_table", "tokens": "indices",
-    "kv_format": "k_scale", "kv_scales": "v_scale",
+    "kv_format": "k_scale", "kv_scales": "v_scale", "rotary": "cos", "rotary_dim": "sin",
 }  # fmt: skip
 
 
@@ -129,6 +129,8 @@ PARAMETERS = {
 def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
     """Gradients take what the function takes that is differentiated."""
     parameters = set(inspect.signature(getattr(library, ROWS[op].gradient_of or op)).parameters)
+    if "slot_mapping" in parameters:  # which says the pages, too
+        parameters.add("page_table")
     known = {name for row in ROWS.values() for name in row.options}
     assert set(ROWS[op].options) == {name for name in known if PARAMETERS.get(name, name) in parameters}
 

@@ -27,6 +27,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "paged_attention": {"op": "paged_attention", "heads_q": 6, "seq_q": 2} | PAGES,
     "sparse_attention": {"seq_q": 1, "tokens": 20, "softcap": True} | PAGES,
     "mla_attention": {"heads_q": 6, "heads_k": 1, "head_dim": 24, "head_dim_v": 16, "seq_q": 2} | PAGES,
+    "append_kv": {"seqlens_k": True, "rotary": "neox", "rotary_dim": 8, "return_lse": False},
+    "write_pages": {
+        "batch": 1,
+        "page_size": 48,
+        "seq_k": 96,
+        "kv_format": "e4m3",
+        "kv_scales": "token",
+        "return_lse": False,
+    },
 }
 
 

@@ -81,8 +81,9 @@ def parse(text: str) -> Case:
         return ArgumentError("tune", "--problem", text, limit)
 
     op, *words = text.split()
-    if op not in ROWS:
-        raise bad(f"its first word must be one of {', '.join(ROWS)}")
+    tuned = [name for name, row in ROWS.items() if not row.writes]
+    if op not in tuned:
+        raise bad(f"its first word must be one of {', '.join(tuned)}")
     backward = bool(ROWS[op].gradient_of)
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     fields: dict[str, Any] = {

@@ -8,6 +8,7 @@ from portattn.planning.compiler_options import check_launch_values
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import CHOICES, OF_ROWS
+from portattn.schema.ops import WRITERS
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.space import SPACES, Axis, candidates, check_space, left_out
@@ -15,12 +16,13 @@ from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
-SEARCHED = [kernel.name for kernel in CORES.values()]
+TUNED = [kernel for kernel in CORES.values() if kernel.op not in WRITERS]
+SEARCHED = [kernel.name for kernel in TUNED]
 ROWS = tuple(OF_ROWS.values())
 # Of gradients the two kernels are swept one after the other.
 SWEEPS = [
     (kernel.name, sweep)
-    for kernel in CORES.values()
+    for kernel in TUNED
     for sweep in (({"without": ROWS}, {"among": ROWS}) if kernel.of_rows else ({},))
 ]
 PROBLEMS = {
