@@ -35,7 +35,7 @@ from portattn.schema.tensors import POINTER_ALIGNMENT
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten
 MAX_CLASSES = 64  # of sizes in a kind; past that the one that was used least lately is forgotten
 _LOW_BITS = POINTER_ALIGNMENT - 1
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _address = torch.Tensor.data_ptr
 _strides = torch.Tensor.stride
 # As dispatch notes it: the last call's plan, or what makes it and the sizes that it is made of.
@@ -191,7 +191,7 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def plain_values(values: Sequence[Any]) -> bool:
-    """Whether arguments can be cached: numbers, strings, None, and tuples of them. Others may hold data or change."""
+    """Whether arguments can be cached: numbers, strings, dtypes, None, and tuples of them. Others may hold data or change."""
     return all(isinstance(item, _PLAIN) for value in values for item in (value if type(value) is tuple else (value,)))
 
 
