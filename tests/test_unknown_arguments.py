@@ -150,7 +150,7 @@ EXCESS: list[tuple[str, int, tuple[Any, ...], str]] = [
     ("attention", 3, ("top_left",), "did you mean causal='top_left'?"),
     ("attention", 3, ((3, 0),), "did you mean window=(3, 0)?"),
     ("attention", 3, (INTS,), "did you mean seqlens_k=...?"),
-    ("attention", 3, (None,), "all others are given by name, from scale on"),
+    ("attention", 3, (None,), "all others are given by name, from q_scale on"),
     ("varlen_attention", 7, (0.0,), "cu_seqlens_k, max_seqlen_q, max_seqlen_k), but 8 were given"),
     ("decode_attention", 4, ("triton",), "did you mean backend='triton'?"),
     ("paged_attention", 5, (INTS,), "did you mean cu_seqlens_q=...?"),

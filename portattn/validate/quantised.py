@@ -9,7 +9,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.tensors import KV_FORMAT
-from portattn.validate.checks import check_done, check_like
+from portattn.validate.checks import check_done, check_like, other_dtype
 from portattn.validate.stored import ScaleShapes, as_stored
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -108,9 +108,8 @@ class Operands:
 
 
 def _like(op: str, name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
-    if tensor.dtype != q.dtype and (tensor.dtype in KV_FORMAT or q.dtype in KV_FORMAT):
-        limit = f"must be q's, {q.dtype}: q and k are quantised alike, and decode_attention and paged_attention take "
-        limit += "caches that are narrower than q"
+    if tensor.dtype != q.dtype and q.dtype not in KV_FORMAT:
+        limit = f"must be q's, {q.dtype}" + other_dtype(tensor.dtype, ())
         raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit)
     check_like(op, name, tensor, "q", q)
 

@@ -101,10 +101,10 @@ def varlen_call(
         values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
         owned = cu_seqlens_k.diff()
-        for name, scale in scales.items():
-            all_rows = values.Tokens(scale.shape[-1], None, None)
-            of = values.Tokens(max_seqlen_k, owned, None) if scale.ndim == 2 else all_rows
-            values.scales(OP, {name: scale}, of)
+        for name, given in scales.items():
+            all_rows = values.Tokens(given.shape[-1], None, None)
+            of = values.Tokens(max_seqlen_k, owned, None) if given.ndim == 2 else all_rows
+            values.scales(OP, {name: given}, of)
     found = Features(OP, q.device, operands.dtype)
     scores = Scores(batch, q.shape[1], q.shape[0], k.shape[0], alignment, q.shape[0] + k.shape[0], packed=True)
     found.check(features, scores)
