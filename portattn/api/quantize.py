@@ -129,9 +129,7 @@ def quantize(
         return _float8(q, k, v, method, scales, packed or layout == "bshd", (cu_seqlens_q, cu_seqlens_k))
 
 
-def _check_tensors(
-    q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_q: Any, cu_seqlens_k: Any
-) -> bool:
+def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_q: Any, cu_seqlens_k: Any) -> bool:
     """Whether the tensors are packed. Raises ArgumentError."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     axes = PACKED_AXES if packed else AXES[layout]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from portattn.launch.arguments import alibi_stride, features, numbers, outer_strides, scale_strides, score_strides, strides, window
+from portattn.launch.arguments import (
+    alibi_stride,
+    features,
+    numbers,
+    outer_strides,
+    scale_strides,
+    score_strides,
+    strides,
+    window,
+)
 from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles

@@ -181,9 +181,7 @@ def test_problems_of_quantised_operands_are_checked() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("kind", "scales"), FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cached_launch_serves_other_sizes(
-    name: str, kind: str, scales: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_launch_serves_other_sizes(name: str, kind: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU tensors that count as an H100's: the second call is of the first one's class, and neither is fixed."""
     opcalls.pretend_accelerator(monkeypatch)
     cache.forget()

@@ -100,7 +100,9 @@ def test_packed_rows_are_quantised_by_sequence(method: str, least: float) -> Non
     out, lse = portattn.varlen_attention(**made.arguments(), **rest, return_lse=True)
     exact, exact_lse = portattn.varlen_attention(q.float(), k.float(), v.float(), **rest, return_lse=True)
     assert cosine(out[:70], exact[:70]) >= least
-    torch.testing.assert_close(made.corrected(lse)[:, :70], exact_lse[:, :70], rtol=0, atol=0.2 if method == "sage" else 0.8)
+    torch.testing.assert_close(
+        made.corrected(lse)[:, :70], exact_lse[:, :70], rtol=0, atol=0.2 if method == "sage" else 0.8
+    )
     if method == "e4m3":
         assert made.k_scale.shape == (3, 2)
         assert (made.k_scale[2] > 3 * made.k_scale[0]).all()

@@ -104,7 +104,9 @@ def test_mixed_formats_are_named(op: str) -> None:
         assert_refused(op, given | {name: wide[name].to(dtype)}, f"{name}.dtype is {dtype}", what)
     assert_refused(op, wide | {"k": given["k"]}, "k.dtype is torch.float8_e4m3fn", "must be q's, torch.float32")
     narrow = quantised(op, INT8)
-    assert_refused(op, narrow | {"v": wide["v"].to(E4M3)}, "v.dtype is torch.float8_e4m3fn", "with q and k of torch.int8")
+    assert_refused(
+        op, narrow | {"v": wide["v"].to(E4M3)}, "v.dtype is torch.float8_e4m3fn", "with q and k of torch.int8"
+    )
     for dtype in (torch.uint8, torch.float8_e5m2fnuz):
         assert_refused(op, {**wide, "q": wide["q"].to(dtype)}, f"q.dtype is {dtype}", "must be one of")
 

@@ -107,8 +107,23 @@ def attention(
         raise wrong_arguments("attention", excess, unknown)
     found = try_cached(
         "attention",
-        (q, k, v, q_scale, k_scale, v_scale, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q,
-         leftpad_k, dropout_seed),
+        (
+            q,
+            k,
+            v,
+            q_scale,
+            k_scale,
+            v_scale,
+            alibi_slopes,
+            sinks,
+            bias,
+            mask,
+            seqlens_q,
+            seqlens_k,
+            leftpad_q,
+            leftpad_k,
+            dropout_seed,
+        ),
         (scale, causal, window, softcap, dropout_p, out_dtype, return_lse, layout, backend, validate),
     )
     if found is not None:
