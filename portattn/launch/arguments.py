@@ -60,8 +60,8 @@ def score_strides(call: Call) -> dict[str, int]:
 
 
 def scale_strides(call: Call, names: tuple[str, ...] = ("k_scale", "v_scale")) -> dict[str, int | None]:
-    """Strides of a cache's scales, or those named; 0 where one scale is all tokens'. None where there are none: no argument is passed
-    at a launch."""
+    """Strides of a cache's scales, or those named; 0 where one scale is all tokens'. None where there are none: no
+    argument is passed at a launch."""
     found: dict[str, int | None] = {}
     for name in names:
         scale = getattr(call, name)

@@ -191,7 +191,8 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def plain_values(values: Sequence[Any]) -> bool:
-    """Whether arguments can be cached: numbers, strings, dtypes, None, and tuples of them. Others may hold data or change."""
+    """Whether arguments can be cached: numbers, strings, dtypes, None, and tuples of them. Others may hold data, or
+    change."""
     return all(isinstance(item, _PLAIN) for value in values for item in (value if type(value) is tuple else (value,)))
 
 

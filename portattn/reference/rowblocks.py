@@ -57,7 +57,7 @@ def load_rows(call: Call, extent: Extent, start: int, stop: int) -> RowBlock:
 
 
 def _widened(call: Call, numbers: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Quantised queries (B, Hq, n, D) of these rows, of packed ones of the storage's rows (B, n), times their scales."""
+    """Quantised queries (B, Hq, n, D) of these rows, of packed ones the storage's rows (B, n), times their scales."""
     scale = call.q_scale
     if scale is not None and scale.ndim == 2:
         scale = scale.repeat_interleave(call.problem.group, dim=1)[..., None]

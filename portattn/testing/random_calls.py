@@ -104,8 +104,8 @@ def random_call(
         q_scale = None if q_scale is None else _queries(p, q_scale[..., None], strides, device)[0][..., 0]
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None
-    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        setattr(call, name, None if scale is None else scale.to(device))
+    for name, numbers in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        setattr(call, name, None if numbers is None else numbers.to(device))
     for name, value in (lengths.given(p) | {"page_table": table} | features).items():
         setattr(call, name, None if value is None else _moved(value, device))
     if p.dropout:

@@ -52,8 +52,8 @@ INPUTS: dict[str, Callable[[int, int], Inputs]] = {"normal": normal, "outlier": 
 def call_of(inputs: Inputs, kind: str, dtype: str, device: str) -> Call:
     q, k, _ = inputs
     p = problem(
-        op="attention", batch=1, heads_q=q.shape[1], heads_k=q.shape[1], seq_q=q.shape[2], seq_k=k.shape[2], head_dim=WIDTH, dtype=dtype,
-        kv_format=kind, kv_scales="head",
+        op="attention", batch=1, heads_q=q.shape[1], heads_k=q.shape[1], seq_q=q.shape[2], seq_k=k.shape[2],
+        head_dim=WIDTH, dtype=dtype, kv_format=kind, kv_scales="head",
     )  # fmt: skip
     call = random_call(p, device=device)
     made = portattn.quantize(*(t.to(device) for t in inputs), kind)

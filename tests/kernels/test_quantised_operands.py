@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support import Device, assert_right, problem, random_call, run_core
 
 from portattn.reference import blockwise

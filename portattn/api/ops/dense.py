@@ -52,8 +52,8 @@ def attention(
                 (portattn.quantize makes either). Products then are exact: docs/low-precision.md
     q_scale, k_scale, v_scale  float32, of quantised q, k and v: what their numbers are multiplied by, positive and
                 finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
-                numbers count as they are without. int8 must have those of q and k, also (B, Hq, Sq) and (B, Hk, Sk) in the layout, one for each token
-                and head, and v is then of 16 bits without a scale
+                numbers count as they are without. int8 must have those of q and k, also one for each token and
+                head, (B, Hq, Sq) and (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
     causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
                 "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
@@ -85,8 +85,8 @@ def attention(
     Jagged nested tensors (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd", are packed rows: varlen_attention takes
     them as they lie, and the results are jagged likewise.
 
-    Returns out in q's dtype, or out_dtype, and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing to attend
-    gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
+    Returns out in q's dtype, or out_dtype, and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing
+    to attend gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
 
     Memory beyond the inputs: the output, the LSE where it is asked for, 256 bytes a program while a launch that uses
     tensor descriptors runs, and a copy of q, k or v whose rows lie more than 2³¹ elements apart within a tile.
@@ -131,11 +131,12 @@ def attention(
     if are_jagged(q, k, v):
         # By name: dynamo's locals() are not those of the source where it has broken the graph.
         given = {
-            "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+            "scale": scale, "causal": causal, "window": window, "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed, "out_dtype": out_dtype, "return_lse": return_lse, "layout": layout, "backend": backend,
-            "validate": validate,
+            "dropout_seed": dropout_seed, "out_dtype": out_dtype, "return_lse": return_lse, "layout": layout,
+            "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
     return perform(request_of("attention", locals()))

@@ -47,8 +47,8 @@ def varlen_attention(
                 quantised as of `attention`
     q_scale, k_scale, v_scale  float32, of quantised q, k and v: what their numbers are multiplied by, positive and
                 finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
-                numbers count as they are without. int8 must have those of q and k, also (Tq, Hq) and (Tk, Hk), one for each token
-                and head, and v is then of 16 bits without a scale
+                numbers count as they are without. int8 must have those of q and k, also one for each token and
+                head, (Tq, Hq) and (Tk, Hk); v is then of 16 bits without a scale
     cu_seqlens_q, cu_seqlens_k  (B + 1,) int32 on q's device, from 0 on, never falling (else the result is undefined,
                 and still nothing outside the tensors is read). They stay on the device. Sequences may have no rows, and
                 their queries and keys may differ in number
@@ -69,7 +69,8 @@ def varlen_attention(
     backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
     validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
 
-    Returns out (Tq, Hq, Dv) in q's dtype, or out_dtype; with return_lse, (out, lse). Rows after the last sequence give 0 and -inf.
+    Returns out (Tq, Hq, Dv) in q's dtype, or out_dtype; with return_lse, (out, lse). Rows after the last sequence give 0
+    and -inf.
 
     Memory beyond the inputs: as of `attention`.
 
