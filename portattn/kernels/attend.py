@@ -130,8 +130,7 @@ def attend(
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
     PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
     MULHI: tl.constexpr, KV_FORMAT: tl.constexpr,
-    row_scales=None, V_FORMAT: tl.constexpr = "as_k", Q_FORMAT: tl.constexpr = "as_q",
-    OPERANDS: tl.constexpr = "widened", P_TERMS: tl.constexpr = 1,
+    row_scales, V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr, P_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
@@ -157,7 +156,6 @@ def attend(
 
     Returns acc, row_max and row_sum.
     """
-    VALUES: tl.constexpr = KV_FORMAT if V_FORMAT == "as_k" else V_FORMAT
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
     # In edge tiles: values before a window, and what descriptors read behind a sequence's end in its last page.
     EDGE_UNUSED: tl.constexpr = WINDOW or (LOAD == "descriptor" and PAGE_SIZE != 0)
@@ -190,7 +188,7 @@ def attend(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
-            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, VALUES, Q_FORMAT, P_TERMS,
+            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
         )  # fmt: skip
     elif PIPELINE == "rotated":
         # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
@@ -235,7 +233,7 @@ def attend(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, VALUES, Q_FORMAT, P_TERMS,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
                 )  # fmt: skip
         start = step_start(tl.maximum(total - 1, 0), origin, first_step, full_begin, full, BLOCK_N, WINDOW)
         p, correction, row_max, row_sum = softmax_step(
@@ -249,7 +247,7 @@ def attend(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
-            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, VALUES, Q_FORMAT, P_TERMS,
+            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
         )  # fmt: skip
     else:
         # Two passes: key tiles that every row attends whole, then those at the edges.
@@ -289,7 +287,7 @@ def attend(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, VALUES, Q_FORMAT, P_TERMS,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
                 )  # fmt: skip
     return acc, row_max, row_sum
 
