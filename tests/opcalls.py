@@ -66,6 +66,8 @@ def given(call: Call) -> dict[str, Any]:
         most = {"max_seqlen_q": p.seq_q, "max_seqlen_k": p.seq_k}
         if p.q_format != "as_q":
             found |= _operand_scales(call, lambda scale: scale[0].transpose(0, 1))
+            if p.window or p.causal != "none":
+                found["validate"] = False  # as below
             call = _in_formats(call)
         return found | {n: getattr(call, n)[0].transpose(0, 1) for n in "qkv"} | cu_seqlens | most
     found |= {n: getattr(call, n) for n in LENGTHS if getattr(call, n) is not None} | {"layout": p.layout}

@@ -92,8 +92,8 @@ def quantize(
              q, one for k, one for v (Shah et al., "FlashAttention-3", 2024, section 3.3; 448, 57344 and 240 are the
              formats' largest numbers).
              "sage": number = round(x / s) as int8, s = max|x| / 127 over a block of tokens, of q, and of k less its
-             mean k̄ over each sequence's tokens; v stays as it is (Zhang et al., "SageAttention", 2024, section 4). Softmax
-             does not see what all scores of a row have in common, so results need no correction; the LSE does, by
+             mean k̄ over each sequence's tokens; v stays as it is (Zhang et al., "SageAttention", 2024, section 4).
+             Softmax does not see what all scores of a row have in common, so results need no correction; the LSE does, by
              scale·q·k̄ (`Quantized.corrected`)
     scales   of float8: "head", a scale for each sequence and key/value head (its query heads together), or "tensor"
     block    of "sage": tokens in a row that share a scale, from 1 on; those of packed rows may be of two sequences

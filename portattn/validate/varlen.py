@@ -100,10 +100,10 @@ def varlen_call(
     if values.reads(settings, q):
         values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-        owned = cu_seqlens_k.diff()
         for name, given in scales.items():
-            all_rows = values.Tokens(given.shape[-1], None, None)
-            of = values.Tokens(max_seqlen_k, owned, None) if given.ndim == 2 else all_rows
+            ends = cu_seqlens_q if name == "q_scale" else cu_seqlens_k
+            rows = values.Tokens(given.shape[-1], ends[-1:], None)  # those after the last sequence are nobody's
+            of = values.Tokens(max_seqlen_k, cu_seqlens_k.diff(), None) if given.ndim == 2 else rows
             values.scales(OP, {name: given}, of)
     found = Features(OP, q.device, operands.dtype)
     scores = Scores(batch, q.shape[1], q.shape[0], k.shape[0], alignment, q.shape[0] + k.shape[0], packed=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from good_calls import NAN, assert_refused, good
+from good_calls import NAN, assert_refused, good, int32
 
 import portattn
 
@@ -139,6 +139,20 @@ def test_scales_of_sequences_without_keys_may_hold_anything() -> None:
     found = portattn.attention(**given | {"seqlens_k": lengths}, q_scale=scale, k_scale=scale, v_scale=scale)
     assert found.isfinite().all()
     assert not found[1].any()
+
+
+def test_scales_of_rows_of_no_sequence_may_hold_anything() -> None:
+    given = quantised("varlen_attention", INT8) | {"cu_seqlens_q": int32(0, 4, 8), "cu_seqlens_k": int32(0, 5, 10)}
+    q_scale, k_scale = torch.ones(9, 4), torch.ones(12, 2)
+    q_scale[8:], k_scale[10:] = NAN, -1.0
+    assert portattn.varlen_attention(**given, q_scale=q_scale, k_scale=k_scale).isfinite().all()
+    k_scale[9, 1] = 0.0
+    assert_refused(
+        "varlen_attention",
+        given | {"q_scale": q_scale, "k_scale": k_scale},
+        "k_scale of sequence 0, head 1, token 9 is 0.0",
+        "positive",
+    )
 
 
 @pytest.mark.parametrize("op", OPS)

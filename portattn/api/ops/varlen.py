@@ -69,8 +69,8 @@ def varlen_attention(
     backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
     validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
 
-    Returns out (Tq, Hq, Dv) in q's dtype, or out_dtype; with return_lse, (out, lse). Rows after the last sequence give 0
-    and -inf.
+    Returns out (Tq, Hq, Dv) in q's dtype, or out_dtype; with return_lse, (out, lse). Rows after the last sequence give
+    0 and -inf.
 
     Memory beyond the inputs: as of `attention`.
 
