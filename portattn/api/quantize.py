@@ -93,8 +93,8 @@ def quantize(
              formats' largest numbers).
              "sage": number = round(x / s) as int8, s = max|x| / 127 over a block of tokens, of q, and of k less its
              mean k̄ over each sequence's tokens; v stays as it is (Zhang et al., "SageAttention", 2024, section 4).
-             Softmax does not see what all scores of a row have in common, so results need no correction; the LSE does, by
-             scale·q·k̄ (`Quantized.corrected`)
+             Softmax does not see what all scores of a row have in common, so results need no correction; the LSE does,
+             by scale·q·k̄ (`Quantized.corrected`)
     scales   of float8: "head", a scale for each sequence and key/value head (its query heads together), or "tensor"
     block    of "sage": tokens in a row that share a scale, from 1 on; those of packed rows may be of two sequences
     smooth_k  of "sage": subtract k̄. Not where `softcap` or `sinks` are used: they do see what scores have in common

@@ -106,7 +106,7 @@ def test_a_quantised_caches_options_reach_the_problem(portattn, given, kind, sca
 @pytest.mark.parametrize(
     ("op", "given", "named"),
     [
-        ("mla_attention", ("--kv-format", "e4m3"), "--kv-format is 'e4m3', but mla_attention has none"),
+        ("sparse_attention", ("--kv-format", "e4m3"), "--kv-format is 'e4m3', but sparse_attention has none"),
         ("decode_attention", ("--kv-format", "int4"), "kv_format is 'int4'"),
         ("decode_attention", ("--kv-scales", "head"), "kv_scales is 'head'"),
         ("decode_attention", ("--kv-format", "int8", "--kv-scales", "none"), "must be head or token"),
