@@ -25,6 +25,8 @@ _PUBLIC = {
     "write_pages": "portattn.api.ops",
     "merge_states": "portattn.api.merge_states",
     "dropout_mask": "portattn.api.dropout_mask",
+    "quantize": "portattn.api.quantize",
+    "Quantized": "portattn.api.quantize",
     "PageTable": "portattn.api.page_table",
     "plan": "portattn.api.ops",
     "explain": "portattn.api.ops",
@@ -82,6 +84,8 @@ if TYPE_CHECKING:
     from portattn.api.ops import write_pages as write_pages
     from portattn.api.page_table import PageTable as PageTable
     from portattn.api.prepare import Prepared as Prepared
+    from portattn.api.quantize import Quantized as Quantized
+    from portattn.api.quantize import quantize as quantize
     from portattn.api.warmup import warmup as warmup
     from portattn.config import settings as settings
     from portattn.errors import ArgumentError as ArgumentError

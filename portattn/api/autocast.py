@@ -18,8 +18,8 @@ _KEPT = dict.fromkeys(_AS_Q, (torch.float64,)) | dict.fromkeys(("alibi_slopes", 
 
 
 def _narrow(op: str, name: str) -> tuple[torch.dtype, ...]:
-    """What a cache may hold beside q's dtype, as its caller chose: float8 counts as floating-point too."""
-    return tuple(KV_FORMAT) if name in ("k", "v") and "k_scale" in _NAMES[op] else ()
+    """What is quantised stays so, as its caller chose: float8 counts as floating-point too."""
+    return tuple(KV_FORMAT) if f"{name}_scale" in _NAMES[op] else ()
 
 
 # By operation: the places of the tensors that may be cast, and the dtypes that each may keep.

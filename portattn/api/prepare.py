@@ -65,7 +65,7 @@ class Prepared:
         self._description = _description(request)
         self._out_shape, self._lse_shape = results(self.plan.problem)
         q = request.tensors["q"]
-        self._dtype, self._device = q.dtype, q.device
+        self._dtype, self._device = call.dtype, q.device
         ours = self.plan.kernel or variants.variant_of(self.plan) is not None
         if call.problem.needs_grad:  # a run is a node of autograd's graph, as a plain call is
             return

@@ -266,8 +266,8 @@ class Templates:
         for step in steps:
             names, template = step.kernel.arg_names, step.values
             places = [(index, step.roles[name]) for index, name in enumerate(names) if name in step.roles]
-            # Of float8 caches kernels take the bytes, under the same address.
-            stored = tuple(i for i, role in places if role in ("k", "v") and template[i].dtype is KV_STORED)
+            # Of float8 tensors kernels take the bytes, under the same address.
+            stored = tuple(i for i, role in places if role in ("q", "k", "v") and template[i].dtype is KV_STORED)
             for index, _ in places:
                 template[index] = None  # no tensor is held
             self._launches.append([step.kernel, template, places, step.options, (), (), stored])

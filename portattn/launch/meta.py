@@ -22,7 +22,7 @@ def meta_call(problem: Problem) -> Call:
     """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
-    stored = dtype if p.kv_format == "as_q" else KV_STORED
+    stored, queries, values = (dtype if f == "as_q" else KV_STORED for f in (p.kv_format, p.q_format, p.v_format))
     batch_q, rows_q = p.query_rows
     queries_first = p.layout == "bshd" or p.packed or (p.writes and p.page_size > 0)
 
@@ -31,19 +31,22 @@ def meta_call(problem: Problem) -> Call:
         full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
         return full.transpose(1, 2) if heads_last else full
 
-    def keys(dim: int) -> torch.Tensor:
+    def keys(dim: int, dtype: torch.dtype = stored) -> torch.Tensor:
         if p.page_size:
-            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", stored)
+            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", dtype)
         if p.total_k is not None:
-            return view(1, p.heads_k, p.total_k, dim, True)
-        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", stored)
+            return view(1, p.heads_k, p.total_k, dim, True, dtype)
+        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", dtype)
 
-    def scales() -> torch.Tensor | None:
-        if p.kv_scales == "none":
+    def scales(of: Callable[[int], torch.Tensor], scaled: bool = True) -> torch.Tensor | None:
+        if p.kv_scales == "none" or not scaled:
             return None
         if p.kv_scales == "head":
             return torch.empty(p.batch, p.heads_k, device="meta")
-        return keys(1)[..., 0].to(torch.float32)
+        return of(1)[..., 0].to(torch.float32)
+
+    def rows(dim: int) -> torch.Tensor:
+        return view(batch_q, p.heads_q, rows_q, dim, queries_first, queries)
 
     def integers(given: bool, *shape: int) -> torch.Tensor | None:
         return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
@@ -68,12 +71,13 @@ def meta_call(problem: Problem) -> Call:
         features |= _gradients(p, view, keys)
     return Call(
         problem=p,
-        q=view(batch_q, p.heads_q, rows_q, p.head_dim_v if latent else p.head_dim, queries_first),
+        q=rows(p.head_dim_v if latent else p.head_dim),
         q_rope=view(batch_q, p.heads_q, rows_q, p.head_dim - p.head_dim_v, queries_first) if latent else None,
         k=k,
-        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v),
-        k_scale=scales(),
-        v_scale=scales(),
+        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v, values),
+        q_scale=scales(rows, p.q_format != "as_q"),
+        k_scale=scales(keys),
+        v_scale=scales(keys, p.v_format != "as_q"),
         scale=-(p.head_dim**-0.5) if p.negative_scale else p.head_dim**-0.5,
         softcap=CAP if p.softcap else 0.0,
         cu_seqlens_q=integers(p.packed, p.batch + 1),

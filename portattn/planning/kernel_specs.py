@@ -23,6 +23,7 @@ INT32_MAX = 2**31 - 1
 WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
 # The largest numbers of a cache's formats (schema/tensors.py, which has torch).
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
+MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -171,11 +172,33 @@ class DenseForward(CoreKernel):
     name = "dense_forward"
     function = "dense_forward"
     op = "attention"
-    takes = _TAKES | _SCORED | _MASKED | {"seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout"}
+    takes = _TAKES | _SCORED | _MASKED | {
+        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format",
+    }  # fmt: skip
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
-        "q_operand", "mulhi",
+        "q_operand", "mulhi", "operands",
     )  # fmt: skip
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.operands == "stored" and problem.q_format == "as_q":
+            return (*found, ("operands", "widened", "queries and keys are not quantised"))
+        main, tail = head_columns(problem)
+        if lowering.operands == "stored" and (tail or tile_width(main, False) < MIN_NARROW_DEPTH):
+            why = f"8-bit operands are {MIN_NARROW_DEPTH} to {WIDEST_TILE} columns wide"
+            return (*found, ("operands", "widened", why))
+        return found
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return super().constexprs(problem, lowering, launch) | {
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "Q_FORMAT": problem.q_format,
+            "V_FORMAT": problem.v_format,
+            # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
+            "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
+        }
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
@@ -189,7 +212,7 @@ class VarlenForward(DenseForward):
 
     name = "varlen_forward"
     op = "varlen_attention"
-    takes = _TAKES | _SCORED | {"needs_grad", "dropout"}
+    takes = _TAKES | _SCORED | {"needs_grad", "dropout", "kv_format"}
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)

@@ -83,15 +83,20 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
     else:
         k, v = call.k[:, :, start:stop], call.v[:, :, start:stop]
     if call.problem.kv_format != "as_q":
-        k, v = (_widened(call, numbers, name, start, stop) for numbers, name in ((k, "k_scale"), (v, "v_scale")))
+        k = _widened(call, k, call.k_scale, extent, start, stop)
+        v = _widened(call, v, call.v_scale, extent, start, stop) if call.problem.v_format != "as_q" else v
     return KeyBlock(start, stop, k, v, j[None, None], valid[:, None])
 
 
-def _widened(call: Call, numbers: torch.Tensor, name: str, start: int, stop: int) -> torch.Tensor:
-    """Numbers (B, H, n, D) of a narrow cache at positions [start, stop), with the scales of this name."""
-    scale = getattr(call, name)
+def _widened(
+    call: Call, numbers: torch.Tensor, scale: torch.Tensor | None, extent: Extent, start: int, stop: int
+) -> torch.Tensor:
+    """Narrow numbers (B, H, n, D) at positions [start, stop), with their scales."""
     if scale is None or scale.ndim == 2:
         scale = None if scale is None else scale[:, :, None]
+    elif call.cu_seqlens_k is not None:
+        rows = extent.origin[:, None] + torch.arange(start, stop, device=scale.device)
+        scale = scale[0][:, rows.clamp(max=scale.shape[2] - 1)].transpose(0, 1)
     elif call.page_table is None:
         scale = scale[:, :, start:stop]
     else:

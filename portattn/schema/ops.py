@@ -22,7 +22,8 @@ _FIELD_OF = {
 }  # fmt: skip
 # Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
 _NO_OPTION = frozenset({
-    "q", "k", "v", "q_rope", "counts", "magicpig_tables", "scale", "return_lse", "dropout_p", "dropout_seed",
+    "q", "k", "v", "q_scale", "q_rope", "counts", "magicpig_tables", "scale", "out_dtype", "return_lse", "dropout_p",
+    "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions",
 })  # fmt: skip
@@ -135,6 +136,7 @@ _PLACES: dict[str, Any] = {"seq_k": 240, "page_size": 16}
 _SCORES = ("scale", "causal", "window", "softcap")
 # What the gradients are computed of, and memory for those of Q, K and V (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
+_OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(
@@ -145,9 +147,9 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="attention",
                 title="Dense",
                 tensors=_tensors(
-                    "q k v alibi_slopes sinks bias mask seqlens_q seqlens_k leftpad_q leftpad_k dropout_seed",
+                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask {_LENGTH_NAMES} dropout_seed",
                 ),
-                values=(*_SCORES, "dropout_p", "return_lse", "layout"),
+                values=(*_SCORES, "dropout_p", "out_dtype", "return_lse", "layout"),
                 validate="portattn.validate.dense:dense_call",
                 launches="portattn.launch.dense:calls",
                 canaries=(_PLAIN | _LENGTHS | {"mask": True}, _FEATURED | _LENGTHS),
@@ -155,8 +157,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="varlen_attention",
                 title="Packed sequences",
-                tensors=_tensors("q k v cu_seqlens_q cu_seqlens_k alibi_slopes sinks dropout_seed"),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "return_lse"),
+                tensors=_tensors(f"q k v {_OPERANDS} cu_seqlens_q cu_seqlens_k alibi_slopes sinks dropout_seed"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "out_dtype", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
                 validate="portattn.validate.varlen:varlen_call",
                 launches="portattn.launch.dense:calls",

@@ -42,6 +42,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
     op            the operation
+    dtype         of queries and results; of results alone where queries are quantised
     batch, heads_q, heads_k, seq_q, seq_k   sizes; seq_k is a cache's capacity for the ops that read one, and of packed
                   tensors seq_q and seq_k are the longest sequence's
     head_dim, head_dim_v                    width of Q and K, and of V; for mla_attention of the latent row, and of its
@@ -62,9 +63,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
     kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
-                  to q's dtype in registers
+                  in registers. attention and varlen_attention have queries in it too (q_format), and values but for
+                  int8 (v_format)
     kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also
-                  where all share one), token (a token and a head)
+                   where all share one), token (a token and a head). Of queries the same
     rotary, rotary_dim  of what writes a cache: keys get a rotary embedding on the way, of so many first columns
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
@@ -181,6 +183,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return
         if "k_scale" not in ROWS[self.op].tensors:
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
+        if self.q_format not in ("as_q", "int8") and self.kv_scales == "token":
+            limit = f"must be none or head with q, k and v of {self.kv_format}"
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
         if self.dtype == "fp32" and not self.writes:
             raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
         if self.kv_format == "int8" and self.kv_scales == "none":
@@ -198,6 +203,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_k
+
+    @property
+    def q_format(self) -> str:
+        """Format of the queries: as_q unless they are quantised as the keys are."""
+        return self.kv_format if "q_scale" in ROWS[self.op].tensors else "as_q"
+
+    @property
+    def v_format(self) -> str:
+        """Format of the values: that of the keys, but for those beside quantised queries and keys of int8."""
+        return "as_q" if self.q_format == "int8" else self.kv_format
 
     @property
     def padded(self) -> bool:
@@ -331,7 +346,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             shape = f"q ({self.total_q},{self.heads_q},{self.head_dim})"
         if self.total_k is not None:
             keys = f"({self.total_k},{self.heads_k},{self.head_dim})"
-        stored = [f"cache {self.kv_format} scales {self.kv_scales}"] if self.kv_format != "as_q" else []
+        whose = "cache" if self.q_format == "as_q" else "q,k" if self.q_format == "int8" else "q,k,v"
+        stored = [f"{whose} {self.kv_format} scales {self.kv_scales}"] if self.kv_format != "as_q" else []
         sizes = [
             f"{name} {getattr(self, name)}" for name in ("page_size", "tokens", "num_splits") if getattr(self, name)
         ]

@@ -46,6 +46,7 @@ class ScaleShapes:
     tokens        the cache's shape without its last axis, as the caller has it
     axes          those of `tokens` in words
     swapped       tokens come before heads in it
+    packed        `tokens` are (tokens, heads) of packed rows, which all sequences share
     """
 
     batch: int
@@ -53,6 +54,7 @@ class ScaleShapes:
     tokens: tuple[int, ...]
     axes: str
     swapped: bool
+    packed: bool = False
 
     def view(self, op: str, name: str, scale: torch.Tensor) -> torch.Tensor:
         """(B, Hk), or a scale for each token and head with heads first. Raises ArgumentError."""
@@ -60,6 +62,7 @@ class ScaleShapes:
         if shape in ((), (1,), (self.heads,), by_head):
             return scale.expand(by_head)
         if shape == self.tokens:
+            scale = scale[None] if self.packed else scale
             return scale.transpose(1, 2) if self.swapped else scale
         limit = (
             f"must be (), (1,), (heads_k,), (batch, heads_k) or ({self.axes}): (), (1,), ({self.heads},), {by_head} "

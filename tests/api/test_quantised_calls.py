@@ -164,7 +164,7 @@ def test_problems_of_quantised_caches_are_checked() -> None:
     for changes, named in (
         ({"kv_scales": "none"}, "must be head or token"), ({"dtype": "fp32"}, "must be fp16 or bf16"),
         ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "int4"}, "must be one of as_q, e4m3"),
-        ({"op": "attention"}, "reads keys and values in q's dtype"),
+        ({"op": "attention_backward"}, "reads keys and values in q's dtype"),
     ):  # fmt: skip
         with pytest.raises(portattn.ArgumentError, match=named):
             msgspec.structs.replace(good, **changes)

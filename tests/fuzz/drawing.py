@@ -146,4 +146,7 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     if op in ("decode_attention", "paged_attention") and fields["dtype"] != "fp32" and flag(0.4):
         kind, scales = r.choice(("e4m3", "e5m2", "e4m3fnuz", "int8")), r.choice(("none", "head", "token"))
         fields |= {"kv_format": kind, "kv_scales": "head" if (kind, scales) == ("int8", "none") else scales}
+    if op in ("attention", "varlen_attention") and fields["dtype"] != "fp32" and flag(0.2):
+        kind = r.choice(("e4m3", "e5m2", "e4m3fnuz", "int8"))
+        fields |= {"kv_format": kind, "kv_scales": r.choice(("head", "token" if kind == "int8" else "none"))}
     return fields

@@ -46,6 +46,7 @@ DENSE = {
         "window_left": 9, "window_right": 3, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True,
         "mask": True,
     },
+    "int8_bf16": {"dtype": "bf16", "head_dim": 32, "kv_format": "int8", "kv_scales": "token", "causal": "top_left"},
     "one_tile_fp16": {"seq_k": 13, "causal": "bottom_right", "dtype": "fp16", "seqlens_k": True},
 }  # fmt: skip
 VARLEN = {
@@ -55,6 +56,7 @@ VARLEN = {
         "causal": "top_left", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "dtype": "bf16",
         "return_lse": False,
     },
+    "int8_fp16": {"dtype": "fp16", "head_dim": 32, "kv_format": "int8", "kv_scales": "head"},
 }  # fmt: skip
 DECODE = {
     "full": {"seq_q": 1},

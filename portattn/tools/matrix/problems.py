@@ -173,6 +173,10 @@ def _dense() -> list[Named]:
             dense("", **causal | {"head_dim": 576}, head_dim_v=512),
         ]
         found += [dense(word, **causal, **fields) for word, fields in each_feature("attention")]
+    wide: dict[str, Any] = {"head_dim": 128, "causal": "bottom_right"}
+    found += [dense(words, **wide, **fields) for words, fields in _operands()]
+    found += [dense(words, **wide | {"head_dim": dim}, **fields) for dim in (64, 256) for words, fields in
+              (_operands()[0], _operands()[4], _operands()[6])]  # fmt: skip
     found += [
         dense("window on both sides", dtype="bf16", head_dim=64, window_left=255, window_right=255),
         dense("bias, mask, ALiBi, sinks, softcap", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True,
@@ -181,12 +185,25 @@ def _dense() -> list[Named]:
     return found
 
 
+def _operands() -> list[tuple[str, dict[str, Any]]]:
+    """Words and fields of quantised q, k and v: each format, each dtype of the results, and both kinds of scales."""
+    formats = [("e4m3", "head"), ("e5m2", "head"), ("e4m3fnuz", "head"), ("e4m3", "none"), ("int8", "token"),
+               ("int8", "head")]  # fmt: skip
+    found = [("bf16", kind, scales) for kind, scales in formats]
+    found += [("fp16", "e4m3", "head"), ("fp16", "int8", "token")]
+    return [
+        (f"{kind} operands, scales {scales}", {"dtype": dtype, "kv_format": kind, "kv_scales": scales})
+        for dtype, kind, scales in found
+    ]
+
+
 def _varlen() -> list[Named]:
     found = [
         varlen(dtype=dtype, head_dim=dim, causal="bottom_right") for dtype in DTYPES for dim in COMMON_DIMS
     ]  # fmt: skip
     causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
     found += [varlen(word, **causal, **fields) for word, fields in each_feature("varlen_attention")]
+    found += [varlen(words, **causal | fields) for words, fields in _operands()]
     found += [
         varlen("GQA, LSE", **causal, heads_k=4, return_lse=True),
         varlen("window, softcap", **causal, softcap=True, **WINDOW),

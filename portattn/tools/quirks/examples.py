@@ -331,7 +331,8 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
     if chosen.get("kv_format") == "int8":  # which has no meaning without them
         chosen.setdefault("kv_scales", "token")
     if chosen.get("kv_scales", "none") != "none":
-        chosen.setdefault("kv_format", "e4m3")
+        by_token = chosen["kv_scales"] == "token" and "q_scale" in ROWS[op].tensors  # which int8 alone has there
+        chosen.setdefault("kv_format", "int8" if by_token else "e4m3")
     if chosen.get("rotary", "none") != "none":
         chosen["rotary_dim"] = chosen.get("head_dim", 0) // 2 * 2
     causal = chosen.pop("causal_align", "bottom_right" if chosen.pop("causal", False) else "none")
