@@ -196,7 +196,8 @@ def decode_split(
             row_sum = tl.where(batch < batches, row_sum, 0.0)  # a row of no sequence has no sink either
         if KV_SCALES == "head":
             owner = tl.minimum(sequence, batches - 1)
-            acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, sequence < batches)
+            keys_there = (sequence < batches) & (k_end > k_first)  # a sequence without keys may have any scale
+            acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, keys_there)
         acc = normalised(acc, row_sum)
         columns = tl.arange(0, BLOCK_DV)
         o_base = out + slot_0 * o_stride_b

@@ -390,7 +390,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
-    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig"}
+    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig", "kv_format"}
     choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 
@@ -430,6 +430,8 @@ class SparseSplit(DecodeSplit):
             "STAGES": launch.num_stages,
             "SOFTCAP": problem.softcap,
             "NEGATED": problem.negative_scale,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
         }
 
 

@@ -115,12 +115,19 @@ def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
     token = token.clamp(0, p.seq_k - 1)
     sequence = torch.arange(p.batch, device=device)[:, None, None]
     head = (torch.arange(p.heads_q, device=device) // p.group)[None, :, None]
+    slot, place = sequence, token
     if call.page_table is not None:
-        pages = call.page_table[sequence, token // p.page_size].long().clamp(0, call.k.shape[0] - 1)
-        offsets = token % p.page_size
-        k, v = _both(call, lambda storage: storage[pages, head, offsets])
-    else:
-        k, v = _both(call, lambda storage: storage[sequence, head, token])
+        slot = call.page_table[sequence, token // p.page_size].long().clamp(0, call.k.shape[0] - 1)
+        place = token % p.page_size
+    k, v = _both(call, lambda storage: storage[slot, head, place])
+    if p.kv_format != "as_q":
+
+        def chosen(scale: torch.Tensor | None) -> torch.Tensor | None:
+            if scale is None or scale.ndim == 2:
+                return None if scale is None else scale.repeat_interleave(p.group, dim=1)[..., None]
+            return scale[slot, head, place]
+
+        k, v = widened(k, p.kv_format, chosen(call.k_scale)), widened(v, p.kv_format, chosen(call.v_scale))
     return KeyBlock(start, stop, k, v, token, valid)
 
 

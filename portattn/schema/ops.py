@@ -220,8 +220,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="sparse_attention",
                 title="Chosen tokens",
                 tensors=_tensors(
-                    "q k v indices counts page_table seqlens_k alibi_slopes sinks log_weights magicpig_bits"
-                    " magicpig_tables",
+                    "q k v indices counts k_scale v_scale page_table seqlens_k alibi_slopes sinks log_weights"
+                    " magicpig_bits magicpig_tables",
                     k="k_cache",
                     v="v_cache",
                 ),

@@ -19,7 +19,7 @@ from portattn.api.request import request_of
 from portattn.launch import cache
 from portattn.schema.call import Call
 
-NAMES = ("decode", "paged", "ragged")
+NAMES = ("decode", "paged", "ragged", "sparse", "sparse paged")
 FORMATS = [("e4m3", "none"), ("e5m2", "head"), ("int8", "token")]
 # Scales of tokens that a mask hides are checked as others are: these calls hide none but by lengths.
 SMALL = {"dtype": "bf16", "return_lse": True, "leftpad_k": False}
@@ -179,8 +179,8 @@ def test_a_cached_launch_serves_other_sizes(name: str, scales: str, monkeypatch:
     cache.forget()
     results = []
     for size in (96, 112):
-        call = call_of(name, "e4m3", scales, seq_k=size, page_size=8 if name != "decode" else 0, head_dim=32,
-                       head_dim_v=32)  # fmt: skip
+        page_size = 0 if name in ("decode", "sparse") else 8
+        call = call_of(name, "e4m3", scales, seq_k=size, page_size=page_size, head_dim=32, head_dim_v=32)
         with portattn.settings(canary="never"):
             results.append((call, perform(call.problem.op, given(call), backend="triton", scale=0.25)))
             again = perform(call.problem.op, given(call), backend="triton", scale=0.25)

@@ -1,4 +1,4 @@
-"""Decode and pages over quantised caches, against the float64 oracle of the dequantised numbers."""
+"""Decode, pages and chosen tokens over quantised caches, against the float64 oracle of the dequantised numbers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ CACHES: dict[str, dict[str, Any]] = {
     "paged_packed_hpd": {
         "op": "paged_attention", "page_size": 16, "seq_k": 48, "page_layout": "hpd", "total_q": 9, "seq_q": 5,
         "causal": "bottom_right", "sinks": True, "dtype": "fp16", "softcap": True,
+    },
+    "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True, "log_weights": True},
+    "sparse_pages_magicpig": {
+        "op": "sparse_attention", "seq_q": 1, "seq_k": 36, "page_size": 6, "tokens": 20, "seqlens_k": True,
+        "dtype": "fp16", "magicpig": True, "softcap": True,
     },
 }  # fmt: skip
 SCALED = [
@@ -77,20 +82,24 @@ def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> 
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
-def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, kind: str) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("cache", "kind"), [("decode", "e4m3"), ("decode", "int8"), ("sparse", "e4m3")])
+def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, cache: str, kind: str, sinks: bool) -> None:
     """A batch that is padded for a graph has sequences without keys, whose scales may be anything."""
-    call = quantised(device.name, "decode", kind, "head", leftpad_k=False)
+    call = quantised(device.name, cache, kind, "head", leftpad_k=False, log_weights=False, sinks=sinks)
     assert call.k_scale is not None
     assert call.v_scale is not None
-    call.seqlens_k = torch.tensor([50, 0, 7], dtype=torch.int32, device=device.name)
+    call.seqlens_k = torch.tensor([37, 0, 7], dtype=torch.int32, device=device.name)
+    if call.counts is not None:
+        call.counts[1] = 0
     call.k, call.v = torch.ones_like(call.k), torch.ones_like(call.v)
     call.k_scale[1], call.v_scale[1] = float("nan"), float("inf")
     for splits in (1, 2):
         out, lse = on(device, call, splits=splits)
         assert not out[1].any()
         assert lse is not None
-        assert torch.isneginf(lse[1]).all()
+        if call.sinks is None:
+            assert torch.isneginf(lse[1]).all()
         assert torch.isfinite(out).all()
 
 

@@ -289,6 +289,15 @@ def _sparse() -> list[Named]:
         sparse("few tokens", **wide, tokens=64),
         sparse("one split", **wide, num_splits=1),
         sparse("", dtype="bf16", head_dim=576, head_dim_v=512),
+        *(sparse(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
+        sparse(
+            "MagicPIG, e4m3 cache, scales token",
+            **wide,
+            page_size=16,
+            magicpig=True,
+            kv_format="e4m3",
+            kv_scales="token",
+        ),
     ]
     return found
 
