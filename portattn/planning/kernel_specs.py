@@ -381,7 +381,14 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
-    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed"}
+    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if problem.kv_format == "fp8_ds_mla" and lowering.load != "pointer":
+            why = "rows of fp8_ds_mla hold numbers of three types"
+            found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
+        return found
 
 
 class SparseSplit(DecodeSplit):

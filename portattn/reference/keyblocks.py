@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from portattn.reference.extents import Extent
-from portattn.reference.stored import widened
+from portattn.reference.stored import latent_rows, widened
 from portattn.schema.call import Call
+from portattn.schema.problem import DS_MLA
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,10 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
         k, v = _both(call, lambda storage: storage[0][:, rows].transpose(0, 1))
     else:
         k, v = call.k[:, :, start:stop], call.v[:, :, start:stop]
-    if call.problem.kv_format != "as_q":
+    if call.problem.kv_format == DS_MLA:
+        k = latent_rows(k, call.problem.head_dim_v)
+        v = k[..., : call.problem.head_dim_v]
+    elif call.problem.kv_format != "as_q":
         k, v = (_widened(call, numbers, name, start, stop) for numbers, name in ((k, "k_scale"), (v, "v_scale")))
     return KeyBlock(start, stop, k, v, j[None, None], valid[:, None])
 

@@ -20,7 +20,8 @@ class Call:
                      paged: (P, Hk, page, D), (P, Hk, page, Dv)
     k_scale, v_scale  float32, what a cache's numbers are multiplied by, with strides of 0 where several share one:
                      (B, Hk), or for each token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers,
-                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format)
+                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format). Of fp8_ds_mla k is the
+                     bytes of whole rows, (P, 1, page, width), and there are no scales
     q_rope           mla_attention: the last D - Dv columns of the queries, (B, H, Sq, D - Dv) or packed; q holds the
                      first Dv, k whole latent rows (P, 1, page, D), and v is k[..., :Dv]
     scale            factor on the scores, 1/√D unless the caller named one

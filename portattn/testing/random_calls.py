@@ -93,6 +93,8 @@ def random_call(
     k_scale = v_scale = None
     if p.kv_format != "as_q":
         (k, k_scale), (v, v_scale) = (stored(p, values, unused, generator) for values in (k, v))
+        if p.op == "mla_attention":  # a latent row is key and value
+            v, v_scale = k[..., : p.head_dim_v], k_scale
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)
     if k_scale is not None and v_scale is not None and p.kv_scales == "token":  # laid out as the cache is
         k_scale, v_scale = (t[..., 0] for t in _caches(p, k_scale[..., None], v_scale[..., None], strides, device))

@@ -116,7 +116,7 @@ def test_what_goes_with_a_quantised_cache(op: str) -> None:
 
 
 def test_other_operations_say_what_takes_such_a_cache() -> None:
-    for op, names in (("attention", ("k", "v")), ("mla_attention", ("kv_pages",))):
+    for op, names in (("attention", ("k", "v")), ("varlen_attention", ("k", "v"))):
         given = good(op)
         changed = {name: given[name].to(E4M3) for name in names}
         assert_refused(op, given | changed, f"{names[0]}.dtype is torch.float8_e4m3fn", "take caches of it")
