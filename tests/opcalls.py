@@ -22,7 +22,7 @@ from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import UNLIMITED, Problem
+from portattn.schema.problem import DS_MLA, UNLIMITED, Problem
 from portattn.schema.tensors import KV_DTYPE, spans
 from portattn.testing import tolerance
 
@@ -85,6 +85,9 @@ def given(call: Call) -> dict[str, Any]:
         if call.magicpig_bits is not None:
             found["magicpig"] = (call.magicpig_bits, call.magicpig_tables)
     if p.op == "mla_attention":
+        if p.kv_format != "as_q":
+            found |= _latent_scale(call)
+            call = replace(call, k=call.k.view(torch.uint8 if p.kv_format == DS_MLA else KV_DTYPE[p.kv_format]))
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
     if p.q_format != "as_q":
         found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
@@ -120,6 +123,14 @@ def _operand_scales(call: Call, by_row: Callable[[torch.Tensor], torch.Tensor]) 
     scales = {name: getattr(call, name) for name in ("q_scale", "k_scale", "v_scale")}
     found = {name: by_row(s) if s.ndim == 3 else s for name, s in scales.items() if s is not None}
     return found | {"out_dtype": call.dtype}
+
+
+def _latent_scale(call: Call) -> dict[str, Any]:
+    """A quantised latent cache's scale as a user would give it."""
+    if call.k_scale is None:
+        return {}
+    by_token = call.problem.kv_scales == "token"
+    return {"kv_scale": call.k_scale[:, 0] if by_token else call.k_scale[0, 0], "validate": False}
 
 
 def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:

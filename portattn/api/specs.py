@@ -116,7 +116,7 @@ class Spec:
         for name, value in self._arguments.items():
             if isinstance(value, Described):
                 # A scale of 0 is none.
-                scale = name in ("q_scale", "k_scale", "v_scale")
+                scale = name in ("q_scale", "k_scale", "v_scale", "kv_scale")
                 value = value.allocate(device, sizes, 1.0) if scale else value.allocate(device, sizes)
             elif isinstance(value, str):
                 value = sizes.get(value, value)

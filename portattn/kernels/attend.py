@@ -8,7 +8,7 @@ import triton.language as tl
 
 from portattn.kernels.dropout import kept_scores
 from portattn.kernels.operands import operand, products, query_tile, split_product
-from portattn.kernels.stored import token_scales, widened
+from portattn.kernels.stored import token_scales, widened, widened_groups
 from portattn.kernels.tiles import load_columns, load_rows, softmax_step
 
 
@@ -29,6 +29,11 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
     if LATENT:
         rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
                          BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        if KV_FORMAT == "fp8_ds_mla":
+            rows = widened_groups(rows, q_tile, k_rows, table, start, end, pages, stride_page, stride_row, MAIN,
+                                  BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        else:
+            rows = widened(rows, q_tile, KV_FORMAT)
         scores = tl.dot(q_tile, tl.trans(rows), input_precision=DOT_PRECISION)
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
@@ -40,15 +45,21 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
             scores = products(q_tile, operand(k_tile, KV_FORMAT, OPERANDS), row_scales, NEGATED, KV_FORMAT, OPERANDS)
         rows = scores  # never used: a tuple that holds None fails to compile
     if BLOCK_TAIL != 0:
-        k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
-                              stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
-                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        if Q_FORMAT == "as_q":
-            k_tail = widened(k_tail, q_tail, KV_FORMAT)
+        if KV_FORMAT == "fp8_ds_mla":  # bfloat16 numbers in rows whose strides are in bytes
+            k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page // 2, stride_row // 2, 1,
+                                  HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
+                                  PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
             scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
         else:
-            k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
-            scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
+            k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
+                                  stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
+                                  BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+            if Q_FORMAT == "as_q":
+                k_tail = widened(k_tail, q_tail, KV_FORMAT)
+                scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+            else:
+                k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
+                scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
     if scales is not None:
         by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
@@ -73,7 +84,7 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
                V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, P_TERMS: tl.constexpr):  # fmt: skip
     """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
-    READ: the values have been read already; they are `read`.
+    READ: the values have been read already; they are `read`. Latent rows have been widened too.
     UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN. Rows that
     are not real have no part in that (see attend).
     like    a tile of the dtype of the products
@@ -287,7 +298,7 @@ def attend(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, "as_q" if LATENT else V_FORMAT, Q_FORMAT, P_TERMS,
                 )  # fmt: skip
     return acc, row_max, row_sum
 

@@ -9,7 +9,7 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
-from portattn.schema.problem import Problem
+from portattn.schema.problem import DS_MLA, Problem, ds_row_bytes
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
@@ -61,7 +61,8 @@ def meta_call(problem: Problem) -> Call:
         for name, feature in FEATURES.items()
         if feature.axes and getattr(p, name)
     }
-    k, latent = keys(p.head_dim), p.op == "mla_attention"
+    latent = p.op == "mla_attention"
+    k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if p.kv_format == DS_MLA else p.head_dim)
     if p.dropout:
         features["dropout_seed"] = torch.empty(1, dtype=torch.int64, device="meta")
         features["dropout_p"] = DROPPED

@@ -408,7 +408,14 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
-    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed"}
+    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if problem.kv_format == "fp8_ds_mla" and lowering.load != "pointer":
+            why = "rows of fp8_ds_mla hold numbers of three types"
+            found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
+        return found
 
 
 class SparseSplit(DecodeSplit):
@@ -417,7 +424,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
-    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig"}
+    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig", "kv_format"}
     choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 
@@ -457,6 +464,8 @@ class SparseSplit(DecodeSplit):
             "STAGES": launch.num_stages,
             "SOFTCAP": problem.softcap,
             "NEGATED": problem.negative_scale,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
         }
 
 

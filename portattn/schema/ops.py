@@ -230,8 +230,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="sparse_attention",
                 title="Chosen tokens",
                 tensors=_tensors(
-                    "q k v indices counts page_table seqlens_k alibi_slopes sinks log_weights magicpig_bits"
-                    " magicpig_tables",
+                    "q k v indices counts k_scale v_scale page_table seqlens_k alibi_slopes sinks log_weights"
+                    " magicpig_bits magicpig_tables",
                     k="k_cache",
                     v="v_cache",
                 ),
@@ -252,10 +252,12 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="mla_attention",
                 title="Latent cache",
                 tensors=_tensors(
-                    "q q_rope k v page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
                     q="q_nope",
                     k="kv_pages",
                     v="kv_pages",
+                    k_scale="kv_scale",
+                    v_scale="kv_scale",
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout"),
                 lengths=("max_seqlen_q",),

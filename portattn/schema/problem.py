@@ -19,10 +19,11 @@ Op = Literal[
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 # How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
-KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8"]
+KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "fp8_ds_mla"]
 KvScales = Literal["none", "head", "token"]
 # Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
 Rotary = Literal["none", "neox", "interleaved"]
+DS_MLA, DS_GROUP = "fp8_ds_mla", 128  # and how many of its numbers share a scale
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 
@@ -190,6 +191,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
         if self.kv_format == "int8" and self.kv_scales == "none":
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, "must be head or token with kv_format int8")
+        if self.kv_format == DS_MLA:
+            self._check_ds_mla()
+
+    def _check_ds_mla(self) -> None:
+        """Rows of numbers, scales and rotary numbers: of a latent cache alone, with queries of their rotary dtype."""
+        if not ROWS[self.op].latent:
+            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads no latent rows")
+        if self.kv_scales != "none":
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, f"must be none: {DS_MLA} rows hold their scales")
+        if self.dtype != "bf16":
+            raise ArgumentError(self.op, "dtype", self.dtype, f"must be bf16 with kv_format {DS_MLA}")
+        if self.head_dim_v % DS_GROUP:
+            limit = f"must be a multiple of {DS_GROUP} with kv_format {DS_MLA}"
+            raise ArgumentError(self.op, "head_dim_v", self.head_dim_v, limit)
 
     def _check_written(self) -> None:
         if self.heads_q != self.heads_k:
@@ -365,6 +380,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         size = f"page_size {self.page_size}" if self.page_size else ""
         rotary = f"rotary {self.rotary} {self.rotary_dim}" if self.rotary_dim else ""
         return " ".join(filter(None, [self.op, new, cache, self.dtype, stored, size, rotary]))
+
+
+def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
+    """Bytes of a latent row in vLLM's fp8_ds_mla: e4m3 numbers, a float32 scale for each 128, bfloat16 rotary numbers.
+
+    >>> ds_row_bytes(576, 512)
+    656
+    """
+    return head_dim_v + head_dim_v // DS_GROUP * 4 + 2 * (head_dim - head_dim_v)
 
 
 # Sizes, types, places in memory, and what only refines another field: no demands.

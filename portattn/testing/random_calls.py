@@ -98,6 +98,8 @@ def random_call(
     if p.kv_format != "as_q":
         k, k_scale = stored(p, k, unused, generator)
         v, v_scale = stored(p, v, unused, generator) if p.v_format != "as_q" else (v, None)
+        if p.op == "mla_attention":  # a latent row is key and value
+            v, v_scale = k[..., : p.head_dim_v], k_scale
     if p.q_format != "as_q":
         q, q_scale = stored(p, q, spoilt[:, None].expand(q.shape[:3]), generator)
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DTYPES, KvFormat, Problem
+from portattn.schema.problem import DS_MLA, DTYPES, Problem
+from portattn.schema.tensors import KV_DTYPE
 
 SetName = Literal["quick", "full"]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # those of published models, and two that are no power of two
@@ -265,8 +266,7 @@ def _decode() -> list[Named]:
 
 def _quantised() -> list[tuple[str, str, dict[str, Any]]]:
     """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to."""
-    formats = [name for name in get_args(KvFormat) if name != "as_q"]
-    found = [("bf16", name, "token") for name in formats]
+    found = [("bf16", name, "token") for name in KV_DTYPE]
     found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head")]
     return [
         (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
@@ -328,6 +328,15 @@ def _sparse() -> list[Named]:
         sparse("few tokens", **wide, tokens=64),
         sparse("one split", **wide, num_splits=1),
         sparse("", dtype="bf16", head_dim=576, head_dim_v=512),
+        *(sparse(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
+        sparse(
+            "MagicPIG, e4m3 cache, scales token",
+            **wide,
+            page_size=16,
+            magicpig=True,
+            kv_format="e4m3",
+            kv_scales="token",
+        ),
     ]
     return found
 
@@ -349,6 +358,15 @@ def _mla() -> list[Named]:
         mla("LSE", **wide, return_lse=True),
         mla("one split", **wide, num_splits=1),
         mla("ragged", **wide, **RAGGED),
+        *(mla(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
+        *(
+            mla(f"{words}{DS_MLA} cache", **wide, kv_format=DS_MLA, **fields)
+            for words, fields in (
+                ("", {}),
+                ("page 16, ", {"page_size": 16}),
+                ("2 queries, causal, ", {"seq_q": 2, "causal": "bottom_right"}),
+            )
+        ),
     ]
     return found
 
