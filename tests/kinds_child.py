@@ -126,7 +126,11 @@ def cases() -> dict[str, Iterator[Any]]:
             "attention gluon": grown(attention, *squares(30), d=128),
             "attention gluon, causal": grown(attention, *squares(20), d=128, causal=True),
             "varlen gluon": grown(varlen, *[(q * b, k * b, b, q) for b, q, k in squares(16)], d=128),
-            "paged gluon": grown(paged, *[(b, n % 40 + 1, 90, 64, 128, b * (q + 300)) for b, q, n in squares(16)]),
+            "paged gluon": grown(
+                paged,
+                *[(b, n % 40 + 1, 90, 64, 128, b * (q + 300)) for b, q, n in squares(16)],
+                backend="gluon_forward",
+            ),
             "mla gluon": grown(mla, *[(b, n % 64 + 1, 70) for b, _, n in squares(16)]),
         }
     return found

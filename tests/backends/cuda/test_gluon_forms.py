@@ -71,7 +71,8 @@ CAUSAL = ("none", "bottom_right", "top_left")
 FEW = (
     ("plain", 64, "none"), ("plain", 128, "bottom_right"), ("plain", 256, "bottom_right"), ("packed", 128, "none"),
     ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
-    ("split", 128, "bottom_right"), ("ragged", 64, "top_left"),
+    ("split", 128, "bottom_right"), ("ragged", 64, "top_left"), ("pages", 128, "bottom_right"),
+    ("small pages, packed", 128, "none"),
 )  # fmt: skip
 MOST_SPILLED = 256  # bytes a thread, with the release that the schedules were timed with
 ALL = [
