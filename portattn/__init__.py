@@ -21,8 +21,12 @@ _PUBLIC = {
     "paged_attention": "portattn.api.ops",
     "sparse_attention": "portattn.api.ops",
     "mla_attention": "portattn.api.ops",
+    "append_kv": "portattn.api.ops",
+    "write_pages": "portattn.api.ops",
     "merge_states": "portattn.api.merge_states",
     "dropout_mask": "portattn.api.dropout_mask",
+    "quantize": "portattn.api.quantize",
+    "Quantized": "portattn.api.quantize",
     "PageTable": "portattn.api.page_table",
     "plan": "portattn.api.ops",
     "explain": "portattn.api.ops",
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from portattn.api.dropout_mask import dropout_mask as dropout_mask
     from portattn.api.merge_states import merge_states as merge_states
     from portattn.api.monitor import monitor as monitor
+    from portattn.api.ops import append_kv as append_kv
     from portattn.api.ops import attention as attention
     from portattn.api.ops import decode_attention as decode_attention
     from portattn.api.ops import explain as explain
@@ -76,8 +81,11 @@ if TYPE_CHECKING:
     from portattn.api.ops import prepare as prepare
     from portattn.api.ops import sparse_attention as sparse_attention
     from portattn.api.ops import varlen_attention as varlen_attention
+    from portattn.api.ops import write_pages as write_pages
     from portattn.api.page_table import PageTable as PageTable
     from portattn.api.prepare import Prepared as Prepared
+    from portattn.api.quantize import Quantized as Quantized
+    from portattn.api.quantize import quantize as quantize
     from portattn.api.warmup import warmup as warmup
     from portattn.config import settings as settings
     from portattn.errors import ArgumentError as ArgumentError

@@ -22,7 +22,7 @@ from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import UNLIMITED, Problem
+from portattn.schema.problem import DS_MLA, UNLIMITED, Problem
 from portattn.schema.tensors import KV_DTYPE, spans
 from portattn.testing import tolerance
 
@@ -64,6 +64,11 @@ def given(call: Call) -> dict[str, Any]:
     if p.op == "varlen_attention":
         cu_seqlens = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
         most = {"max_seqlen_q": p.seq_q, "max_seqlen_k": p.seq_k}
+        if p.q_format != "as_q":
+            found |= _operand_scales(call, lambda scale: scale[0].transpose(0, 1))
+            if p.window or p.causal != "none":
+                found["validate"] = False  # as below
+            call = _in_formats(call)
         return found | {n: getattr(call, n)[0].transpose(0, 1) for n in "qkv"} | cu_seqlens | most
     found |= {n: getattr(call, n) for n in LENGTHS if getattr(call, n) is not None} | {"layout": p.layout}
     if p.num_splits:
@@ -80,8 +85,16 @@ def given(call: Call) -> dict[str, Any]:
         if call.magicpig_bits is not None:
             found["magicpig"] = (call.magicpig_bits, call.magicpig_tables)
     if p.op == "mla_attention":
+        if p.kv_format != "as_q":
+            found |= _latent_scale(call)
+            call = replace(call, k=call.k.view(torch.uint8 if p.kv_format == DS_MLA else KV_DTYPE[p.kv_format]))
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
-    if p.kv_format != "as_q":
+    if p.q_format != "as_q":
+        found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
+        if p.window or p.mask or p.bias or p.causal != "none":
+            found["validate"] = False  # as below
+        call = _in_formats(call)
+    elif p.kv_format != "as_q":
         found |= _scales(call)
         if p.kv_scales == "token" and (p.window or p.mask or p.bias or p.causal != "none"):
             found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
@@ -96,6 +109,28 @@ def _scales(call: Call) -> dict[str, Any]:
     if call.problem.kv_scales == "token":
         scales = {name: _keys(call.problem, scale[..., None])[..., 0] for name, scale in scales.items()}
     return {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def _in_formats(call: Call) -> Call:
+    """Quantised q, k and v as their user has them."""
+    formats = {"q": call.problem.q_format, "k": call.problem.kv_format, "v": call.problem.v_format}
+    viewed = {n: getattr(call, n).view(KV_DTYPE[kind]) for n, kind in formats.items() if kind != "as_q"}
+    return replace(call, **viewed)
+
+
+def _operand_scales(call: Call, by_row: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Scales of quantised q, k and v, and the results' dtype. by_row: one for each token in the caller's layout."""
+    scales = {name: getattr(call, name) for name in ("q_scale", "k_scale", "v_scale")}
+    found = {name: by_row(s) if s.ndim == 3 else s for name, s in scales.items() if s is not None}
+    return found | {"out_dtype": call.dtype}
+
+
+def _latent_scale(call: Call) -> dict[str, Any]:
+    """A quantised latent cache's scale as a user would give it."""
+    if call.k_scale is None:
+        return {}
+    by_token = call.problem.kv_scales == "token"
+    return {"kv_scale": call.k_scale[:, 0] if by_token else call.k_scale[0, 0], "validate": False}
 
 
 def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:

@@ -18,14 +18,15 @@ _KEPT = dict.fromkeys(_AS_Q, (torch.float64,)) | dict.fromkeys(("alibi_slopes", 
 
 
 def _narrow(op: str, name: str) -> tuple[torch.dtype, ...]:
-    """What a cache may hold beside q's dtype, as its caller chose: float8 counts as floating-point too."""
-    return tuple(KV_FORMAT) if name in ("k", "v") and "k_scale" in _NAMES[op] else ()
+    """What is quantised stays so, as its caller chose: float8 counts as floating-point too."""
+    return tuple(KV_FORMAT) if f"{name}_scale" in _NAMES[op] else ()
 
 
 # By operation: the places of the tensors that may be cast, and the dtypes that each may keep.
 _PLACES = {
     op: tuple((place, (*_KEPT[name], *_narrow(op, name))) for place, name in enumerate(names) if name in _KEPT)
     for op, names in _NAMES.items()
+    if not ROWS[op].writes  # a cache that is cast is another one
 }
 
 
@@ -51,7 +52,7 @@ def cast_now(op: str, tensors: Sequence[Any]) -> Sequence[Any]:
     """As `cast`, where autocast is on."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     found = list(tensors)
-    for place, kept in _PLACES[op]:
+    for place, kept in _PLACES.get(op, ()):
         tensor = found[place]
         if isinstance(tensor, torch.Tensor) and tensor.dtype != dtype and tensor.dtype not in kept:
             found[place] = tensor.to(dtype) if tensor.is_floating_point() else tensor

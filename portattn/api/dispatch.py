@@ -17,13 +17,13 @@ from portattn.api import autocast, sizing
 from portattn.api.candidate import Candidate, candidate
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
-from portattn.launch import cache
+from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.run import device_guard
 from portattn.planning.detect import detect_target
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
-from portattn.reference import blockwise, gradients
+from portattn.reference import blockwise, gradients, writing
 from portattn.schema.call import Call
 from portattn.schema.outcome import CompileRecord
 from portattn.schema.plan import Plan, Rejection
@@ -221,7 +221,7 @@ def _run(call: Call, settings: Settings, caching: Cacher | None) -> tuple[torch.
         if made.problem.needs_grad:  # its result would have no graph
             raise RuntimeError(f"portattn: {made.path} records no gradients: a training call must be its operator's")
         result = own.results()
-        if caching is None or call.copied or not result[0].numel():
+        if caching is None or call.copied or not has_rows(made):
             own.run()
         else:
             first = _cached(own, call, caching, failed)
@@ -295,6 +295,8 @@ def _untrusted(made: Plan, target: Target, settings: Settings, device: torch.dev
 
 def _run_elsewhere(made: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run on a path that is not portattn's own: a vendor's library, or the reference."""
+    if made.path == "reference" and call.problem.writes:
+        return writing.run(call)
     if made.path == "reference":
         return gradients.run(call) if call.problem.backward else blockwise.run(call)
     backend = Registry.load().backends[made.target.partition(":")[0]]

@@ -16,6 +16,7 @@ from portattn.api.perform import carried_out, found_cached
 from portattn.api.request import Request, request_from
 from portattn.errors import PathUnavailable
 from portattn.planning.gradients import own_names
+from portattn.validate.quantised import result_dtype
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,7 +48,8 @@ def forward_shapes(signature: Signature, *arguments: Any) -> Results:
         request_from(signature.op, *parts).build()
     latent = signature.row.latent
     v = tensors[tuple(signature.row.tensors).index("v")]
-    out = q.new_empty((*q.shape[:-1], q.shape[-1] if latent else v.shape[-1]))
+    dtype = result_dtype(q, v, signature.value(arguments, "out_dtype")) if "out_dtype" in signature.values else q.dtype
+    out = q.new_empty((*q.shape[:-1], q.shape[-1] if latent else v.shape[-1]), dtype=dtype)
     if not signature.value(arguments, "return_lse"):
         return out, q.new_empty(0, dtype=torch.float32)
     axes: tuple[Any, ...]

@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from portattn.schema.ops import PUBLIC, ROWS, OpRow
+from portattn.schema.ops import PUBLIC, ROWS, WRITERS, OpRow
 
 NAMESPACE = "portattn"
 # Types of an operator's arguments by the parameter's name. A size is symbolic where shapes are dynamic.
 _TYPES = {
     "scale": "float?", "causal": "str", "window": "int[]?", "softcap": "float?", "dropout_p": "float",
+    "out_dtype": "ScalarType?",
     "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
     "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",
+    "rotary": "str",
 }  # fmt: skip
 # Parameters that every call of an operation that has them gives.
 _GIVEN = frozenset({
     "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "indices", "counts",
-    "cu_seqlens_q", "cu_seqlens_k",
+    "cu_seqlens_q", "cu_seqlens_k", "slot_mapping",
 })  # fmt: skip
 # Of an operation over pages or latent rows, packed queries are an option.
 _OPTIONAL = {"paged_attention": {"cu_seqlens_q"}, "mla_attention": {"cu_seqlens_q"}}
@@ -39,6 +41,8 @@ _DIFFERENTIABLE = frozenset({
     "q", "q_nope", "q_rope", "k", "v", "k_cache", "v_cache", "k_pages", "v_pages", "kv_pages", "alibi_slopes", "sinks",
     "bias", "log_weights",
 })  # fmt: skip
+# Tensors that an operation which fills a cache may write to.
+_WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale")
 _NO_LIMIT = -1
 
 
@@ -95,8 +99,14 @@ class Signature:
     @property
     def schema(self) -> str:
         optional = _OPTIONAL.get(self.op, set())
-        tensors = [f"Tensor{'' if n in _GIVEN - optional else '?'} {n}" for n in self.tensors]
+        tensors = [f"{self._tensor(n)}{'' if n in _GIVEN - optional else '?'} {n}" for n in self.tensors]
         return ", ".join([*tensors, *(f"{_TYPES[name]} {name}" for name in self.values)])
+
+    def _tensor(self, name: str) -> str:
+        """The type of a tensor: of one that is written with a letter of its own, which says so."""
+        if not self.row.writes or name not in _WRITTEN:
+            return "Tensor"
+        return f"Tensor({'abcdef'[_WRITTEN.index(name)]}!)"
 
     def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """An operator's arguments as a Request has them: its tensors, its fixed values, its sizes."""
@@ -112,14 +122,19 @@ class Signature:
         return arguments[len(self.tensors) + self.values.index(name)]
 
 
-SIGNATURES = {op: Signature(ROWS[op]) for op in PUBLIC}
+# Operations that have a result, and those that fill a cache in place.
+SIGNATURES = {op: Signature(ROWS[op]) for op in PUBLIC if op not in WRITERS}
+WRITING = {op: Signature(ROWS[op]) for op in WRITERS}
 # The place of `return_lse` among a Request's fixed values.
-RETURNS_LSE = {op: ROWS[op].fixed.index("return_lse") for op in PUBLIC}
+RETURNS_LSE = {op: ROWS[op].fixed.index("return_lse") for op in SIGNATURES}
 
 
-def arguments_of(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> list[Any]:
+def arguments_of(
+    op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any],
+    signatures: Mapping[str, Signature] = SIGNATURES,
+) -> list[Any]:  # fmt: skip
     """The arguments of an operator, of what a Request has. Traced by dynamo: plain Python alone."""
-    signature = SIGNATURES[op]
+    signature = signatures[op]
     found = [tensors[place] for place in signature.kept]
     found += values
     found += lengths
@@ -134,6 +149,8 @@ def define() -> None:
         return
     for signature in SIGNATURES.values():
         _define(signature)
+    for signature in WRITING.values():
+        _define_writing(signature)
 
 
 def _define(signature: Signature) -> None:
@@ -156,16 +173,26 @@ def _define(signature: Signature) -> None:
         _library().impl(name.partition("::")[2], _later("gradients", what, op), "Autograd")
 
 
+def _define_writing(signature: Signature) -> None:
+    """An operator that fills a cache: its schema says what it writes to, and it has neither result nor gradient."""
+    op = signature.op
+    name = f"{NAMESPACE}::{op}"
+    torch.library.define(name, f"({signature.schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", _later("operator_writing", "write", op, WRITING))
+    torch.library.register_fake(name, _later("operator_writing", "check", op, WRITING))
+    _library().impl(op, _later("operator_writing", "without_gradient", op, WRITING), "Autograd")
+
+
 @functools.lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
     return torch.library.Library(NAMESPACE, "IMPL")  # kept: what it has registered goes with it
 
 
-def _later(module: str, what: str, op: str) -> Callable[..., Any]:
+def _later(module: str, what: str, op: str, signatures: Mapping[str, Signature] = SIGNATURES) -> Callable[..., Any]:
     """A function of a module beside this one, which is imported when it is first called."""
 
     found: Any = None
-    signature = SIGNATURES[op]
+    signature = signatures[op]
 
     def call(*arguments: Any, **named: Any) -> Any:
         nonlocal found

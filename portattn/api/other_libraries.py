@@ -126,7 +126,7 @@ TABLES = (
             Row("`dropout_p`", "the same"),
             Row("`deterministic`", "no: `torch.use_deterministic_algorithms(True)` asks for it, of all operators"),
             Row("`learnable_sink`, `s_aux`", "`sinks`"),
-            Row("`q_descale`, `k_descale`, `v_descale`", "no: only caches may be fp8; give tensors of 16 or 32 bits"),
+            Row("`q_descale`, `k_descale`, `v_descale` (B, Hk)", "`q_scale`, `k_scale`, `v_scale`"),
             Row("`pack_gqa`", "not needed"),
         ),
     ),

@@ -10,7 +10,7 @@ import torch
 from portattn.api import dispatch
 from portattn.api.binding import named_arguments
 from portattn.api.left_out import leave_out, left_out
-from portattn.api.perform import admitted, trained_or_not
+from portattn.api.perform import admitted, carried_out, trained_or_not
 from portattn.api.request import Caching, Request, Result, request_of
 from portattn.api.unknown_arguments import names_of, unknown_argument
 from portattn.compile import variants
@@ -65,7 +65,7 @@ class Prepared:
         self._description = _description(request)
         self._out_shape, self._lse_shape = results(self.plan.problem)
         q = request.tensors["q"]
-        self._dtype, self._device = q.dtype, q.device
+        self._dtype, self._device = call.dtype, q.device
         ours = self.plan.kernel or variants.variant_of(self.plan) is not None
         if call.problem.needs_grad:  # a run is a node of autograd's graph, as a plain call is
             return
@@ -90,7 +90,7 @@ class Prepared:
 
     def run(
         self, *args: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **kwargs: Any
-    ) -> Result:
+    ) -> Result | None:
         """Run with these arguments, as the operation itself takes them.
 
         args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only
@@ -98,7 +98,7 @@ class Prepared:
               when None
         lse   where the LSE goes, float32, as (B, Hq, Sq), if the operation returns one; allocated when None
 
-        Returns what the operation returns: `out`, or (out, lse) with return_lse.
+        Returns what the operation returns: `out`, or (out, lse) with return_lse; of one that fills a cache None.
 
         Raises ArgumentError where an argument differs from the prepared call's in anything but its data, or `out` or
         `lse` is not as it must be; UnknownArgument for a keyword that neither the operation nor `run` has.
@@ -119,6 +119,14 @@ class Prepared:
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too
             unknown = [name for name in kwargs if name not in names_of(error.op)]
             raise unknown_argument(error.op, unknown, ("out", "lse")) from None
+        if self._row.writes and (out is not None or lse is not None):
+            name, tensor = ("lse", lse) if out is None else ("out", out)
+            limit = f"must be None: {self._op} fills a cache, and has no result"
+            raise ArgumentError(self._name, name, type(tensor).__name__, limit)
+        found = self._run(given, out, lse)
+        return None if self._row.writes else found
+
+    def _run(self, given: dict[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
         found = self._try_cached(given, out, lse)
         if found is not None:
             return found
@@ -136,7 +144,7 @@ class Prepared:
             return self._again(present, [tensor.data_ptr() for tensor in present], out, lse)
         result: Any = shapes
         if shapes is None:
-            result = trained_or_not(request)
+            result = carried_out(request) if self._row.writes else trained_or_not(request)
         values = result if isinstance(result, tuple) else (result,)
         places = [
             value if place is None else place.copy_(value) for place, value in zip((out, lse), values, strict=False)

@@ -54,7 +54,7 @@ class Request:
 
     @property
     def return_lse(self) -> bool:
-        return bool(self.values["return_lse"])
+        return bool(self.values.get("return_lse"))
 
     @property
     def given(self) -> tuple[str, ...]:

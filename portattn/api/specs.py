@@ -23,7 +23,7 @@ _SIZES = rf"\s*(?:{_SIZE}\s*(?:,\s*{_SIZE}\s*)*,?\s*)?"
 _NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
 _TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
 _RANGE = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
-_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "bool": torch.bool} | KV_DTYPE
+_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.bool} | KV_DTYPE
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 
 
@@ -116,7 +116,7 @@ class Spec:
         for name, value in self._arguments.items():
             if isinstance(value, Described):
                 # A scale of 0 is none.
-                scale = name in ("k_scale", "v_scale")
+                scale = name in ("q_scale", "k_scale", "v_scale", "kv_scale")
                 value = value.allocate(device, sizes, 1.0) if scale else value.allocate(device, sizes)
             elif isinstance(value, str):
                 value = sizes.get(value, value)
@@ -127,6 +127,10 @@ class Spec:
 def _argument(name: str, argument: str, value: Any) -> Any:
     """An argument of a spec, with tensors that are not there as Described."""
     check_dense("warmup", name, value)
+    if argument == "out_dtype" and isinstance(value, str):
+        if value not in TORCH_DTYPE:
+            raise ArgumentError("warmup", name, value, f"must be one of {', '.join(TORCH_DTYPE)}")
+        return TORCH_DTYPE[value]
     if isinstance(value, torch.Tensor) and value.is_meta:
         return Described(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, (torch.Tensor, PageTable)) or not isinstance(value, (str, list)):

@@ -19,6 +19,7 @@ import torch
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.other_libraries import TABLES
 from portattn.errors import UnknownArgument
+from portattn.schema.ops import PUBLIC
 
 F = TypeVar("F", bound=Callable[..., Any])
 PAGE = "docs/coming-from.md"
@@ -126,12 +127,17 @@ def _hint(op: str, name: str, more: tuple[str, ...]) -> str:
 
 
 def _other_operations(op: str, name: str) -> str:
-    having = [other for other, names in _signatures.items() if name in names]
+    having = [other for other in _known() if name in _signatures[other]]
     if having:
         return f"it is an argument of {', '.join(having)}"
     if name in ("out", "lse"):
         return f"a handle's run takes it: portattn.prepare({op!r}, ...).run(..., {name}={name})"
     return ""
+
+
+def _known() -> list[str]:
+    """The operations in the order of their table, whatever was imported first; then what is in none."""
+    return [*(op for op in PUBLIC if op in _signatures), *(op for op in _signatures if op not in PUBLIC)]
 
 
 def _from_other_libraries(op: str, name: str) -> str:
@@ -150,7 +156,8 @@ def _from_other_libraries(op: str, name: str) -> str:
     if not known and arguments:
         owners: dict[str, list[str]] = {}
         for one in arguments:
-            owners.setdefault(", ".join(other for other, names in _signatures.items() if one in names), []).append(one)
+            has = (other for other in _known() if one in _signatures[other])
+            owners.setdefault(", ".join(has), []).append(one)
         for having, several in owners.items():
             are = "are arguments" if len(several) > 1 else "is an argument"
             text += f"; {' and '.join(several)} {are} of {having}, not of {op}" if having else ""

@@ -98,7 +98,7 @@ def _fold(signature: Signature, size: int, values: list[Any], mapped: Sequence[b
             if value.ndim == 2:  # one slope a head, for all sequences
                 value = value[:, None].expand(-1, batch, -1)
             every = value.expand(size, *value.shape[1:])
-        elif name in ("k_scale", "v_scale"):
+        elif name in ("q_scale", "k_scale", "v_scale"):
             value = value if mapped[place] else value[None]
             if value.ndim < 3:  # one for all sequences, or one a head
                 heads = values[1].shape[-2 if signature.value(values, "layout") == "bshd" else -3]

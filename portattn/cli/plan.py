@@ -48,9 +48,9 @@ def plan(
 ) -> None:
     """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
-    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention or mla_attention. Nothing is
-    run or compiled, and the target need not be here. With a named target the plan does not depend on this machine;
-    without one, what failed to compile here before is taken into account.
+    OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, mla_attention, append_kv or
+    write_pages. Nothing is run or compiled, and the target need not be here. With a named target the plan does not
+    depend on this machine; without one, what failed to compile here before is taken into account.
 
     Exit status 1: the path named by --backend cannot run this.
 

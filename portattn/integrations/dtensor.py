@@ -114,7 +114,7 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
         return _PER_HEAD[name]
     if name == "alibi_slopes":
         return (0, 1) if tensor.ndim == 2 else (None, 0)
-    if name in ("k_scale", "v_scale"):
+    if name in ("q_scale", "k_scale", "v_scale"):
         if tensor.ndim < 3:
             several = tensor.ndim and tensor.shape[-1] > 1
             return (0 if tensor.ndim == 2 else None), (tensor.ndim - 1 if several else None)
@@ -125,7 +125,7 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
         sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
         first = 4 - tensor.ndim
         return (0 if sizes[0] > 1 else None), (1 - first if sizes[1] > 1 else None)
-    if name == "kv_pages" or name.startswith("cu_seqlens"):
+    if name in ("kv_pages", "kv_scale") or name.startswith("cu_seqlens"):
         return None, None
     if name in _PAGES or (name in ("k_cache", "v_cache") and named.get("page_table") is not None):
         return None, (1 if named["page_layout"] == "hpd" else 2)

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.dropout import kept_scores
-from portattn.kernels.stored import token_scales, widened
-from portattn.kernels.tiles import load_columns, load_query_rows, load_rows, softmax_step
+from portattn.kernels.operands import operand, products, query_tile, split_product
+from portattn.kernels.stored import token_scales, widened, widened_groups
+from portattn.kernels.tiles import load_columns, load_rows, softmax_step
 
 
 @triton.jit
@@ -17,7 +18,8 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_TAIL: tl.constexpr, BOUNDED: tl.constexpr, LATENT: tl.constexpr, LOAD: tl.constexpr,
                K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr,
-               PAGE_LOOP: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr):  # fmt: skip
+               PAGE_LOOP: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
+               row_scales, NEGATED: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr):  # fmt: skip
     """Raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on; and when LATENT the key tile, which holds the values.
 
     The first MAIN columns are one product; with BLOCK_TAIL the columns from MAIN on are another.
@@ -27,19 +29,37 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
     if LATENT:
         rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
                          BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        if KV_FORMAT == "fp8_ds_mla":
+            rows = widened_groups(rows, q_tile, k_rows, table, start, end, pages, stride_page, stride_row, MAIN,
+                                  BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        else:
+            rows = widened(rows, q_tile, KV_FORMAT)
         scores = tl.dot(q_tile, tl.trans(rows), input_precision=DOT_PRECISION)
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
                               BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        k_tile = widened(k_tile, q_tile, KV_FORMAT)
-        scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
+        if Q_FORMAT == "as_q":
+            k_tile = widened(k_tile, q_tile, KV_FORMAT)
+            scores = tl.dot(q_tile, k_tile, input_precision=DOT_PRECISION)
+        else:
+            scores = products(q_tile, operand(k_tile, KV_FORMAT, OPERANDS), row_scales, NEGATED, KV_FORMAT, OPERANDS)
         rows = scores  # never used: a tuple that holds None fails to compile
     if BLOCK_TAIL != 0:
-        k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
-                              stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
-                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        k_tail = widened(k_tail, q_tail, KV_FORMAT)
-        scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+        if KV_FORMAT == "fp8_ds_mla":  # bfloat16 numbers in rows whose strides are in bytes
+            k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page // 2, stride_row // 2, 1,
+                                  HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
+                                  PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+            scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+        else:
+            k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
+                                  stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
+                                  BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+            if Q_FORMAT == "as_q":
+                k_tail = widened(k_tail, q_tail, KV_FORMAT)
+                scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+            else:
+                k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
+                scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
     if scales is not None:
         by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
@@ -61,10 +81,10 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
                HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, BOUNDED: tl.constexpr,
                READ: tl.constexpr, UNUSED_ZERO: tl.constexpr, LOAD: tl.constexpr, DOT_PRECISION: tl.constexpr,
                PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr,
-               KV_FORMAT: tl.constexpr):  # fmt: skip
+               V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, P_TERMS: tl.constexpr):  # fmt: skip
     """acc [BLOCK_M, BLOCK_DV] rescaled, plus the probabilities times the values from `start` on.
 
-    READ: the values have been read already; they are `read`.
+    READ: the values have been read already; they are `read`. Latent rows have been widened too.
     UNUSED_ZERO: values that no row of the tile gives weight to count as 0. They may be NaN, and 0·NaN is NaN. Rows that
     are not real have no part in that (see attend).
     like    a tile of the dtype of the products
@@ -76,14 +96,21 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
     else:
         v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V, BLOCK_N,
                            BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-    v_tile = widened(v_tile, like, KV_FORMAT)
+    if Q_FORMAT == "as_q":
+        v_tile = widened(v_tile, like, V_FORMAT)
+    else:
+        v_tile = operand(v_tile, V_FORMAT, "widened")
     if scales is not None:
         by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
     if UNUSED_ZERO:
         v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
-    return tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
+    if Q_FORMAT == "as_q":
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
+    else:
+        acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
+    return acc
 
 
 @triton.jit
@@ -114,6 +141,7 @@ def attend(
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
     PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
     MULHI: tl.constexpr, KV_FORMAT: tl.constexpr,
+    row_scales, V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr, P_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
@@ -131,6 +159,10 @@ def attend(
     KV_FORMAT: how keys and values are stored (kernels/stored.py). k_scales, v_scales: None, or a scale for each token,
     read as keys are, from the key/value head's base pointer on.
 
+    Q_FORMAT: how queries are stored: as_q, or as keys are, with V_FORMAT for the values, row_scales for each query's
+    scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for those of each probability
+    (kernels/operands.py). The values' products are then of float16, in which each number of every format is exact.
+
     NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
 
     Returns acc, row_max and row_sum.
@@ -140,9 +172,10 @@ def attend(
     EDGE_UNUSED: tl.constexpr = WINDOW or (LOAD == "descriptor" and PAGE_SIZE != 0)
     if MASKS or EDGE_UNUSED:
         row_end = tl.where(row_valid, row_end, origin)
-    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
+    q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
     if BLOCK_TAIL != 0:
-        q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED)
+        q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, NEGATED,
+                            Q_FORMAT, OPERANDS)  # fmt: skip
     else:
         q_tail = None
     if PIPELINE == "single":
@@ -153,7 +186,7 @@ def attend(
             q_tile, q_tail, k_rows, k_tail_rows, table, origin, end, pages, k_stride_p, k_stride_s, k_stride_d,
             k_scales, k_scale_stride_p, k_scale_stride_s,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
         )  # fmt: skip
         p, correction, row_max, row_sum = softmax_step(
             scores, origin, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
@@ -166,7 +199,7 @@ def attend(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, True, MASKS or EDGE_UNUSED or (NONE and LOAD == "descriptor"), LOAD,
-            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+            DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
         )  # fmt: skip
     elif PIPELINE == "rotated":
         # A step's scores are computed in the step before, before its P·V, which is then under way during the softmax.
@@ -179,7 +212,7 @@ def attend(
             q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
             k_scales, k_scale_stride_p, k_scale_stride_s,
             HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION,
-            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+            PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
         )  # fmt: skip
         for edge in tl.static_range(2):
             if edge == 0:
@@ -197,21 +230,21 @@ def attend(
                 if dropout_seed is not None:
                     p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
                 if Q_OPERAND == "reload":
-                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
+                    q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
                     if BLOCK_TAIL != 0:
-                        q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN,
-                                                 BLOCK_TAIL, NEGATED)  # fmt: skip
+                        q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL,
+                                            NEGATED, Q_FORMAT, OPERANDS)  # fmt: skip
                 scores, k_tile = key_scores(
                     q_tile, q_tail, k_rows, k_tail_rows, table, following, end, pages, k_stride_p, k_stride_s,
                     k_stride_d, k_scales, k_scale_stride_p, k_scale_stride_s, HEAD_DIM, MAIN, BLOCK_N, BLOCK_D,
                     BLOCK_TAIL, True, False, LOAD, K_TILE, BLOCK_ORDER, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS,
-                    KV_FORMAT,
+                    KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
                 )  # fmt: skip
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
                 )  # fmt: skip
         start = step_start(tl.maximum(total - 1, 0), origin, first_step, full_begin, full, BLOCK_N, WINDOW)
         p, correction, row_max, row_sum = softmax_step(
@@ -225,7 +258,7 @@ def attend(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
             HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False, MASKS or (EDGE_UNUSED or (NONE and LOAD == "descriptor")),
-            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+            LOAD, DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, V_FORMAT, Q_FORMAT, P_TERMS,
         )  # fmt: skip
     else:
         # Two passes: key tiles that every row attends whole, then those at the edges.
@@ -244,15 +277,15 @@ def attend(
                 else:
                     start = origin + (full_end + i) * BLOCK_N
                 if Q_OPERAND == "reload":
-                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED)
+                    q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
                     if BLOCK_TAIL != 0:
-                        q_tail = load_query_rows(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN,
-                                                 BLOCK_TAIL, NEGATED)  # fmt: skip
+                        q_tail = query_tile(q_tail_pointers, row_valid, q_tail_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL,
+                                            NEGATED, Q_FORMAT, OPERANDS)  # fmt: skip
                 scores, k_tile = key_scores(
                     q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, k_stride_p, k_stride_s, k_stride_d,
                     k_scales, k_scale_stride_p, k_scale_stride_s,
                     HEAD_DIM, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, edge == 1, LATENT, LOAD, K_TILE, BLOCK_ORDER,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT, row_scales, NEGATED, Q_FORMAT, OPERANDS,
                 )  # fmt: skip
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
@@ -265,7 +298,7 @@ def attend(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LATENT, MASKS or (EDGE_UNUSED and edge == 1), LOAD,
-                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, KV_FORMAT,
+                    DOT_PRECISION, PAGE_SIZE, PAGE_LOOP, READS, "as_q" if LATENT else V_FORMAT, Q_FORMAT, P_TERMS,
                 )  # fmt: skip
     return acc, row_max, row_sum
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
-from portattn.kernels.stored import head_scale
+from portattn.kernels.stored import DS_GROUP, head_scale
 from portattn.kernels.tiles import (
     first_state,
     natural_lse,
@@ -155,7 +155,10 @@ def decode_split(
                 v_token_scales += slot_0 * v_scale_stride_b
         k_rows = row_source(k_base, source_rows, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
         k_tail_rows, v_rows = k_rows, k_rows
-        if BLOCK_TAIL != 0:
+        if KV_FORMAT == "fp8_ds_mla":
+            # The offset follows the cast: see widened_groups.
+            k_tail_rows = k_base.to(tl.pointer_type(tl.bfloat16)) + (MAIN + MAIN // DS_GROUP * 4) // 2
+        elif BLOCK_TAIL != 0:
             k_tail_rows = row_source(
                 k_base + MAIN * k_stride_d, source_rows, k_stride_s, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, LOAD
             )
@@ -189,14 +192,15 @@ def decode_split(
             score_scale, softcap, None, None, None, None, None,
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-            Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT,
+            Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None, KV_FORMAT, "as_q", "widened", 1,
         )  # fmt: skip
 
         if cu_seqlens_q is not None:
             row_sum = tl.where(batch < batches, row_sum, 0.0)  # a row of no sequence has no sink either
         if KV_SCALES == "head":
             owner = tl.minimum(sequence, batches - 1)
-            acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, sequence < batches)
+            keys_there = (sequence < batches) & (k_end > k_first)  # a sequence without keys may have any scale
+            acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, keys_there)
         acc = normalised(acc, row_sum)
         columns = tl.arange(0, BLOCK_DV)
         o_base = out + slot_0 * o_stride_b

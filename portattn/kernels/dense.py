@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.stored import head_scale
 from portattn.kernels.tiles import (
     first_state,
     heads_in_turn,
@@ -27,13 +28,15 @@ from portattn.kernels.tiles import (
     ]
 )  # fmt: skip
 def dense_forward(
-    q, k, v, out, lse,
+    q, k, v, q_scale, k_scale, v_scale, out, lse,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
     alibi_slopes, sinks, bias, mask, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    q_scale_stride_b, q_scale_stride_h, q_scale_stride_s, k_scale_stride_b, k_scale_stride_h, k_scale_stride_s,
+    v_scale_stride_b, v_scale_stride_h, v_scale_stride_s,
     o_stride_b, o_stride_h, o_stride_s,
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
@@ -45,13 +48,16 @@ def dense_forward(
     MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
-    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, MULHI: tl.constexpr,
+    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, MULHI: tl.constexpr, OPERANDS: tl.constexpr,
+    KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, Q_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    P_TERMS: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M query rows of one head, or several such tiles in turn on a persistent grid.
 
     Optional arguments are None: lse, the (B,) int32 lengths and left paddings, the (B + 1,) int32 beginnings of packed
     sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
+    Formats and KV_SCALES are the Problem's; the scales' strides are None where there are no scales.
     together: heads whose row tiles are worked on side by side, where tiles differ in length.
     """
     if GRID == "persistent":
@@ -142,6 +148,22 @@ def dense_forward(
                 bias_rows = bias + batch.to(tl.int64) * bias_stride_b
                 if not BIAS_BY_KEY:
                     bias_rows += head.to(tl.int64) * bias_stride_h + rows.to(tl.int64) * bias_stride_q
+            score_scale = scale
+            row_scales = None
+            k_scales = None
+            if KV_SCALES == "head":
+                owner = tl.minimum(batch, batches - 1)
+                score_scale = scale * head_scale(
+                    q_scale, owner, kv_head, q_scale_stride_b, q_scale_stride_h, batch < batches
+                )
+                score_scale *= head_scale(k_scale, owner, kv_head, k_scale_stride_b, k_scale_stride_h, batch < batches)
+            if KV_SCALES == "token":
+                row_scales = tl.load(
+                    q_scale + slot.to(tl.int64) * q_scale_stride_b + head.to(tl.int64) * q_scale_stride_h
+                    + rows.to(tl.int64) * q_scale_stride_s,
+                    mask=row_valid, other=1.0,
+                )  # fmt: skip
+                k_scales = k_scale + slot.to(tl.int64) * k_scale_stride_b + kv_head * k_scale_stride_h
             if mask is not None:
                 mask_rows = mask + batch.to(tl.int64) * mask_stride_b
                 if not MASK_BY_KEY:
@@ -150,13 +172,14 @@ def dense_forward(
                 acc, row_max, row_sum,
                 q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
                 k_rows, k_tail_rows, v_rows, None, 0,
-                0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, None, 0, 0, None, 0, 0,
+                0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, k_scales, 0, k_scale_stride_s, None, 0, 0,
                 k_first, first_step, full_begin, full_end, last_step, far,
-                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, scale,
-                softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
+                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+                score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI, "as_q",
+                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI, KV_FORMAT,
+                row_scales, V_FORMAT, Q_FORMAT, OPERANDS, P_TERMS,
             )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
@@ -165,6 +188,10 @@ def dense_forward(
             inside = inside & (batch < batches)
         row_sum = tl.where(inside, row_sum, 0.0)
         acc = normalised(acc, row_sum)
+        if KV_SCALES == "head" and V_FORMAT != "as_q":
+            owner = tl.minimum(batch, batches - 1)
+            kv_head = head // group
+            acc = acc * head_scale(v_scale, owner, kv_head, v_scale_stride_b, v_scale_stride_h, batch < batches)
         if dropout_seed is not None:
             acc = acc * keep_scale
         columns = tl.arange(0, BLOCK_DV)

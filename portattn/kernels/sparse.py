@@ -7,6 +7,7 @@ gathered whole, and products are sums along them, in float32.
 import triton
 import triton.language as tl
 
+from portattn.kernels.stored import head_scale, widened
 from portattn.kernels.tiles import (
     capped,
     exponential,
@@ -71,13 +72,14 @@ def log_sampling_probability(cosine, bits, tables):
 
 @triton.jit(do_not_specialize=["heads_q", "group", "seq_k", "pages", "places", "splits", "tiles", "batches"])
 def sparse_split(
-    q, k, v, out, lse,
+    q, k, v, k_scale, v_scale, out, lse,
     indices, counts, log_weights, magicpig_bits, magicpig_tables, seqlens_k, page_table,
     alibi_slopes, sinks,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    k_scale_stride_b, k_scale_stride_h, k_scale_stride_s, v_scale_stride_b, v_scale_stride_h, v_scale_stride_s,
     o_stride_p, o_stride_b, o_stride_h,
     indices_stride_b, indices_stride_h, counts_stride_b, counts_stride_h, weights_stride_b, weights_stride_h,
     table_stride_b, alibi_stride_b,
@@ -87,14 +89,15 @@ def sparse_split(
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, NEGATED: tl.constexpr,
     PIG_BITS: tl.constexpr, PIG_TABLES: tl.constexpr,
     EXP: tl.constexpr, MASK_VALUE: tl.constexpr, GRID: tl.constexpr,
+    KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the tokens chosen for one head.
 
     indices (B, Hq, places) int32 and counts (B, Hq) int32: the first counts places hold token positions, in any order;
-    what is negative, or not before the sequence's end, is passed over. k and v as in decode_split; SPLIT and the
-    optional arguments too. log_weights (B, Hq, places) float32 is added to the scores, -inf passes a token over;
-    magicpig_bits and magicpig_tables (Hq,) int32, or PIG_BITS and PIG_TABLES for all heads, ask for the sampling
-    correction.
+    what is negative, or not before the sequence's end, is passed over. k and v as in decode_split, their scales,
+    KV_FORMAT, KV_SCALES, SPLIT and the optional arguments too. log_weights (B, Hq, places) float32 is added to the
+    scores, -inf passes a token over; magicpig_bits and magicpig_tables (Hq,) int32, or PIG_BITS and PIG_TABLES for all
+    heads, ask for the sampling correction.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -127,6 +130,9 @@ def sparse_split(
             k_base += batch * k_stride_b
             v_base += batch * v_stride_b
         chosen = indices + batch * indices_stride_b + head.to(tl.int64) * indices_stride_h
+        score_scale = scale
+        if KV_SCALES == "head":
+            score_scale = scale * head_scale(k_scale, batch, kv_head, k_scale_stride_b, k_scale_stride_h, count > 0)
         acc = tl.full([BLOCK_DV], 0.0, tl.float32)
         row_sum = (split - split).to(tl.float32)
         row_max = row_sum + lowest(MASK_VALUE)
@@ -144,24 +150,31 @@ def sparse_split(
                 keep = keep & (weight != float("-inf"))  # a token that is masked may hold NaN
             row = tl.where(keep, token, 0)
             if PAGE_SIZE == 0:
-                k_offsets = row.to(tl.int64) * k_stride_s
-                v_offsets = row.to(tl.int64) * v_stride_s
+                slot, within = batch, row.to(tl.int64)
+                k_offsets = within * k_stride_s
+                v_offsets = within * v_stride_s
             else:
                 page = tl.load(page_table + batch * table_stride_b + row // PAGE_SIZE, mask=keep, other=0)
-                page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
+                slot = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
                 within = (row % PAGE_SIZE).to(tl.int64)
-                k_offsets = page * k_stride_b + within * k_stride_s
-                v_offsets = page * v_stride_b + within * v_stride_s
+                k_offsets = slot * k_stride_b + within * k_stride_s
+                v_offsets = slot * v_stride_b + within * v_stride_s
             keys = tl.load(
                 k_base + k_offsets[:, None] + columns[None, :] * k_stride_d,
                 mask=keep[:, None] & (columns < HEAD_DIM)[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+            )  # fmt: skip
+            keys = widened(keys, query, KV_FORMAT).to(tl.float32)
             values = tl.load(
                 v_base + v_offsets[:, None] + columns_v[None, :] * v_stride_d,
                 mask=keep[:, None] & (columns_v < HEAD_DIM_V)[None, :], other=0.0,
             )  # fmt: skip
-            products = tl.sum(keys * query[None, :], 1)  # [BLOCK_N]
-            scores = products * scale
+            products = tl.sum(keys * query[None, :], 1)  # [BLOCK_N] of the cache's numbers
+            scores = products * score_scale
+            if KV_SCALES == "token":
+                places_k = slot * k_scale_stride_b + kv_head * k_scale_stride_h + within * k_scale_stride_s
+                places_v = slot * v_scale_stride_b + kv_head * v_scale_stride_h + within * v_scale_stride_s
+                scores = scores * tl.load(k_scale + places_k, mask=keep, other=1.0)
+                value_scales = tl.load(v_scale + places_v, mask=keep, other=1.0)
             if SOFTCAP:
                 scores = capped(scores, softcap)
             if alibi_slopes is not None:
@@ -191,9 +204,14 @@ def sparse_split(
             p = tl.where(keep, exponential(scores - base, EXP, True), 0.0)
             correction = exponential(row_max - base, EXP, True)
             row_sum = row_sum * correction + tl.sum(p, 0)
-            acc = acc * correction + tl.sum(p[:, None] * values.to(tl.float32), 0)
+            values = widened(values, query, KV_FORMAT).to(tl.float32)
+            if KV_SCALES == "token":
+                values = values * value_scales[:, None]
+            acc = acc * correction + tl.sum(p[:, None] * values, 0)
             row_max = new_max
 
+        if KV_SCALES == "head":
+            acc = acc * head_scale(v_scale, batch, kv_head, v_scale_stride_b, v_scale_stride_h, count > 0)
         empty = row_sum == 0.0  # a NaN sum stays NaN, as in `normalised`
         acc = tl.where(empty, 0.0, acc * (1.0 / tl.where(empty, 1.0, row_sum)))
         o_base = out + batch * o_stride_b + head.to(tl.int64) * o_stride_h

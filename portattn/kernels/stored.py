@@ -10,6 +10,8 @@ import triton.language as tl
 
 from portattn.kernels.tiles import tile_place
 
+DS_GROUP: tl.constexpr = tl.constexpr(128)  # numbers that share a scale in a row of fp8_ds_mla
+
 
 @triton.jit
 def widened(tile, like, KV_FORMAT: tl.constexpr):
@@ -38,6 +40,31 @@ def widened(tile, like, KV_FORMAT: tl.constexpr):
             number = tl.where((code & 0xFF) == 0x80, float("nan"), small * 128.0)
         wide = number.to(like.dtype)
     return wide
+
+
+@triton.jit
+def widened_groups(tile, like, rows, table, start, end, pages, stride_page, stride_row,
+                   COLS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
+                   PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
+    """A tile [BLOCK_N, BLOCK_D] of the e4m3 numbers of fp8_ds_mla rows, times their scales, in the dtype of `like`.
+
+    A row is COLS numbers, then a float32 scale for each 128 of them, then bfloat16 numbers. Source: vLLM,
+    flashmla_sparse.py. `rows` is a byte pointer, as the strides are distances in bytes.
+    """
+    # Offsets follow the cast: triton-ascend 3.2.0 counts one before it in elements of the type after it.
+    scales = rows.to(tl.pointer_type(tl.float32)) + COLS // 4
+    base, offsets = tile_place(scales, table, start, end, pages, stride_page // 4, stride_row // 4, BLOCK_N, PAGE_SIZE,
+                               PAGE_LOOP, READS)  # fmt: skip
+    there = start + tl.arange(0, BLOCK_N) < end
+    columns = tl.arange(0, BLOCK_D)
+    factors = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
+    for group in tl.static_range(COLS // DS_GROUP):
+        if BOUNDED:
+            scale = tl.load(base + offsets + group, mask=there, other=0.0)
+        else:
+            scale = tl.load(base + offsets + group)
+        factors = tl.where((columns // DS_GROUP == group)[None, :], scale[:, None], factors)
+    return (widened(tile, like, "e4m3").to(tl.float32) * factors).to(like.dtype)
 
 
 @triton.jit

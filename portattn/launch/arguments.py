@@ -59,11 +59,11 @@ def score_strides(call: Call) -> dict[str, int]:
     return found
 
 
-def scale_strides(call: Call) -> dict[str, int | None]:
-    """Strides of a cache's scales; 0 where one scale is all tokens'. None where there are none: no argument is passed
-    at a launch."""
+def scale_strides(call: Call, names: tuple[str, ...] = ("k_scale", "v_scale")) -> dict[str, int | None]:
+    """Strides of a cache's scales, or those named; 0 where one scale is all tokens'. None where there are none: no
+    argument is passed at a launch."""
     found: dict[str, int | None] = {}
-    for name in ("k_scale", "v_scale"):
+    for name in names:
         scale = getattr(call, name)
         given = (None,) * 3 if scale is None else (*scale.stride(), 0)[:3]
         found |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bhs", given, strict=True)}

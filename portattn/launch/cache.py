@@ -15,6 +15,7 @@ classes are single sizes.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import time
 from array import array
@@ -35,7 +36,7 @@ from portattn.schema.tensors import POINTER_ALIGNMENT
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten
 MAX_CLASSES = 64  # of sizes in a kind; past that the one that was used least lately is forgotten
 _LOW_BITS = POINTER_ALIGNMENT - 1
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _address = torch.Tensor.data_ptr
 _strides = torch.Tensor.stride
 # As dispatch notes it: the last call's plan, or what makes it and the sizes that it is made of.
@@ -102,7 +103,11 @@ class Kind:
 
         tensors   by the operation's order, whatever was given in their places
         """
-        if not identical(values, self.values) or (settings is not self.settings and settings != self.settings):
+        # Most are the very same objects, which costs less to see than that they are equal.
+        same = len(values) == len(self.values) and all(map(operator.is_, values, self.values))
+        if not (same or identical(values, self.values)) or (
+            settings is not self.settings and settings != self.settings
+        ):
             return None
         if len(lengths) != len(self._lengths) or any(
             type(length) is not type(own) for length, own in zip(lengths, self._lengths, strict=True)
@@ -191,7 +196,8 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def plain_values(values: Sequence[Any]) -> bool:
-    """Whether arguments can be cached: numbers, strings, None, and tuples of them. Others may hold data or change."""
+    """Whether arguments can be cached: numbers, strings, dtypes, None, and tuples of them. Others may hold data, or
+    change."""
     return all(isinstance(item, _PLAIN) for value in values for item in (value if type(value) is tuple else (value,)))
 
 

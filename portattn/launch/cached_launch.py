@@ -266,8 +266,8 @@ class Templates:
         for step in steps:
             names, template = step.kernel.arg_names, step.values
             places = [(index, step.roles[name]) for index, name in enumerate(names) if name in step.roles]
-            # Of float8 caches kernels take the bytes, under the same address.
-            stored = tuple(i for i, role in places if role in ("k", "v") and template[i].dtype is KV_STORED)
+            # Of float8 tensors kernels take the bytes, under the same address.
+            stored = tuple(i for i, role in places if role in ("q", "k", "v") and template[i].dtype is KV_STORED)
             for index, _ in places:
                 template[index] = None  # no tensor is held
             self._launches.append([step.kernel, template, places, step.options, (), (), stored])
@@ -297,6 +297,8 @@ class Templates:
 def results(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out, in the caller's layout, and of the LSE. Of gradients out is delta (Call.new_out)."""
     p = problem
+    if p.writes:
+        return (0,), ()
     if p.backward:
         return ((p.batch, p.heads_q, p.seq_q) if p.total_q is None else (p.heads_q, p.total_q)), ()
     if p.total_q is not None:

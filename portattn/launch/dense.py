@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from portattn.launch.arguments import alibi_stride, features, numbers, outer_strides, score_strides, strides, window
+from portattn.launch.arguments import (
+    alibi_stride,
+    features,
+    numbers,
+    outer_strides,
+    scale_strides,
+    score_strides,
+    strides,
+    window,
+)
 from portattn.launch.dropping import dropping
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, ceil_div, heads_together, packed_tiles
@@ -29,13 +38,14 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     row_tiles = packed_tiles(problem, launch, 1) if problem.packed else ceil_div(problem.seq_q, launch.block_m)
     threshold, keep_scale = dropping(call)
     arguments = {
-        "q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse,
+        "q": call.q, "k": call.k, "v": call.v, "q_scale": call.q_scale, "k_scale": call.k_scale,
+        "v_scale": call.v_scale, "out": out, "lse": lse,
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
         "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
         **features(call), "dropout_seed": call.dropout_seed, **numbers(call), "keep_scale": keep_scale,
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
-        **outer_strides("o", out, "bhs"),
+        **scale_strides(call, ("q_scale", "k_scale", "v_scale")), **outer_strides("o", out, "bhs"),
         **alibi_stride(call), **score_strides(call),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,

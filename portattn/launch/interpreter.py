@@ -6,11 +6,13 @@ from typing import Any
 
 
 def mend_bf16() -> None:
-    """Let `tl.dot` multiply and `-x` negate bfloat16 under the interpreter; call it once kernels are interpreted.
+    """Let `tl.dot` multiply, `-x` negate and float32 round to bfloat16 under the interpreter; call it once kernels are
+    interpreted.
 
     Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers: wrong numbers, and
     no error: quirk cpu-0002 (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to
-    float32 first is exact. Patches the class once a process; other dtypes go through Triton's own functions.
+    float32 first is exact. It cuts the lower half of a float32 off where GPUs round to the nearest, ties to even
+    (InterpreterBuilder.cast_impl). Patches the class once a process; other dtypes go through Triton's own functions.
     """
     import numpy as np
     import triton.language as tl
@@ -19,7 +21,7 @@ def mend_bf16() -> None:
     builder = interpreter.InterpreterBuilder
     if hasattr(builder, "_portattn_originals"):
         return
-    dot, subtract = builder.create_dot, builder.create_fsub
+    dot, subtract, cast = builder.create_dot, builder.create_fsub, builder.cast_impl
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16 or handle.data.dtype != np.uint16:
@@ -27,6 +29,16 @@ def mend_bf16() -> None:
         # A bfloat16 is the upper half of the float32 of the same value.
         values = (handle.data.astype(np.uint32) << 16).view(np.float32)
         return interpreter.TensorHandle(values, tl.float32)
+
+    def cast_impl(self: Any, source: Any, to: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(self, source, to)
+        bits = np.ascontiguousarray(source.data, dtype=np.float32).view(np.uint32)
+        is_nan = np.isnan(source.data)
+        upper = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # A NaN stays one, whatever bits are cut off.
+        rounded = np.where(is_nan, (bits >> 16) | 0x40, upper).astype(np.uint16)
+        return interpreter.TensorHandle(rounded.reshape(np.shape(source.data)), tl.bfloat16)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), d, *rest)
@@ -36,5 +48,6 @@ def mend_bf16() -> None:
             return subtract(self, left, right)
         return self.create_fp_trunc(subtract(self, widened(left), widened(right)), tl.bfloat16)
 
-    builder._portattn_originals = (dot, subtract)
+    builder._portattn_originals = (dot, subtract, cast)
+    builder.cast_impl = cast_impl
     builder.create_dot, builder.create_fsub = create_dot, create_fsub

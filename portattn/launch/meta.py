@@ -9,11 +9,12 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
-from portattn.schema.problem import Problem
+from portattn.schema.problem import DS_MLA, Problem, ds_row_bytes
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0
+ANGLES = 4096  # rows of a rotary embedding's tables, likewise
 DROPPED = 0.1
 
 
@@ -21,28 +22,31 @@ def meta_call(problem: Problem) -> Call:
     """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
-    stored = dtype if p.kv_format == "as_q" else KV_STORED
+    stored, queries, values = (dtype if f == "as_q" else KV_STORED for f in (p.kv_format, p.q_format, p.v_format))
     batch_q, rows_q = p.query_rows
-    queries_first = p.layout == "bshd" or p.packed
+    queries_first = p.layout == "bshd" or p.packed or (p.writes and p.page_size > 0)
 
     def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
         shape = (batch, seq, heads) if heads_last else (batch, heads, seq)
         full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
         return full.transpose(1, 2) if heads_last else full
 
-    def keys(dim: int) -> torch.Tensor:
+    def keys(dim: int, dtype: torch.dtype = stored) -> torch.Tensor:
         if p.page_size:
-            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", stored)
+            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", dtype)
         if p.total_k is not None:
-            return view(1, p.heads_k, p.total_k, dim, True)
-        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", stored)
+            return view(1, p.heads_k, p.total_k, dim, True, dtype)
+        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", dtype)
 
-    def scales() -> torch.Tensor | None:
-        if p.kv_scales == "none":
+    def scales(of: Callable[[int], torch.Tensor], scaled: bool = True) -> torch.Tensor | None:
+        if p.kv_scales == "none" or not scaled:
             return None
         if p.kv_scales == "head":
             return torch.empty(p.batch, p.heads_k, device="meta")
-        return keys(1)[..., 0].to(torch.float32)
+        return of(1)[..., 0].to(torch.float32)
+
+    def rows(dim: int) -> torch.Tensor:
+        return view(batch_q, p.heads_q, rows_q, dim, queries_first, queries)
 
     def integers(given: bool, *shape: int) -> torch.Tensor | None:
         return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
@@ -57,31 +61,45 @@ def meta_call(problem: Problem) -> Call:
         for name, feature in FEATURES.items()
         if feature.axes and getattr(p, name)
     }
-    k, latent = keys(p.head_dim), p.op == "mla_attention"
+    latent = p.op == "mla_attention"
+    k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if p.kv_format == DS_MLA else p.head_dim)
     if p.dropout:
         features["dropout_seed"] = torch.empty(1, dtype=torch.int64, device="meta")
         features["dropout_p"] = DROPPED
+    if p.writes:
+        features |= _new_rows(p, view)
     if p.backward:
         features |= _gradients(p, view, keys)
     return Call(
         problem=p,
-        q=view(batch_q, p.heads_q, rows_q, p.head_dim_v if latent else p.head_dim, queries_first),
+        q=rows(p.head_dim_v if latent else p.head_dim),
         q_rope=view(batch_q, p.heads_q, rows_q, p.head_dim - p.head_dim_v, queries_first) if latent else None,
         k=k,
-        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v),
-        k_scale=scales(),
-        v_scale=scales(),
+        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v, values),
+        q_scale=scales(rows, p.q_format != "as_q"),
+        k_scale=scales(keys),
+        v_scale=scales(keys, p.v_format != "as_q"),
         scale=-(p.head_dim**-0.5) if p.negative_scale else p.head_dim**-0.5,
         softcap=CAP if p.softcap else 0.0,
         cu_seqlens_q=integers(p.packed, p.batch + 1),
         cu_seqlens_k=integers(p.total_k is not None, p.batch + 1),
-        page_table=integers(p.page_size > 0, p.batch, p.seq_k // p.page_size if p.page_size else 0),
+        page_table=integers(p.page_size > 0 and not p.writes, p.batch, p.seq_k // p.page_size if p.page_size else 0),
         indices=integers(p.op == "sparse_attention", p.batch, p.heads_q, p.tokens),
         counts=integers(p.op == "sparse_attention", p.batch, p.heads_q),
         magicpig_bits=integers(p.magicpig, p.heads_q),
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,
     )
+
+
+def _new_rows(p: Problem, view: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """What is written, beside the new keys: slots and positions as int64, as engines have them."""
+    found = {"new_v": view(p.batch, p.heads_k, p.seq_q, p.head_dim_v, p.page_size > 0 or p.layout == "bshd")}
+    tables = [torch.empty(ANGLES, p.rotary_dim // 2, device="meta") for _ in range(2)]
+    whole = torch.empty(p.seq_q, dtype=torch.int64, device="meta")
+    found |= {"cos": tables[0], "sin": tables[1]} if p.rotary_dim else {}
+    found |= {"slots": whole} if p.page_size else {}
+    return found | ({"positions": whole} if p.page_size and p.rotary_dim else {})
 
 
 def _gradients(p: Problem, view: Callable[..., torch.Tensor], keys: Callable[[int], torch.Tensor]) -> dict[str, Any]:

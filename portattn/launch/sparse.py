@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from portattn.launch import combine
-from portattn.launch.arguments import alibi_stride, features, numbers, strides
+from portattn.launch.arguments import alibi_stride, features, numbers, scale_strides, strides
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.call import Call
@@ -26,13 +26,15 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     assert call.indices is not None
     assert call.counts is not None
     arguments = {
-        "q": call.q, "k": call.k, "v": call.v, "out": outputs.partial, "lse": outputs.partial_state,
+        "q": call.q, "k": call.k, "v": call.v, "k_scale": call.k_scale, "v_scale": call.v_scale,
+        "out": outputs.partial, "lse": outputs.partial_state,
         "indices": call.indices, "counts": call.counts, "log_weights": weights,
         "magicpig_bits": call.magicpig_bits, "magicpig_tables": call.magicpig_tables,
         "seqlens_k": call.seqlens_k, "page_table": table,
         **features(call), **numbers(call),
         **{f"q_stride_{axis}": s for axis, s in zip("bhsd", call.q.stride(), strict=True) if axis != "s"},
-        **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **outputs.strides("pbh"),
+        **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
+        **scale_strides(call), **outputs.strides("pbh"),
         "indices_stride_b": call.indices.stride(0), "indices_stride_h": call.indices.stride(1),
         "counts_stride_b": call.counts.stride(0), "counts_stride_h": call.counts.stride(1),
         "weights_stride_b": 0 if weights is None else weights.stride(0),

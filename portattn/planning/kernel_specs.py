@@ -19,6 +19,11 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 WIDEST_TILE = 512  # columns of one tile of Q, K or V
 SEARCH = 256  # beginnings of packed sequences that are compared at a time
 MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
+INT32_MAX = 2**31 - 1
+WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
+# The largest numbers of a cache's formats (schema/tensors.py, which has torch).
+LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
+MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -167,11 +172,33 @@ class DenseForward(CoreKernel):
     name = "dense_forward"
     function = "dense_forward"
     op = "attention"
-    takes = _TAKES | _SCORED | _MASKED | {"seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout"}
+    takes = _TAKES | _SCORED | _MASKED | {
+        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format",
+    }  # fmt: skip
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
-        "q_operand", "mulhi",
+        "q_operand", "mulhi", "operands",
     )  # fmt: skip
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.operands == "stored" and problem.q_format == "as_q":
+            return (*found, ("operands", "widened", "queries and keys are not quantised"))
+        main, tail = head_columns(problem)
+        if lowering.operands == "stored" and (tail or tile_width(main, False) < MIN_NARROW_DEPTH):
+            why = f"8-bit operands are {MIN_NARROW_DEPTH} to {WIDEST_TILE} columns wide"
+            return (*found, ("operands", "widened", why))
+        return found
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return super().constexprs(problem, lowering, launch) | {
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "Q_FORMAT": problem.q_format,
+            "V_FORMAT": problem.v_format,
+            # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
+            "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
+        }
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
@@ -185,7 +212,7 @@ class VarlenForward(DenseForward):
 
     name = "varlen_forward"
     op = "varlen_attention"
-    takes = _TAKES | _SCORED | {"needs_grad", "dropout"}
+    takes = _TAKES | _SCORED | {"needs_grad", "dropout", "kv_format"}
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_q * packed_tiles(problem, launch, 1)
@@ -381,7 +408,14 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
-    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed"}
+    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if problem.kv_format == "fp8_ds_mla" and lowering.load != "pointer":
+            why = "rows of fp8_ds_mla hold numbers of three types"
+            found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
+        return found
 
 
 class SparseSplit(DecodeSplit):
@@ -390,7 +424,7 @@ class SparseSplit(DecodeSplit):
     name = "sparse_split"
     function = "sparse_split"
     op = "sparse_attention"
-    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig"}
+    takes = _TAKES | {"num_splits", "paged", "log_weights", "magicpig", "kv_format"}
     choices: tuple[str, ...] = ("exp", "mask_value", "grid", "reads")
     max_head_dim_v = 576  # no accumulator of a product holds its columns
 
@@ -430,7 +464,80 @@ class SparseSplit(DecodeSplit):
             "STAGES": launch.num_stages,
             "SOFTCAP": problem.softcap,
             "NEGATED": problem.negative_scale,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
         }
+
+
+class CacheWrite(CoreKernel):
+    """New keys and values into a cache, by write_cache: a tile is block_m rows of one head's key, and of its value."""
+
+    name = "append_write"
+    function = "write_cache"
+    op = "append_kv"
+    takes = frozenset({"seqlens_k", "kv_format", "rotary", "head_dim_v"})
+    choices: tuple[str, ...] = ("grid", "reads")
+    max_head_dim_v = 576
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if self.all_rows(problem) > INT32_MAX:
+            return (
+                f"there are {self.all_rows(problem)} rows of keys, and up to {INT32_MAX} are counted",
+                "split the call",
+            )
+        return super().cannot(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
+    def all_rows(self, problem: Problem) -> int:
+        return problem.batch * problem.seq_q * problem.heads_k
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return ceil_div(self.all_rows(problem), launch.block_m)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        """Tiles that fit in registers, and for few rows small ones, so that every core has some."""
+        if "block_m" not in pinned:
+            room = most(WRITTEN_AT_ONCE // next_power_of_two(most(problem.head_dim, problem.head_dim_v)), 1)
+            share = next_power_of_two(most(ceil_div(self.all_rows(problem), most(arch.cores, 1)), 1))
+            launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, room, share))
+        return msgspec.structs.replace(launch, splits=1)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        # No product is computed from these tiles: their width needs no least.
+        exact = lowering.reads == "inside"
+        return {
+            "PAGE_SIZE": problem.page_size,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_D": problem.head_dim if exact else next_power_of_two(problem.head_dim),
+            "BLOCK_DV": problem.head_dim_v if exact else next_power_of_two(problem.head_dim_v),
+            "BLOCK_M": launch.block_m,
+            "ROTARY": problem.rotary,
+            "ROTARY_DIM": problem.rotary_dim,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "LARGEST": LARGEST.get(problem.kv_format, 0.0),
+            "GRID": lowering.grid,
+        }
+
+
+class PagedWrite(CacheWrite):
+    """The same into pages, by write_cache: slots say where each token goes."""
+
+    name = "paged_write"
+    op = "write_pages"
+    takes = frozenset({"kv_format", "rotary", "head_dim_v"})
 
 
 CORES: dict[str, CoreKernel] = {
@@ -444,6 +551,8 @@ CORES: dict[str, CoreKernel] = {
         PagedSplit(),
         SparseSplit(),
         MlaSplit(),
+        CacheWrite(),
+        PagedWrite(),
     )
 }
 KERNEL_NAMES = tuple(k.name for k in CORES.values())

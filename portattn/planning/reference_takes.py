@@ -6,6 +6,8 @@ from portattn.planning.kernel_specs import CORES
 from portattn.schema.ops import ROWS
 
 TAKES = {
-    op: kernel.takes | {"needs_grad"} | ({"dropout"} if "dropout_p" in ROWS[op].values else set())
+    op: kernel.takes
+    | (set() if ROWS[op].writes else {"needs_grad"})
+    | ({"dropout"} if "dropout_p" in ROWS[op].values else set())
     for op, kernel in CORES.items()
 }

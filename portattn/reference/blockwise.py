@@ -72,7 +72,7 @@ def _forward(call: Call, statistics: Statistics | None = None) -> tuple[torch.Te
         lse = torch.where(some, row_max + torch.log(row_sum.masked_fill(~some, 1.0)), float("-inf"))[..., 0]
         if statistics is not None:
             statistics.put(rows, row_max, row_sum, out)
-        results.add(rows, out.to(call.q.dtype), lse)
+        results.add(rows, out.to(call.dtype), lse)
     return results.finish()
 
 

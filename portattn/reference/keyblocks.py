@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from portattn.reference.extents import Extent
-from portattn.reference.stored import widened
+from portattn.reference.stored import latent_rows, widened
 from portattn.schema.call import Call
+from portattn.schema.problem import DS_MLA
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +83,24 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
         k, v = _both(call, lambda storage: storage[0][:, rows].transpose(0, 1))
     else:
         k, v = call.k[:, :, start:stop], call.v[:, :, start:stop]
-    if call.problem.kv_format != "as_q":
-        k, v = (_widened(call, numbers, name, start, stop) for numbers, name in ((k, "k_scale"), (v, "v_scale")))
+    if call.problem.kv_format == DS_MLA:
+        k = latent_rows(k, call.problem.head_dim_v)
+        v = k[..., : call.problem.head_dim_v]
+    elif call.problem.kv_format != "as_q":
+        k = _widened(call, k, call.k_scale, extent, start, stop)
+        v = _widened(call, v, call.v_scale, extent, start, stop) if call.problem.v_format != "as_q" else v
     return KeyBlock(start, stop, k, v, j[None, None], valid[:, None])
 
 
-def _widened(call: Call, numbers: torch.Tensor, name: str, start: int, stop: int) -> torch.Tensor:
-    """Numbers (B, H, n, D) of a narrow cache at positions [start, stop), with the scales of this name."""
-    scale = getattr(call, name)
+def _widened(
+    call: Call, numbers: torch.Tensor, scale: torch.Tensor | None, extent: Extent, start: int, stop: int
+) -> torch.Tensor:
+    """Narrow numbers (B, H, n, D) at positions [start, stop), with their scales."""
     if scale is None or scale.ndim == 2:
         scale = None if scale is None else scale[:, :, None]
+    elif call.cu_seqlens_k is not None:
+        rows = extent.origin[:, None] + torch.arange(start, stop, device=scale.device)
+        scale = scale[0][:, rows.clamp(max=scale.shape[2] - 1)].transpose(0, 1)
     elif call.page_table is None:
         scale = scale[:, :, start:stop]
     else:
@@ -115,12 +124,19 @@ def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
     token = token.clamp(0, p.seq_k - 1)
     sequence = torch.arange(p.batch, device=device)[:, None, None]
     head = (torch.arange(p.heads_q, device=device) // p.group)[None, :, None]
+    slot, place = sequence, token
     if call.page_table is not None:
-        pages = call.page_table[sequence, token // p.page_size].long().clamp(0, call.k.shape[0] - 1)
-        offsets = token % p.page_size
-        k, v = _both(call, lambda storage: storage[pages, head, offsets])
-    else:
-        k, v = _both(call, lambda storage: storage[sequence, head, token])
+        slot = call.page_table[sequence, token // p.page_size].long().clamp(0, call.k.shape[0] - 1)
+        place = token % p.page_size
+    k, v = _both(call, lambda storage: storage[slot, head, place])
+    if p.kv_format != "as_q":
+
+        def chosen(scale: torch.Tensor | None) -> torch.Tensor | None:
+            if scale is None or scale.ndim == 2:
+                return None if scale is None else scale.repeat_interleave(p.group, dim=1)[..., None]
+            return scale[slot, head, place]
+
+        k, v = widened(k, p.kv_format, chosen(call.k_scale)), widened(v, p.kv_format, chosen(call.v_scale))
     return KeyBlock(start, stop, k, v, token, valid)
 
 

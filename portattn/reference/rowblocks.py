@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.reference.extents import Extent
+from portattn.reference.stored import widened
 from portattn.schema.call import Call
 
 
@@ -44,12 +45,25 @@ def load_rows(call: Call, extent: Extent, start: int, stop: int) -> RowBlock:
         rows = extent.origin[:, None] + i
         total = call.q.shape[2]
         storage = rows.masked_fill(~inside, total)
-        parts = [part[0][:, rows.clamp(max=total - 1)].transpose(0, 1) for part in parts]
+        rows = rows.clamp(max=total - 1)
+        parts = [part[0][:, rows].transpose(0, 1) for part in parts]
     else:
         parts = [part[:, :, start:stop] for part in parts]
+    if call.problem.q_format != "as_q":
+        parts = [_widened(call, part, slice(start, stop) if storage is None else rows) for part in parts]
     parts = [part.to(compute_dtype(call)) for part in parts]
     q = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     return RowBlock(start, stop, q.masked_fill(~inside[:, None, :, None], 0.0), i, inside, storage)
+
+
+def _widened(call: Call, numbers: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Quantised queries (B, Hq, n, D) of these rows, of packed ones the storage's rows (B, n), times their scales."""
+    scale = call.q_scale
+    if scale is not None and scale.ndim == 2:
+        scale = scale.repeat_interleave(call.problem.group, dim=1)[..., None]
+    elif scale is not None:
+        scale = scale[:, :, rows] if isinstance(rows, slice) else scale[0][:, rows].transpose(0, 1)
+    return widened(numbers, call.problem.q_format, scale)
 
 
 class Results:
@@ -157,7 +171,7 @@ class Statistics:
 
     @classmethod
     def empty(cls, call: Call) -> Statistics:
-        rounded = call.q.dtype is not compute_dtype(call)
+        rounded = call.dtype is not compute_dtype(call)
         out = RowTensor.zeros(call, call.problem.head_dim_v) if rounded else None
         return cls(RowTensor.zeros(call, 1), RowTensor.zeros(call, 1), out)
 

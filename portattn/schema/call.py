@@ -20,7 +20,15 @@ class Call:
                      paged: (P, Hk, page, D), (P, Hk, page, Dv)
     k_scale, v_scale  float32, what a cache's numbers are multiplied by, with strides of 0 where several share one:
                      (B, Hk), or for each token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers,
-                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format)
+                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format). Of fp8_ds_mla k is the
+                     bytes of whole rows, (P, 1, page, width), and there are no scales
+    new_v            of what writes a cache: the new values, (B, Hk, Sq, Dv); q are then the new keys, k and v the cache
+    slots            write_pages: (Sq,) int32 or int64, the slot of each new token, page·page_size + row; negative: none
+    cos, sin         of a rotary embedding, (positions, rotary_dim / 2)
+    positions        write_pages: (Sq,) int32 or int64, the row of cos and sin of each new token
+    q_scale          the same of q, where queries are quantised too (Problem.q_format): (B, Hk), or for each token
+                     (B, Hq, Sq). Scales for each token of packed tensors are (1, H, T). Beside int8 queries and keys, v
+                     is of the results' dtype and has no scale
     q_rope           mla_attention: the last D - Dv columns of the queries, (B, H, Sq, D - Dv) or packed; q holds the
                      first Dv, k whole latent rows (P, 1, page, D), and v is k[..., :Dv]
     scale            factor on the scores, 1/√D unless the caller named one
@@ -60,8 +68,14 @@ class Call:
     copied: bool = False
     dry: bool = False
     softcap: float = 0.0
+    q_scale: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    new_v: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -87,15 +101,27 @@ class Call:
     grad_slopes: torch.Tensor | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor on q's device, of q's dtype unless another is named."""
-        return self.q.new_empty(shape, dtype=dtype or self.q.dtype, device="meta" if self.dry else self.q.device)
+        """An uninitialised tensor on q's device, of the results' dtype unless another is named."""
+        return self.q.new_empty(shape, dtype=dtype or self.dtype, device="meta" if self.dry else self.q.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the results: q's, unless q is quantised."""
+        if self.problem.q_format == "as_q":
+            return self.q.dtype
+        from portattn.schema.tensors import TORCH_DTYPE
+
+        return TORCH_DTYPE[self.problem.dtype]
 
     def new_out(self) -> torch.Tensor:
-        """An uninitialised output (B, Hq, Sq, Dv) in q's dtype, laid out in memory as the caller's layout is.
+        """An uninitialised output (B, Hq, Sq, Dv) in the results' dtype, laid out in memory as the caller's layout is.
 
         Packed: (1, Hq, Tq, Dv), which is (Tq, Hq, Dv) in memory. The result of gradients, beside what they fill, is
         delta, (B, Hq, Sq) float32: the sum of each row's gradient times its result, less the gradient of its LSE.
+        What fills a cache has no result: a tensor without elements.
         """
+        if self.problem.writes:
+            return self.empty(0)
         if self.problem.backward:
             return self.new_lse()
         p = self.problem

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from portattn.schema.problem import ASKED, KvFormat, KvScales
+from portattn.schema.problem import ASKED, KvFormat, KvScales, Rotary
 
 FLAGS = frozenset({*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "large", "dropout"})
 NUMBERS = frozenset(
@@ -30,6 +30,7 @@ WORDS = {
     "page_layout": frozenset({"phd", "hpd"}),
     "kv_format": frozenset(get_args(KvFormat)),
     "kv_scales": frozenset(get_args(KvScales)),
+    "rotary": frozenset(get_args(Rotary)),
 }
 
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {

@@ -36,6 +36,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
                    mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
                    head, which takes tiles that are no power of two
+    operands       of Q·Kᵀ over quantised queries and keys: `widened` to float16, whose products are exact, or as they
+                   are `stored`, by the chip's own 8-bit products
 
     >>> import portattn
     >>> portattn.Lowering(load="descriptor").exp
@@ -55,6 +57,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     q_operand: Literal["keep", "reload"] = "keep"
     reads: Literal["masked", "inside"] = "masked"
     mulhi: Literal["native", "halves"] = "native"
+    operands: Literal["widened", "stored"] = "widened"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -17,13 +17,15 @@ from typing import Any
 # Tensors whose presence is a field of the Problem under another name.
 _FIELD_OF = {
     "cu_seqlens_q": "total_q", "cu_seqlens_k": "total_k", "page_table": "page_size", "indices": "tokens",
-    "magicpig_bits": "magicpig", "k_scale": "kv_format", "v_scale": "kv_scales",
+    "magicpig_bits": "magicpig", "k_scale": "kv_format", "v_scale": "kv_scales", "cos": "rotary", "sin": "rotary_dim",
+    "slots": "page_size",
 }  # fmt: skip
 # Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
 _NO_OPTION = frozenset({
-    "q", "k", "v", "q_rope", "counts", "magicpig_tables", "scale", "return_lse", "dropout_p", "dropout_seed",
+    "q", "k", "v", "q_scale", "q_rope", "counts", "magicpig_tables", "scale", "out_dtype", "return_lse", "dropout_p",
+    "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
-    "deterministic",
+    "deterministic", "new_v", "positions",
 })  # fmt: skip
 
 
@@ -46,6 +48,8 @@ class OpRow:
     packs_heads  whether its kernel packs the query heads of one key/value head into the rows of a tile
     latent       whether one latent row is key and value
     trained_by   of an operation that has no gradient: what has one, for the text of the error; "" where it has one
+    writes       whether it fills a cache in place and returns nothing: k and v are then the cache, q and new_v what is
+                 written there, and heads_q is heads_k
     canaries     fields of the Problems that its canaries run
     """
 
@@ -64,6 +68,7 @@ class OpRow:
     packs_heads: bool = False
     latent: bool = False
     trained_by: str = ""
+    writes: bool = False
     canaries: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @functools.cached_property
@@ -84,8 +89,8 @@ class OpRow:
 
     @property
     def always_lengths(self) -> bool:
-        """Whether a call always has its sequences' key lengths: those over pages."""
-        return "page_size" in self.needs
+        """Whether a call always has its sequences' key lengths: those over pages, and what appends after them."""
+        return "seqlens_k" in self.tensors and ("page_size" in self.needs or self.writes)
 
     @functools.cached_property
     def fixed(self) -> tuple[str, ...]:
@@ -124,9 +129,14 @@ _LATENT: dict[str, Any] = _COMMON | _PAGES | {
     "heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "dtype": "bf16",
 }  # fmt: skip
 
+_NEW: dict[str, Any] = {"batch": 1, "heads_q": 3, "heads_k": 3, "head_dim": 80, "dtype": "bf16", "seq_q": 77}
+_ROTATED: dict[str, Any] = {"rotary": "neox", "rotary_dim": 64}
+_PLACES: dict[str, Any] = {"seq_k": 240, "page_size": 16}
+
 _SCORES = ("scale", "causal", "window", "softcap")
 # What the gradients are computed of, and memory for those of Q, K and V (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
+_OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(
@@ -137,9 +147,9 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="attention",
                 title="Dense",
                 tensors=_tensors(
-                    "q k v alibi_slopes sinks bias mask seqlens_q seqlens_k leftpad_q leftpad_k dropout_seed",
+                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask {_LENGTH_NAMES} dropout_seed",
                 ),
-                values=(*_SCORES, "dropout_p", "return_lse", "layout"),
+                values=(*_SCORES, "dropout_p", "out_dtype", "return_lse", "layout"),
                 validate="portattn.validate.dense:dense_call",
                 launches="portattn.launch.dense:calls",
                 canaries=(_PLAIN | _LENGTHS | {"mask": True}, _FEATURED | _LENGTHS),
@@ -147,8 +157,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="varlen_attention",
                 title="Packed sequences",
-                tensors=_tensors("q k v cu_seqlens_q cu_seqlens_k alibi_slopes sinks dropout_seed"),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "return_lse"),
+                tensors=_tensors(f"q k v {_OPERANDS} cu_seqlens_q cu_seqlens_k alibi_slopes sinks dropout_seed"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "out_dtype", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
                 validate="portattn.validate.varlen:varlen_call",
                 launches="portattn.launch.dense:calls",
@@ -220,8 +230,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="sparse_attention",
                 title="Chosen tokens",
                 tensors=_tensors(
-                    "q k v indices counts page_table seqlens_k alibi_slopes sinks log_weights magicpig_bits"
-                    " magicpig_tables",
+                    "q k v indices counts k_scale v_scale page_table seqlens_k alibi_slopes sinks log_weights"
+                    " magicpig_bits magicpig_tables",
                     k="k_cache",
                     v="v_cache",
                 ),
@@ -242,10 +252,12 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="mla_attention",
                 title="Latent cache",
                 tensors=_tensors(
-                    "q q_rope k v page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
                     q="q_nope",
                     k="kv_pages",
                     v="kv_pages",
+                    k_scale="kv_scale",
+                    v_scale="kv_scale",
                 ),
                 values=("max_seqlen_q", *_SCORES, "num_splits", "return_lse", "layout"),
                 lengths=("max_seqlen_q",),
@@ -260,10 +272,46 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 "columns as value",
                 canaries=(_LATENT | {"causal": "bottom_right", "num_splits": 2},),
             ),
+            OpRow(
+                name="append_kv",
+                title="Appending to a contiguous cache",
+                tensors=_tensors(
+                    "q new_v k v seqlens_k k_scale v_scale cos sin", q="k", new_v="v", k="k_cache", v="v_cache"
+                ),
+                values=("rotary", "layout"),
+                validate="portattn.validate.writing:append_call",
+                launches="portattn.launch.writing:calls",
+                writes=True,
+                canaries=(
+                    _NEW | {"batch": 3, "seq_q": 19, "seq_k": 90, "seqlens_k": True},
+                    _NEW | _ROTATED | {"batch": 3, "seq_q": 19, "seq_k": 90, "seqlens_k": True, "dtype": "fp16"},
+                ),
+            ),
+            OpRow(
+                name="write_pages",
+                title="Writing pages",
+                tensors=_tensors(
+                    "q new_v k v slots k_scale v_scale cos sin positions",
+                    q="k",
+                    new_v="v",
+                    k="k_pages",
+                    v="v_pages",
+                    slots="slot_mapping",
+                ),
+                values=("rotary", "page_layout"),
+                validate="portattn.validate.writing:pages_call",
+                launches="portattn.launch.writing:calls",
+                needs=("page_size",),
+                takes=("page_size",),
+                writes=True,
+                canaries=(_NEW | _PLACES | {"dtype": "fp16"}, _NEW | _PLACES | _ROTATED),
+            ),
         )
     }
 )
 # The operations that are functions.
 PUBLIC = tuple(name for name, row in ROWS.items() if not row.gradient_of)
+# Those that fill a cache in place.
+WRITERS = tuple(name for name, row in ROWS.items() if row.writes)
 # Of an operation the one that computes its gradients.
 BACKWARD = {row.gradient_of: name for name, row in ROWS.items() if row.gradient_of}

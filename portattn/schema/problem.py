@@ -14,13 +14,16 @@ from portattn.schema.sizes import is_size
 
 Op = Literal[
     "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
-    "paged_attention", "sparse_attention", "mla_attention",
+    "paged_attention", "sparse_attention", "mla_attention", "append_kv", "write_pages",
 ]  # fmt: skip
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 # How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
-KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8"]
+KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "fp8_ds_mla"]
 KvScales = Literal["none", "head", "token"]
+# Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
+Rotary = Literal["none", "neox", "interleaved"]
+DS_MLA, DS_GROUP = "fp8_ds_mla", 128  # and how many of its numbers share a scale
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 
@@ -40,6 +43,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One attention problem: op, sizes, dtype and features. Hashable, so that plans are cached by it.
 
     op            the operation
+    dtype         of queries and results; of results alone where queries are quantised
     batch, heads_q, heads_k, seq_q, seq_k   sizes; seq_k is a cache's capacity for the ops that read one, and of packed
                   tensors seq_q and seq_k are the longest sequence's
     head_dim, head_dim_v                    width of Q and K, and of V; for mla_attention of the latent row, and of its
@@ -60,9 +64,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
     kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
-                  to q's dtype in registers
+                  in registers. attention and varlen_attention have queries in it too (q_format), and values but for
+                  int8 (v_format)
     kv_scales     what a scale of keys and one of values belong to: none, head (a key/value head of a sequence, also
-                  where all share one), token (a token and a head)
+                   where all share one), token (a token and a head). Of queries the same
+    rotary, rotary_dim  of what writes a cache: keys get a rotary embedding on the way, of so many first columns
     large         a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
     needs_grad    autograd will ask for gradients
     dropout       dropout_p > 0
@@ -113,6 +119,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     return_lse: bool = False
     kv_format: KvFormat = "as_q"
     kv_scales: KvScales = "none"
+    rotary: Rotary = "none"
+    rotary_dim: int = 0
     layout: Layout = "bhsd"
     aligned: bool = True
     large: bool = False
@@ -133,6 +141,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ("page_layout", get_args(PageLayout)),
             ("kv_format", get_args(KvFormat)),
             ("kv_scales", get_args(KvScales)),
+            ("rotary", get_args(Rotary)),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
@@ -160,6 +169,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if given != absent and name not in row.takes:
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
         self._check_cache()
+        if row.writes:
+            self._check_written()
         if row.latent and (self.heads_k != 1 or self.head_dim_v > self.head_dim):
             raise ArgumentError(
                 self.op, "heads_k, head_dim_v", (self.heads_k, self.head_dim_v), "must be 1, and at most head_dim"
@@ -173,15 +184,50 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return
         if "k_scale" not in ROWS[self.op].tensors:
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
-        if self.dtype == "fp32":
+        if self.q_format not in ("as_q", "int8") and self.kv_scales == "token":
+            limit = f"must be none or head with q, k and v of {self.kv_format}"
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
+        if self.dtype == "fp32" and not self.writes:
             raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
         if self.kv_format == "int8" and self.kv_scales == "none":
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, "must be head or token with kv_format int8")
+        if self.kv_format == DS_MLA:
+            self._check_ds_mla()
+
+    def _check_ds_mla(self) -> None:
+        """Rows of numbers, scales and rotary numbers: of a latent cache alone, with queries of their rotary dtype."""
+        if not ROWS[self.op].latent:
+            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads no latent rows")
+        if self.kv_scales != "none":
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, f"must be none: {DS_MLA} rows hold their scales")
+        if self.dtype != "bf16":
+            raise ArgumentError(self.op, "dtype", self.dtype, f"must be bf16 with kv_format {DS_MLA}")
+        if self.head_dim_v % DS_GROUP:
+            limit = f"must be a multiple of {DS_GROUP} with kv_format {DS_MLA}"
+            raise ArgumentError(self.op, "head_dim_v", self.head_dim_v, limit)
+
+    def _check_written(self) -> None:
+        if self.heads_q != self.heads_k:
+            raise ArgumentError(self.op, "heads_q", self.heads_q, f"must be heads_k, {self.heads_k}")
+        if (self.rotary == "none") != (self.rotary_dim == 0) or self.rotary_dim % 2:
+            raise ArgumentError(self.op, "rotary_dim", self.rotary_dim, "must be even, and 0 exactly without rotary")
+        if self.rotary_dim > self.head_dim:
+            raise ArgumentError(self.op, "rotary_dim", self.rotary_dim, f"must be at most head_dim, {self.head_dim}")
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_k
+
+    @property
+    def q_format(self) -> str:
+        """Format of the queries: as_q unless they are quantised as the keys are."""
+        return self.kv_format if "q_scale" in ROWS[self.op].tensors else "as_q"
+
+    @property
+    def v_format(self) -> str:
+        """Format of the values: that of the keys, but for those beside quantised queries and keys of int8."""
+        return "as_q" if self.q_format == "int8" else self.kv_format
 
     @property
     def padded(self) -> bool:
@@ -202,6 +248,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def backward(self) -> bool:
         """Whether it is the gradients of an operation."""
         return bool(ROWS[self.op].gradient_of)
+
+    @property
+    def writes(self) -> bool:
+        """Whether a cache is written, and nothing attended."""
+        return ROWS[self.op].writes
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -281,12 +332,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "page_layout": self.page_layout,
             "kv_format": self.kv_format,
             "kv_scales": self.kv_scales,
+            "rotary": self.rotary,
         }
 
     def flops(self) -> int:
         """Floating-point operations: 2·D per score and 2·Dv per value, causal counting only what is
         attended (half the square when seq_q = seq_k). Windows and masks count as if they hid nothing. Of gradients 2.5
         times as many: five products for two."""
+        if self.writes:
+            return 0
         pairs = self.seq_q * (self.tokens or self.seq_k)
         if self.causal != "none":
             # Keys that row i sees: bottom_right i + 1 + (Sk - Sq), top_left i + 1, both clamped to 0..Sk.
@@ -300,12 +354,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __str__(self) -> str:
         rows, keys = self.query_rows, f"({self.batch},{self.heads_k},{self.seq_k},{self.head_dim})"
+        if self.writes:
+            return self._written(keys)
         shape = f"q ({rows[0]},{self.heads_q},{rows[1]},{self.head_dim})"
         if self.packed:
             shape = f"q ({self.total_q},{self.heads_q},{self.head_dim})"
         if self.total_k is not None:
             keys = f"({self.total_k},{self.heads_k},{self.head_dim})"
-        stored = [f"cache {self.kv_format} scales {self.kv_scales}"] if self.kv_format != "as_q" else []
+        whose = "cache" if self.q_format == "as_q" else "q,k" if self.q_format == "int8" else "q,k,v"
+        stored = [f"{whose} {self.kv_format} scales {self.kv_scales}"] if self.kv_format != "as_q" else []
         sizes = [
             f"{name} {getattr(self, name)}" for name in ("page_size", "tokens", "num_splits") if getattr(self, name)
         ]
@@ -317,12 +374,29 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         window = [f"window ({self.window_left},{right})"] if self.window else []
         return " ".join([self.op, shape, f"kv {keys}", self.dtype, *stored, *sizes, *causal, *window, *flags])
 
+    def _written(self, cache: str) -> str:
+        new = f"new ({self.batch},{self.heads_k},{self.seq_q},{self.head_dim})"
+        stored = f"cache {self.kv_format} scales {self.kv_scales}" if self.kv_format != "as_q" else ""
+        size = f"page_size {self.page_size}" if self.page_size else ""
+        rotary = f"rotary {self.rotary} {self.rotary_dim}" if self.rotary_dim else ""
+        return " ".join(filter(None, [self.op, new, cache, self.dtype, stored, size, rotary]))
+
+
+def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
+    """Bytes of a latent row in vLLM's fp8_ds_mla: e4m3 numbers, a float32 scale for each 128, bfloat16 rotary numbers.
+
+    >>> ds_row_bytes(576, 512)
+    656
+    """
+    return head_dim_v + head_dim_v // DS_GROUP * 4 + 2 * (head_dim - head_dim_v)
+
 
 # Sizes, types, places in memory, and what only refines another field: no demands.
 _PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
         "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "kv_scales",
+        "rotary_dim",
     }
 )  # fmt: skip
 # Fields that an op is not called without.
@@ -362,4 +436,5 @@ _LIMITS = {
     "page_size": (0, MAX_SIZE),
     "tokens": (0, MAX_LENGTH),
     "num_splits": (0, MAX_SPLITS),
+    "rotary_dim": (0, MAX_HEAD_DIM),
 }

@@ -19,6 +19,8 @@ KV_FORMAT = {
     torch.int8: "int8",
 }
 KV_DTYPE = {name: dtype for dtype, name in KV_FORMAT.items()}
+# The largest number that is written in each, on both sides of 0.
+KV_LARGEST = {name: 127.0 if name == "int8" else torch.finfo(dtype).max for name, dtype in KV_DTYPE.items()}
 # What a Call holds of each: kernels read float8 numbers as bytes, since no compiler knows all of them. They are signed,
 # since triton-ascend refuses unsigned integers.
 KV_STORED = torch.int8

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,7 @@ from portattn.planning.variant_path import source_digest
 from portattn.schema.ops import ROWS
 from portattn.schema.outcome import CompileRecord, Incident
 from portattn.schema.plan import Plan
-from portattn.schema.problem import Problem
+from portattn.schema.problem import KvFormat, KvScales, Problem
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
 from portattn.testing.numerics import COMPARE, numerics, request_of
@@ -53,6 +54,11 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
     op: tuple(Problem(op=op, **fields) for fields in row.canaries)  # type: ignore[arg-type]
     for op, row in ROWS.items()
 }
+# What `portattn verify` runs beside them over quantised caches: each format, and every kind of scales.
+_STORED: tuple[tuple[KvFormat, KvScales], ...] = (
+    ("e4m3", "token"), ("e5m2", "none"), ("e4m3fnuz", "head"), ("int8", "token"),
+)  # fmt: skip
+STORED = dict.fromkeys(("decode_attention", "paged_attention"), _STORED)
 
 
 def check(made: Plan, target: Target, settings: Settings, device: torch.device) -> CompileRecord | None:
@@ -64,7 +70,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
     if not canaries_wanted(target, settings):
         return None
     records = store(settings)
-    key = key_of(family(made), target)
+    key = key_of(family(made), target, stored_as(made.problem))
     seconds = settings.compile_seconds
     found = records.get(key, seconds)
     if found is None:
@@ -77,7 +83,8 @@ def known_failure(made: Plan, target: Target, settings: Settings) -> CompileReco
     """The record that quarantines the plan's kernel family here, if there is one. Nothing is run."""
     if not made.key or not canaries_wanted(target, settings):
         return None
-    found = store(settings).get(key_of(family(made), target), settings.compile_seconds)
+    key = key_of(family(made), target, stored_as(made.problem))
+    found = store(settings).get(key, settings.compile_seconds)
     return found if found is not None and not found.passed else None
 
 
@@ -87,17 +94,43 @@ def family(made: Plan) -> str:
 
 
 def cases(made: Plan) -> tuple[Problem, ...]:
-    """The set of a plan's family: that of its op, unless a variant has one of its own."""
-    variant = variant_of(made)
-    return (variant.canaries if variant else ()) or CASES[made.problem.op]
+    """The set of a plan's family: that of its op, unless a variant has one of its own.
+
+    Over a quantised cache it is the same set with the plan's format and kind of scales: a compiler that widens one of
+    them wrongly says nothing of the others, and nothing of the cache in the queries' dtype.
+    """
+    variant, p = variant_of(made), made.problem
+    found = (variant.canaries if variant else ()) or CASES[p.op]
+    return tuple(over(problem, p.kv_format, p.kv_scales) for problem in found)
 
 
-def key_of(kernel: str, target: Target) -> str:
-    """What a canary's record is about: the family's source, the chip, and every component of the toolchain."""
+def over(problem: Problem, kv_format: KvFormat, kv_scales: KvScales) -> Problem:
+    """The problem over a cache of that format; itself for as_q."""
+    if kv_format == "as_q":
+        return problem
+    return msgspec.structs.replace(problem, kv_format=kv_format, kv_scales=kv_scales)
+
+
+def of_op(op: str) -> tuple[Problem, ...]:
+    """Every canary of an op: its set, then a problem for each format of a quantised cache that STORED names."""
+    stored = STORED.get(op, ())
+    return (*CASES[op], *(over(p, *one) for p, one in zip(itertools.cycle(CASES[op]), stored, strict=False)))
+
+
+def stored_as(problem: Problem) -> str:
+    """Format and scales of a quantised cache, as a record's key has them; empty where it is the queries' dtype."""
+    return "" if problem.kv_format == "as_q" else f"{problem.kv_format} scales {problem.kv_scales}"
+
+
+def key_of(kernel: str, target: Target, stored: str = "") -> str:
+    """What a canary's record is about: the family's source, the chip, every component of the toolchain, and `stored_as`
+    of its problems.
+    """
     found, backend = target.toolchain, Registry.load().backends[target.backend]
     variant = next((variant for variant in backend.variants if variant.name == kernel), None)
     source = source_digest(variant) if variant else kernel_source_digest()
-    parts = ("canary", VERSION, __version__, source, kernel, target.name, str(found), found.components)
+    about = (kernel, target.name, str(found), found.components, *((stored,) if stored else ()))
+    parts = ("canary", VERSION, __version__, source, *about)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -108,6 +141,7 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     core goes on, since what follows it is slower or absent; a variant does not, since the core follows it.
     """
     worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
+    stored = stored_as(made.problem)
     with Worker(runs="kernels") as worker:
         for problem in cases(made):
             case = planned(problem, target, settings, made.path)
@@ -122,24 +156,25 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
                 kept = records.add_incident(incident)
                 return records.put(
                     _record(
-                        kernel, target, passed=False, level="declared", reason=incident.message,
+                        kernel, target, stored, passed=False, level="declared", reason=incident.message,
                         incident=incident.id if kept else "",
                         **{"standing": "timeout", "limit": settings.compile_seconds} if symptom == "hang" else {},
                     )
                 )  # fmt: skip
             if cause:
                 silent = cause
-                warn_caller(f"canary of {kernel} on {target}: inconclusive: {cause}")
+                where = f" over a cache {stored}" if stored else ""
+                warn_caller(f"canary of {kernel}{where} on {target}: inconclusive: {cause}")
                 continue
             ran += 1
             worst = max(worst, float(reply.facts["error"]))
     if ran:
-        passed = _record(kernel, target, passed=True, level="runs", error=worst)
+        passed = _record(kernel, target, stored, passed=True, level="runs", error=worst)
         records.put(passed)
     else:
         core = variant_of(made) is None
         reason = "" if core else f"no canary of it could say whether it is right here: {silent}"
-        passed = _record(kernel, target, passed=core, level="declared", reason=reason)
+        passed = _record(kernel, target, stored, passed=core, level="declared", reason=reason)
         records.remember(passed, passing=False)
     return passed
 
@@ -180,9 +215,9 @@ def judged(reply: Reply, target: Target, problem: Problem) -> tuple[Symptom | Li
     return "", seen.reason
 
 
-def _record(kernel: str, target: Target, **seen: Any) -> CompileRecord:
+def _record(kernel: str, target: Target, stored: str, **seen: Any) -> CompileRecord:
     return CompileRecord(
-        key=key_of(kernel, target),
+        key=key_of(kernel, target, stored),
         kernel=kernel,
         target=target.name,
         toolchain=str(target.toolchain),

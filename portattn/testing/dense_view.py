@@ -14,6 +14,7 @@ from portattn.reference.dropout import keep_mask
 from portattn.reference.magicpig import log_sampling_probability
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES, of_kinds
+from portattn.schema.problem import DS_GROUP, DS_MLA
 from portattn.schema.tensors import KV_DTYPE
 
 # Tensors that are added to scores, or to a row's sum.
@@ -202,9 +203,14 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
     if rows is not None and p.packed:
         raise ValueError("rows of packed queries are of many sequences: only all of them can be asked for")
     i = torch.arange(p.seq_q, device=call.q.device) if rows is None else rows
-    q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=3)
+    q = _queries(call) if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=3)
     q = _padded(q, call.cu_seqlens_q, p.seq_q) if p.packed else q[:, :, i]
-    k, v = _dequantised(call, call.k, call.k_scale), _dequantised(call, call.v, call.v_scale)
+    if p.kv_format == DS_MLA:
+        k = _dequantised_rows(call)
+        v = k[..., : p.head_dim_v]
+    else:
+        k = _dequantised(call, call.k, p.kv_format, call.k_scale)
+        v = _dequantised(call, call.v, p.v_format, call.v_scale)
     j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
     keep = allowed(call, i)[:, None]
     if call.indices is not None and call.counts is not None:
@@ -258,15 +264,49 @@ def _padded(packed: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int)
     return padded
 
 
-def _dequantised(call: Call, storage: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Keys or values (B, Hk, Sk, X) by position; of a cache of narrow numbers these times their scales, in float64."""
-    if call.problem.kv_format == "as_q":
+def _queries(call: Call) -> torch.Tensor:
+    """Queries as they are stored; quantised ones times their scales, in float64."""
+    p, scale = call.problem, call.q_scale
+    if p.q_format == "as_q":
+        return call.q
+    numbers = call.q.view(KV_DTYPE[p.q_format]).double()
+    if scale is None:
+        return numbers
+    if scale.ndim == 3:
+        return numbers * scale.double()[..., None]
+    by_head = scale.double().repeat_interleave(p.group, dim=1)  # (B, Hq)
+    if not p.packed:
+        return numbers * by_head[:, :, None, None]
+    assert call.cu_seqlens_q is not None
+    scaled = numbers.clone()
+    for b, (first, length) in enumerate(zip(*_packed(call.cu_seqlens_q, call.q.shape[2], p.seq_q), strict=True)):
+        scaled[0, :, first : first + length] *= by_head[b][:, None, None]
+    return scaled
+
+
+def _dequantised(call: Call, storage: torch.Tensor, kind: str, scale: torch.Tensor | None) -> torch.Tensor:
+    """Keys or values (B, Hk, Sk, X) by position; narrow numbers of a format times their scales, in float64."""
+    if kind == "as_q":
         return _in_order(call, storage)
-    numbers = _in_order(call, storage).view(KV_DTYPE[call.problem.kv_format]).double()
+    numbers = _in_order(call, storage).view(KV_DTYPE[kind]).double()
     if scale is None:
         return numbers
     by_token = scale[:, :, None] if scale.ndim == 2 else _in_order(call, scale[..., None])[..., 0]
     return numbers * by_token.double()[..., None]
+
+
+def _dequantised_rows(call: Call) -> torch.Tensor:
+    """Latent rows (B, 1, Sk, D) of fp8_ds_mla bytes by position, in float64."""
+    p = call.problem
+    rows = _in_order(call, call.k).contiguous()
+    found = rows.new_zeros(*rows.shape[:3], p.head_dim, dtype=torch.float64)
+    scales_at, rotary_at = p.head_dim_v, p.head_dim_v + p.head_dim_v // DS_GROUP * 4
+    for group in range(p.head_dim_v // DS_GROUP):
+        columns = slice(group * DS_GROUP, (group + 1) * DS_GROUP)
+        scale = rows[..., scales_at + 4 * group : scales_at + 4 * group + 4].clone().view(torch.float32)
+        found[..., columns] = rows[..., columns].clone().view(KV_DTYPE["e4m3"]).double() * scale
+    found[..., p.head_dim_v :] = rows[..., rotary_at:].clone().view(torch.bfloat16)
+    return found
 
 
 def _in_order(call: Call, storage: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,10 @@ def random_call(
 
     Raises ValueError where the strides do not exist for the problem, or its pages do not make up its capacity.
     """
+    if problem.writes:
+        from portattn.testing.random_writing import random_writing
+
+        return random_writing(problem, seed, device=device, spare=strides != "plain")
     if problem.backward:
         from portattn.testing.random_gradients import random_gradients  # which computes the forward
 
@@ -90,16 +94,24 @@ def random_call(
     q.masked_fill_(spoilt[:, None, :, None], float("nan"))
     unused = storage.unused(_attended(p, lengths, features), places, shared=strides == "expanded")
     _poison(p, k, v, unused, poison, generator)
-    k_scale = v_scale = None
+    q_scale = k_scale = v_scale = None
     if p.kv_format != "as_q":
-        (k, k_scale), (v, v_scale) = (stored(p, values, unused, generator) for values in (k, v))
+        k, k_scale = stored(p, k, unused, generator)
+        v, v_scale = stored(p, v, unused, generator) if p.v_format != "as_q" else (v, None)
+        if p.op == "mla_attention":  # a latent row is key and value
+            v, v_scale = k[..., : p.head_dim_v], k_scale
+    if p.q_format != "as_q":
+        q, q_scale = stored(p, q, spoilt[:, None].expand(q.shape[:3]), generator)
     queries, (k, v) = _queries(p, q, strides, device), _caches(p, k, v, strides, device)
-    if k_scale is not None and v_scale is not None and p.kv_scales == "token":  # laid out as the cache is
-        k_scale, v_scale = (t[..., 0] for t in _caches(p, k_scale[..., None], v_scale[..., None], strides, device))
+    if k_scale is not None and p.kv_scales == "token":  # laid out as the cache is
+        scales = k_scale if v_scale is None else v_scale
+        k_scale, scales = (t[..., 0] for t in _caches(p, k_scale[..., None], scales[..., None], strides, device))
+        v_scale = None if v_scale is None else scales
+        q_scale = None if q_scale is None else _queries(p, q_scale[..., None], strides, device)[0][..., 0]
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None
-    call.k_scale = None if k_scale is None else k_scale.to(device)
-    call.v_scale = None if v_scale is None else v_scale.to(device)
+    for name, numbers in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        setattr(call, name, None if numbers is None else numbers.to(device))
     for name, value in (lengths.given(p) | {"page_table": table} | features).items():
         setattr(call, name, None if value is None else _moved(value, device))
     if p.dropout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from portattn.schema.problem import Problem
+from portattn.schema.problem import DS_GROUP, DS_MLA, Problem
 from portattn.schema.tensors import KV_DTYPE, KV_STORED
 
 SPREAD = 2.0  # scales differ by factors up to this from the one that fills the format's range
@@ -21,12 +21,16 @@ def stored(
 
     Scales are (B, Hk), or (batch, Hk, rows) for each token; None where there are none, and the numbers are the values.
     """
+    if p.kv_format == DS_MLA:
+        return _latent_rows(p, values, unused, generator), None
     kind, dtype = p.kv_format, KV_DTYPE[p.kv_format]
     largest = _LARGEST.get(kind) or torch.finfo(dtype).max
     if p.kv_scales == "none":
         scale, by_row = None, torch.ones(())
     else:
         shape = (p.batch, p.heads_k) if p.kv_scales == "head" else values.shape[:3]
+        if p.op == "mla_attention" and p.kv_scales == "head":
+            shape = (1, 1)  # all latent rows have one
         filling = float(values.nan_to_num(0.0).abs().max()) / largest if values.numel() else 1.0
         scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
         by_row = scale[..., None]
@@ -37,7 +41,30 @@ def stored(
         numbers = numbers.round().nan_to_num(0.0)
     if p.kv_scales == "token":
         assert scale is not None
-        wild = torch.tensor([float("nan"), float("inf"), -1.0, 0.0, -float("inf")])
-        drawn = wild[torch.randint(len(wild), scale.shape, generator=generator)]
-        scale = torch.where(unused, drawn, scale)
+        scale = _wild(scale, unused, generator)
+    if p.op == "mla_attention" and scale is not None and p.kv_scales == "head":
+        scale = scale.expand(p.batch, 1)
     return numbers.to(dtype).view(KV_STORED), scale
+
+
+def _wild(scale: torch.Tensor, unused: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The scales, but where they are unused what no scale may be."""
+    wild = torch.tensor([float("nan"), float("inf"), -1.0, 0.0, -float("inf")])
+    return torch.where(unused, wild[torch.randint(len(wild), scale.shape, generator=generator)], scale)
+
+
+def _latent_rows(p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Latent rows (P, 1, page, D) as the bytes of fp8_ds_mla rows.
+
+    Each group has a scale of its own, a power of two: with such scales kernels' rows are exact in bfloat16, as the
+    budget of an LSE asks (docs/low-precision.md).
+    """
+    numbers = values[..., : p.head_dim_v].float().unflatten(-1, (-1, DS_GROUP))
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    spread = torch.randint(2, numbers.shape[:-1], generator=generator)
+    scale = torch.exp2((numbers.nan_to_num(0.0).abs().amax(dim=-1) / largest).clamp(min=1e-6).log2().ceil() + spread)
+    codes = (numbers / scale[..., None]).clamp(-largest, largest).to(torch.float8_e4m3fn).flatten(-2)
+    scale = _wild(scale, unused[..., None].expand_as(scale), generator)
+    rotary = values[..., p.head_dim_v :].to(torch.bfloat16).contiguous()
+    parts = (codes.view(KV_STORED), scale.contiguous().view(KV_STORED), rotary.view(KV_STORED))
+    return torch.cat(parts, dim=-1)

@@ -15,7 +15,7 @@ import torch
 from portattn.launch import run_core
 from portattn.launch.variant import run_variant
 from portattn.planning.registry import Registry
-from portattn.reference import blockwise, gradients
+from portattn.reference import blockwise, gradients, writing
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.plan import Plan
@@ -37,7 +37,8 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
     enter(RUNS)
     with nan_filled_memory(), torch.no_grad():
         if request["path"] == "reference":
-            out, lse = (gradients if call.problem.backward else blockwise).run(call)
+            reference = writing if call.problem.writes else gradients if call.problem.backward else blockwise
+            out, lse = reference.run(call)
         elif "lowering" in request:
             out, lse = run_core(plan_of(request, target), call, target.arch.cores)
         else:

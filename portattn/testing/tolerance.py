@@ -90,8 +90,8 @@ def same_dtype(
     """
     view = dense_view(call, rows)
     q, k, v = view.q, view.k, view.v
-    if call.problem.kv_format != "as_q":  # the dequantised numbers in q's dtype
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    if call.problem.kv_format != "as_q":  # the dequantised numbers in the results' dtype
+        q, k, v = (operand.to(call.dtype) for operand in (q, k, v))
     bits = FRACTION_BITS.get(precision) if call.q.dtype is torch.float32 else None
     if bits is not None:
         q, k, v = (rounded(operand, bits) for operand in (q, k, v))

@@ -10,7 +10,7 @@ import click
 from portattn.errors import ArgumentError
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Problem
+from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Problem, Rotary
 from portattn.schema.target import Target
 from portattn.tools import shell_values
 from portattn.tools.shell_values import ALIGNMENTS as CAUSAL
@@ -24,11 +24,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "paged_attention": ("page_size",),
     "sparse_attention": ("tokens",),
     "mla_attention": ("page_size", "dv"),
+    "write_pages": ("page_size",),
 }
 _DEFAULTS = {
     "layout": "bhsd",
     "page_layout": "phd",
     "kv_format": "as_q",
+    "rotary": "none",
 }  # of what is no flag and not None when it is not given
 
 
@@ -61,7 +63,7 @@ def problem_options(function: F) -> F:
                 "q",
                 required=True,
                 metavar="B,H,S,D",
-                help="Shape of the queries, in this order; packed: B sequences, the longest of S.",
+                help="Shape of the queries, or of new keys, in this order; packed: B sequences, the longest of S.",
             ),
             click.option(
                 "--kv",
@@ -105,6 +107,14 @@ def problem_options(function: F) -> F:
                 metavar="|".join(get_args(KvScales)),
                 help="What a scale of a quantised cache belongs to; of int8 token by default, of float8 none.",
             ),
+            click.option(
+                "--rotary",
+                default="none",
+                show_default=True,
+                metavar="|".join(get_args(Rotary)),
+                help="New keys are rotated on their way into the cache.",
+            ),
+            click.option("--rotary-dim", type=int, metavar="N", help="Columns that are rotated; all by default."),
             click.option("--total-q", type=int, metavar="N", help="Queries are packed, N rows together."),
             click.option("--total-k", type=int, metavar="N", help="Keys are packed, N rows together."),
             click.option("--page-size", type=int, metavar="N", help="The cache has pages of N tokens."),
@@ -192,6 +202,9 @@ def problem_from(
                 raise ArgumentError(op, _option(name), True, "goes with queries that are not packed (--total-q)")
     given["kv_scales"] = given["kv_scales"] or ("token" if given["kv_format"] == "int8" else "none")
     given["seqlens_k"] = given["seqlens_k"] or ROWS[op].always_lengths
+    if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:
+        given["rotary_dim"] = head_dim
+    given["rotary_dim"] = given["rotary_dim"] or 0
     counts: dict[str, Any] = {name: given.pop(name) or 0 for name in ("page_size", "tokens", "num_splits")}
     return Problem(
         op=op,  # type: ignore[arg-type]  # Problem checks its vocabulary, and names what it does not know
@@ -206,7 +219,10 @@ def problem_from(
         return_lse=lse,
         aligned=not unaligned,
         # With tokens first, rows of one head are equally far apart in a page and from one page to the next.
-        pages_in_line=ROWS[op].always_lengths and not pages_apart and (given["page_layout"] == "phd" or heads_k == 1),
+        pages_in_line=ROWS[op].always_lengths
+        and page_size > 0
+        and not pages_apart
+        and (given["page_layout"] == "phd" or heads_k == 1),
         **_masked(op, causal, window, seq_q + seq_k),
         **counts,
         **given,

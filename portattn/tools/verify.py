@@ -108,7 +108,7 @@ def verify(
         lab.worker(str(target.toolchain)) if compiles else contextlib.nullcontext(running) as compiling,
     ):
         for op in ops or OPS:
-            for problem in canary.CASES[op]:
+            for problem in canary.of_op(op):
                 say(f"{problem}")
                 core = _core(problem, target, settings)
                 if isinstance(core, str):

@@ -23,6 +23,7 @@ def build(
     problem: Mapping[str, Any],
     call: Mapping[str, Any],
     differentiable: tuple[torch.Tensor | None, ...],
+    dtype: torch.dtype | None = None,
 ) -> Call:
     """The Call of checked arguments.
 
@@ -30,6 +31,7 @@ def build(
                     head_dim_v columns of k
     problem, call   the other fields of either that are this op's own
     differentiable  what gradients could be asked for, beside the features
+    dtype           of the results; None for q's
     """
     views: dict[str, Any] = {name: reachable(tensor.resolve_neg()) for name, tensor in tensors.items()}
     copied = features.copied or any(views[name] is not tensor for name, tensor in tensors.items())
@@ -39,7 +41,7 @@ def build(
     paged = bool(problem.get("page_size")) and op != "sparse_attention"  # whose tokens lie anywhere
     made = Problem(
         op=op,  # type: ignore[arg-type]
-        dtype=DTYPES[views["q"].dtype],  # type: ignore[arg-type]
+        dtype=DTYPES[dtype or views["q"].dtype],  # type: ignore[arg-type]
         pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
         aligned=all(aligned(tensor) for tensor in columns),
         large=is_large(*columns),
@@ -49,6 +51,7 @@ def build(
         **features.problem,
     )
     if made.needs_grad and made.kv_format != "as_q":
-        limit = f"{op} has no gradient with a cache of {made.kv_format}: call it under torch.no_grad()"
+        whose = "a cache" if made.q_format == "as_q" else "queries and keys"
+        limit = f"{op} has no gradient with {whose} of {made.kv_format}: call it under torch.no_grad()"
         raise ArgumentError(op, "requires_grad", True, limit)
     return Call(problem=made, scale=scale, copied=copied, **views, **call, **features.call)

@@ -56,7 +56,7 @@ def check_tensor(
 def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
     """What takes tensors of such a dtype, where another operation does; what a dtype that none takes may stand for."""
     if dtype in KV_FORMAT and dtype not in taken:
-        return "; decode_attention and paged_attention take caches of it"
+        return "; the operations that read a cache take caches of it"
     if dtype is torch.uint8:
         return "; int4 numbers, two to a byte, are taken by no operation"
     return ""

@@ -27,6 +27,7 @@ from portattn.validate.checks import (
 from portattn.validate.features import Features, Scores
 from portattn.validate.layouts import AXES as AXES
 from portattn.validate.layouts import with_advice
+from portattn.validate.quantised import Operands
 from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
 
 
@@ -67,8 +68,10 @@ def _attention_call(
     num_splits: int | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **features: Any,
 ) -> Call:
     """As attention_call.
@@ -76,13 +79,18 @@ def _attention_call(
     features  the other arguments by name, each checked by Features
     """
     check_layout(op, layout)
+    every = "q_scale" in ROWS[op].tensors  # queries may be quantised too
     for name, tensor in zip(names, (q, k, v), strict=True):
-        cached = name != names[0] and "k_scale" in ROWS[op].tensors
-        check_tensor(op, name, tensor, AXES[layout], CACHE_DTYPES if cached else DTYPES)
+        narrow = name != names[0] or every
+        check_tensor(op, name, tensor, AXES[layout], CACHE_DTYPES if narrow else DTYPES)
     q_name, k_name, v_name = names
-    stored = check_format(op, (k_name, v_name), k, v, q)
-    k, v = as_stored(k, stored), as_stored(v, stored)
-    given_tokens = tuple(k.shape[:3])
+    operands = Operands(op, q, k, v, out_dtype) if every else None
+    stored = check_format(op, (k_name, v_name), k, v, q) if operands is None else operands.kind
+    given_rows, given_tokens = tuple(q.shape[:3]), tuple(k.shape[:3])
+    if operands is None:
+        k, v = as_stored(k, stored), as_stored(v, stored)
+    else:
+        q, k, v = operands.stored(q, k, v)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     batch, heads_q, seq_q, head_dim = q.shape
@@ -111,12 +119,19 @@ def _attention_call(
         if length is not None:
             check_int32(op, name, length, (batch,), "(batch,)", q.device)
     shapes = ScaleShapes(batch, k.shape[1], given_tokens, ", ".join(AXES[layout][:3]), layout == "bshd")
-    kv_scales, scales = check_scales(op, stored, k_scale, v_scale, shapes, q.device)
+    if operands is None:
+        kv_scales, scales = check_scales(op, stored, k_scale, v_scale, shapes, q.device)
+    else:
+        by_row = ScaleShapes(batch, k.shape[1], given_rows, shapes.axes, shapes.swapped)
+        kv_scales, scales = operands.scales({"q": q_scale, "k": k_scale, "v": v_scale}, {"q": by_row, "k": shapes})
     if values.reads(settings, q):
         values.lengths(op, "q", seqlens_q, leftpad_q, seq_q)
         values.lengths(op, "k", seqlens_k, leftpad_k, seq_k)
-        values.scales(op, scales, values.Tokens(seq_k, seqlens_k, leftpad_k))
-    found = Features(op, q.device, q.dtype)
+        tokens = values.Tokens(seq_k, seqlens_k, leftpad_k)
+        values.scales(op, {n: s for n, s in scales.items() if n != "q_scale" or s.ndim == 2}, tokens)
+        rows = values.Tokens(seq_q, seqlens_q, leftpad_q)
+        values.scales(op, {n: s for n, s in scales.items() if n == "q_scale" and s.ndim == 3}, rows)
+    found = Features(op, q.device, q.dtype if operands is None else operands.dtype)
     found.check(features, Scores(batch, heads_q, seq_q, seq_k, alignment, seq_q + seq_k))
 
     return build(
@@ -141,7 +156,8 @@ def _attention_call(
             "dropout": dropout_p > 0.0,
         },
         call={**lengths, **scales, "dropout_p": dropout_p, "dropout_seed": dropout_seed if dropout_p else None},
-        differentiable=(q, k, v, k_scale, v_scale),
+        differentiable=(q, k, v, q_scale, k_scale, v_scale),
+        dtype=None if operands is None else operands.dtype,
     )
 
 

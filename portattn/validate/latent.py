@@ -15,13 +15,12 @@ from portattn.validate.building import build
 from portattn.validate.checks import (
     check_causal,
     check_flag,
-    check_like,
     check_number,
     check_splits,
-    check_tensor,
     check_width,
 )
 from portattn.validate.features import Features
+from portattn.validate.latent_rows import check_latent, check_latent_scale
 from portattn.validate.paged import Queries, check_table
 
 OP: Op = "mla_attention"
@@ -35,6 +34,7 @@ def mla_call(
     seqlens_k: torch.Tensor | None,
     *,
     settings: Settings,
+    kv_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     scale: float,
@@ -46,12 +46,8 @@ def mla_call(
 ) -> Call:
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q_nope": q_nope, "q_rope": q_rope}, layout, cu_seqlens_q, max_seqlen_q, settings)
-    check_tensor(OP, "kv_pages", kv_pages, ("pages", "page_size", "rank + rope"))
-    check_like(OP, "kv_pages", kv_pages, "q_nope", q_nope)
     rank, rope = q_nope.shape[-1], q_rope.shape[-1]
-    if kv_pages.shape[2] != rank + rope:
-        limit = f"must be q_nope's and q_rope's head_dim together, {rank} + {rope}"
-        raise ArgumentError(OP, "kv_pages's head_dim", kv_pages.shape[2], limit)
+    kv_pages, stored = check_latent(OP, kv_pages, kv_scale, q_nope, rank, rope)
     check_width(OP, "kv_pages", rank + rope)
     for name, width in (("q_nope", rank), ("q_rope", rope)):
         if width < 1:
@@ -59,12 +55,15 @@ def mla_call(
     page_size = kv_pages.shape[1]
     if page_size < 1:
         raise ArgumentError(OP, "kv_pages's page_size", page_size, "must be at least 1")
+    kv_scales, scales = check_latent_scale(OP, stored, kv_scale, kv_pages, queries.batch, q_nope.device)
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q_nope.device, kv_pages, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
     if values.reads(settings, q_nope):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, kv_pages.shape[0])
+        if kv_scale is not None:
+            values.scales(OP, {"kv_scale": scales["k_scale"]}, values.Tokens(capacity, seqlens_k, None, page_table))
     alignment = check_causal(OP, causal)
     scale = check_number(OP, "scale", scale)
     check_flag(OP, "return_lse", return_lse)
@@ -86,8 +85,10 @@ def mla_call(
             "page_size": page_size,
             "num_splits": splits,
             "return_lse": return_lse,
+            "kv_format": stored,
+            "kv_scales": kv_scales,
             **queries.problem,
         },
-        call={"seqlens_k": seqlens_k, "page_table": page_table, **queries.call},
-        differentiable=(q_nope, q_rope, kv_pages),
+        call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
+        differentiable=(q_nope, q_rope, kv_pages, kv_scale),
     )

@@ -16,7 +16,6 @@ from portattn.validate.checks import (
     check_equal,
     check_flag,
     check_int32,
-    check_like,
     check_number,
     check_place,
     check_splits,
@@ -25,7 +24,8 @@ from portattn.validate.checks import (
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features, Scores
-from portattn.validate.paged import check_page_layout, check_pages, check_table
+from portattn.validate.paged import PAGE_AXES, check_page_layout, check_pages, check_table
+from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
 
 OP: Op = "sparse_attention"
 LEAST_TABLES = 2  # MagicPIG samples what is found in two tables or more
@@ -39,6 +39,8 @@ def sparse_call(
     counts: torch.Tensor,
     *,
     settings: Settings,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     seqlens_k: torch.Tensor | None = None,
     log_weights: torch.Tensor | None = None,
@@ -63,14 +65,14 @@ def sparse_call(
     check_tensor(OP, "q", q, AXES[layout])
     if page_table is None:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_tensor(OP, name, cache, AXES[layout])
+            check_tensor(OP, name, cache, AXES[layout], CACHE_DTYPES)
         k, v = (t.transpose(1, 2) if layout == "bshd" else t for t in (k_cache, v_cache))
         for axis, word in enumerate(("batch", "heads", "seq")):
             check_equal(OP, f"v_cache's {word}", v.shape[axis], "k_cache's", k.shape[axis])
     else:
-        k, v = check_pages(OP, ("k_cache", "v_cache"), k_cache, v_cache, page_layout)
-    check_like(OP, "k_cache", k, "q", q)
-    check_like(OP, "v_cache", v, "q", q)
+        k, v = check_pages(OP, ("k_cache", "v_cache"), k_cache, v_cache, page_layout, CACHE_DTYPES)
+    stored = check_format(OP, ("k_cache", "v_cache"), k, v, q)
+    k, v = as_stored(k, stored), as_stored(v, stored)
     q = q.transpose(1, 2) if layout == "bshd" else q
     batch, heads_q, seq_q, head_dim = q.shape
     if seq_q != 1:
@@ -92,12 +94,18 @@ def sparse_call(
     shape = (batch, heads_q, places)
     check_int32(OP, "indices", indices, shape, "(batch, heads_q, places)", q.device, contiguous=False)
     check_int32(OP, "counts", counts, shape[:2], "(batch, heads_q)", q.device, contiguous=False)
+    axes, swapped = (
+        (AXES[layout], layout == "bshd") if page_table is None else (PAGE_AXES[page_layout], page_layout == "phd")
+    )
+    shapes = ScaleShapes(batch, k.shape[1], tuple(k_cache.shape[:3]), ", ".join(axes[:3]), swapped)
+    kv_scales, scales = check_scales(OP, stored, k_scale, v_scale, shapes, q.device)
     if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         if page_table is not None:
             values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
         lengths = [capacity] * batch if seqlens_k is None else seqlens_k.tolist()
         values.tokens(OP, indices, counts, lengths)
+        values.scales(OP, scales, values.Chosen(indices, counts, page_table))
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
     splits = check_splits(OP, num_splits)
@@ -125,10 +133,19 @@ def sparse_call(
             "magicpig": magicpig is not None,
             "num_splits": splits,
             "return_lse": return_lse,
+            "kv_format": stored,
+            "kv_scales": kv_scales,
             "layout": layout,
         },
-        call={"seqlens_k": seqlens_k, "page_table": page_table, "indices": indices, "counts": counts, **extra},
-        differentiable=(q, k, v, log_weights),
+        call={
+            "seqlens_k": seqlens_k,
+            "page_table": page_table,
+            "indices": indices,
+            "counts": counts,
+            **scales,
+            **extra,
+        },
+        differentiable=(q, k, v, k_scale, v_scale, log_weights),
     )
 
 

@@ -80,6 +80,7 @@ class Tokens:
     seqlens_k: torch.Tensor | None
     leftpad_k: torch.Tensor | None
     page_table: torch.Tensor | None = None
+    words = ("sequence", "head", "token")
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
         """(B, Hk) or (B, Hk, Sk) of scales as a Call has them: 1 where there is no token."""
@@ -98,12 +99,46 @@ class Tokens:
         return scale.masked_fill(~inside[:, None], 1.0)
 
 
-def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens) -> None:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """As Tokens, of the tokens that sparse_attention's query heads have chosen: no other's scale is read.
+
+    indices, counts  have been checked
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    page_table: torch.Tensor | None
+    words = ("sequence", "query head", "place")
+
+    def scales(self, scale: torch.Tensor) -> torch.Tensor:
+        """(B, Hk), or (B, Hq, Lmax) of scales for each token and head: 1 where no token is chosen."""
+        batch, heads, most = self.indices.shape
+        if scale.ndim == 2:
+            used = (self.counts > 0).reshape(*scale.shape, heads // scale.shape[1]).any(dim=2)
+            return scale.masked_fill(~used, 1.0)
+        token = self.indices.long()
+        counted = (torch.arange(most, device=token.device) < self.counts[..., None]) & (token >= 0)
+        token = token.masked_fill(~counted, 0)
+        if not counted.any():
+            return scale.new_ones(batch, heads, most)
+        sequence = torch.arange(batch, device=token.device)[:, None, None]
+        head = torch.arange(heads, device=token.device)[None, :, None] // (heads // scale.shape[1])
+        if self.page_table is None:
+            found = scale[sequence, head, token]
+        else:
+            size = scale.shape[2]
+            pages = self.page_table[sequence, token // size].long().clamp(0, scale.shape[0] - 1)
+            found = scale[pages, head, token % size]
+        return found.masked_fill(~counted, 1.0)
+
+
+def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens | Chosen) -> None:
     """Scales of the tokens that there are: positive and finite. Lengths and page ids have been checked."""
     for name, scale in given.items():
         found = of.scales(scale)
         for place in (~((found > 0) & torch.isfinite(found))).nonzero().tolist()[:1]:
-            words = zip(("sequence", "head", "token"), place, strict=False)
+            words = zip(Tokens.words if scale.ndim == 2 else of.words, place, strict=False)
             where = ", ".join(f"{word} {index}" for word, index in words)
             raise ArgumentError(op, f"{name} of {where}", float(found[tuple(place)]), "must be positive and finite")
 

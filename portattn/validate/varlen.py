@@ -19,13 +19,14 @@ from portattn.validate.checks import (
     check_equal,
     check_flag,
     check_int32,
-    check_like,
     check_number,
     check_size,
     check_tensor,
     check_width,
 )
 from portattn.validate.features import Features, Scores
+from portattn.validate.quantised import Operands
+from portattn.validate.stored import CACHE_DTYPES, ScaleShapes
 
 OP: Op = "varlen_attention"
 AXES = ("tokens", "heads", "head_dim")
@@ -59,14 +60,18 @@ def varlen_call(
     causal: bool | str = False,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     **features: Any,
 ) -> Call:
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(OP, name, tensor, AXES)
-    check_like(OP, "k", k, "q", q)
-    check_like(OP, "v", v, "q", q)
+        check_tensor(OP, name, tensor, AXES, CACHE_DTYPES)
+    operands = Operands(OP, q, k, v, out_dtype)
+    q, k, v = operands.stored(q, k, v)
     head_dim = q.shape[2]
     check_equal(OP, "k's head_dim", k.shape[2], "q's", head_dim)
     check_width(OP, "q", head_dim)
@@ -87,10 +92,20 @@ def varlen_call(
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     dropout_p = check_dropout(OP, dropout_p, dropout_seed, q.device)
     check_flag(OP, "return_lse", return_lse)
+    axes = ", ".join(AXES[:2])
+    by_row, by_key = (
+        ScaleShapes(batch, k.shape[1], tuple(rows.shape[:2]), axes, swapped=True, packed=True) for rows in (q, k)
+    )
+    kv_scales, scales = operands.scales({"q": q_scale, "k": k_scale, "v": v_scale}, {"q": by_row, "k": by_key})
     if values.reads(settings, q):
         values.cu_seqlens(OP, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         values.cu_seqlens(OP, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    found = Features(OP, q.device, q.dtype)
+        for name, given in scales.items():
+            ends = cu_seqlens_q if name == "q_scale" else cu_seqlens_k
+            rows = values.Tokens(given.shape[-1], ends[-1:], None)  # those after the last sequence are nobody's
+            of = values.Tokens(max_seqlen_k, cu_seqlens_k.diff(), None) if given.ndim == 2 else rows
+            values.scales(OP, {name: given}, of)
+    found = Features(OP, q.device, operands.dtype)
     scores = Scores(batch, q.shape[1], q.shape[0], k.shape[0], alignment, q.shape[0] + k.shape[0], packed=True)
     found.check(features, scores)
     return build(
@@ -110,13 +125,17 @@ def varlen_call(
             "total_q": q.shape[0],
             "total_k": k.shape[0],
             "return_lse": return_lse,
+            "kv_format": operands.kind,
+            "kv_scales": kv_scales,
             "dropout": dropout_p > 0.0,
         },
         call={
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
+            **scales,
             "dropout_p": dropout_p,
             "dropout_seed": dropout_seed if dropout_p else None,
         },
-        differentiable=(q, k, v),
+        differentiable=(q, k, v, q_scale, k_scale, v_scale),
+        dtype=operands.dtype,
     )

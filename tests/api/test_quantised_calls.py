@@ -19,7 +19,7 @@ from portattn.api.request import request_of
 from portattn.launch import cache
 from portattn.schema.call import Call
 
-NAMES = ("decode", "paged", "ragged")
+NAMES = ("decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragged")
 FORMATS = [("e4m3", "none"), ("e5m2", "head"), ("int8", "token")]
 # Scales of tokens that a mask hides are checked as others are: these calls hide none but by lengths.
 SMALL = {"dtype": "bf16", "return_lse": True, "leftpad_k": False}
@@ -70,6 +70,25 @@ def test_scales_inside_the_rows_of_a_cache(kind: torch.dtype, backend: str) -> N
                                    backend=backend)  # fmt: skip
     whole = portattn.paged_attention(q.float(), k_is, v_is, table, lengths, backend="reference")
     torch.testing.assert_close(out.float(), whole, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpreter"])
+@pytest.mark.interpreter
+def test_rows_of_vllm_are_read_as_they_are(backend: str) -> None:
+    """fp8_ds_mla as DeepSeek's models have it, 656 bytes a token, in an engine's cache of more bytes a page."""
+    call = call_of("mla", "fp8_ds_mla", "none", head_dim=576, head_dim_v=512, batch=2)
+    rows = given(call)["kv_pages"]
+    cache = torch.full((rows.shape[0], rows.shape[1] + 1, 656), 0x7F, dtype=torch.uint8)
+    cache[:, :-1] = rows
+    out, lse = perform("mla_attention", given(call) | {"kv_pages": cache[:, :-1]}, backend=backend)
+    assert_right(call, out, lse)
+
+
+def test_the_variant_for_latent_rows_rejects_a_quantised_cache() -> None:
+    p = problem("mla", **SMALL, kv_format="fp8_ds_mla", head_dim=576, head_dim_v=512, page_size=64, seq_k=640)
+    plan = portattn.plan(p, portattn.target("cuda:sm_90", "triton==3.6.0"))
+    assert (plan.path, plan.kernel) == ("triton", "mla_split")
+    assert any("gluon_mla" in note and "kv_format" in note for note in plan.notes), plan.notes
 
 
 @pytest.mark.parametrize(("kind", "scales"), FORMATS)
@@ -129,8 +148,10 @@ def test_a_handle_runs_with_other_data(name: str) -> None:
     arguments = given(call)
     handle = portattn.prepare(call.problem.op, **arguments)
     tensors = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
-    tensors["q"] = tensors["q"] * -0.5
-    tensors["v_scale"] = tensors["v_scale"] * 2.0
+    queries = "q" if "q" in tensors else "q_nope"
+    tensors[queries] = tensors[queries] * -0.5
+    scale = "kv_scale" if call.problem.op == "mla_attention" else "v_scale"
+    tensors[scale] = tensors[scale] * 2.0
     expected = perform(call.problem.op, tensors)
     found = handle.run(**tensors)
     for ours, eager in zip(found, expected, strict=True):
@@ -164,7 +185,8 @@ def test_problems_of_quantised_caches_are_checked() -> None:
     for changes, named in (
         ({"kv_scales": "none"}, "must be head or token"), ({"dtype": "fp32"}, "must be fp16 or bf16"),
         ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "int4"}, "must be one of as_q, e4m3"),
-        ({"op": "attention"}, "reads keys and values in q's dtype"),
+        ({"op": "attention_backward"}, "reads keys and values in q's dtype"),
+        ({"kv_format": "fp8_ds_mla"}, "reads no latent rows"),
     ):  # fmt: skip
         with pytest.raises(portattn.ArgumentError, match=named):
             msgspec.structs.replace(good, **changes)
@@ -179,8 +201,9 @@ def test_a_cached_launch_serves_other_sizes(name: str, scales: str, monkeypatch:
     cache.forget()
     results = []
     for size in (96, 112):
-        call = call_of(name, "e4m3", scales, seq_k=size, page_size=8 if name != "decode" else 0, head_dim=32,
-                       head_dim_v=32)  # fmt: skip
+        page_size = 0 if name in ("decode", "sparse") else 8
+        widths = {} if name.startswith("mla") else {"head_dim": 32, "head_dim_v": 32}
+        call = call_of(name, "e4m3", scales, seq_k=size, page_size=page_size, **widths)
         with portattn.settings(canary="never"):
             results.append((call, perform(call.problem.op, given(call), backend="triton", scale=0.25)))
             again = perform(call.problem.op, given(call), backend="triton", scale=0.25)

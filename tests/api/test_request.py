@@ -74,8 +74,10 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
         seen.append((op, tensors, values, lengths))
 
     module = importlib.import_module(getattr(portattn, op).__module__)
-    monkeypatch.setattr(module, "try_cached", looked_for)
-    monkeypatch.setattr(module, "perform", seen.append)
+    if row.writes:
+        module = importlib.import_module("portattn.api.writing")
+    monkeypatch.setattr(module, "found_cached" if row.writes else "try_cached", looked_for)
+    monkeypatch.setattr(module, "carry_out" if row.writes else "perform", seen.append)
     given = {name: f"{name} as given" for name in parameters} | {"backend": None, "validate": None}
     if "magicpig" in parameters:
         given |= {"magicpig": (3, 4)}

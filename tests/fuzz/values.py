@@ -67,7 +67,7 @@ def call_of(case: Case, device: str) -> Call:
         _fill(call.k, hidden, case.k, generator)
         _fill(call.v, hidden, case.v, generator)  # of latent rows, v is the part of k that does not hold positions
     for queries in (call.q, call.q_rope):
-        if queries is not None:
+        if queries is not None and call.problem.q_format == "as_q":
             _fill(queries, queries.isnan().any(-1), case.q, generator)
     if case.wild:
         _make_wild(call, case.wild, generator)

@@ -1,4 +1,4 @@
-"""Decode and pages over quantised caches, against the float64 oracle of the dequantised numbers."""
+"""Decode, pages and chosen tokens over quantised caches, against the float64 oracle of the dequantised numbers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,64 @@ SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dt
 # Caches, each with features that decide how scales are read: hidden tokens, paddings, pages, packed queries.
 CACHES: dict[str, dict[str, Any]] = {
     "decode": {
-        "op": "decode_attention", "seq_k": 50, "seqlens_k": True, "leftpad_k": True, "window_left": 9,
+        "op": "decode_attention",
+        "seq_k": 50,
+        "seqlens_k": True,
+        "leftpad_k": True,
+        "window_left": 9,
         "causal": "bottom_right",
     },
     "decode_fp16_bshd": {"op": "decode_attention", "seq_k": 40, "dtype": "fp16", "layout": "bshd", "mask": True},
     "paged_small_pages": {"op": "paged_attention", "page_size": 6, "seq_k": 42, "bias": True},
     "paged_packed_hpd": {
-        "op": "paged_attention", "page_size": 16, "seq_k": 48, "page_layout": "hpd", "total_q": 9, "seq_q": 5,
-        "causal": "bottom_right", "sinks": True, "dtype": "fp16", "softcap": True,
+        "op": "paged_attention",
+        "page_size": 16,
+        "seq_k": 48,
+        "page_layout": "hpd",
+        "total_q": 9,
+        "seq_q": 5,
+        "causal": "bottom_right",
+        "sinks": True,
+        "dtype": "fp16",
+        "softcap": True,
     },
-}  # fmt: skip
+    "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True, "log_weights": True},
+    "sparse_pages_magicpig": {
+        "op": "sparse_attention",
+        "seq_q": 1,
+        "seq_k": 36,
+        "page_size": 6,
+        "tokens": 20,
+        "seqlens_k": True,
+        "dtype": "fp16",
+        "magicpig": True,
+        "softcap": True,
+    },
+    "latent": {
+        "op": "mla_attention",
+        "page_size": 16,
+        "seq_k": 48,
+        "heads_k": 1,
+        "head_dim": 40,
+        "head_dim_v": 32,
+        "causal": "bottom_right",
+        "sinks": True,
+    },
+    "latent_small_pages_packed": {
+        "op": "mla_attention",
+        "page_size": 6,
+        "seq_k": 42,
+        "heads_k": 1,
+        "head_dim": 24,
+        "head_dim_v": 16,
+        "total_q": 9,
+        "seq_q": 5,
+        "window_left": 9,
+        "dtype": "fp16",
+    },
+}
+# Of latent rows with their scales inside.
+DS = {"kv_format": "fp8_ds_mla", "head_dim": 272, "head_dim_v": 256, "dtype": "bf16"}  # fmt: skip
 SCALED = [
     (kind, scales) for kind in FORMATS for scales in ("none", "head", "token") if (kind, scales) != ("int8", "none")
 ]
@@ -58,6 +106,28 @@ def test_the_reference_is_right(kind: str, scales: str, cache: str) -> None:
     assert_right(call, *blockwise.run(call))
 
 
+@pytest.mark.parametrize("fields", [{}, {"mask": True}, {"bias": True, "return_lse": True}], ids=str)
+@pytest.mark.parametrize("cache", ["latent", "latent_small_pages_packed"])
+def test_rows_with_their_scales_inside(device: Device, cache: str, fields: dict[str, Any]) -> None:
+    """vLLM's fp8_ds_mla. NaN and wild scales are wherever a token is not attended."""
+    if "total_q" in CACHES[cache]:
+        fields = {name: value for name, value in fields.items() if name not in ("mask", "bias")}
+    p = problem(**(SMALL | CACHES[cache] | DS | fields))
+    call = random_call(p, seed=4, device=device.name)
+    assert_right(call, *blockwise.run(call))
+    for splits in (1, 2):
+        assert_right(call, *on(device, call, splits=splits))
+
+
+def test_scales_inside_rows_that_are_no_powers_of_two(device: Device) -> None:
+    """Kernels round the dequantised row to the queries' dtype: the LSE is that of rows with 8 bits of each number."""
+    call = random_call(problem(**(SMALL | CACHES["latent"] | DS)), seed=5, device=device.name)
+    scales = call.k[..., 256:264].contiguous().view(torch.float32) * 1.3
+    call.k[..., 256:264] = scales.view(torch.int8)
+    assert_right(call, *blockwise.run(call))
+    assert_right(call, *run_core(device, call), extra=0.02)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> None:
     """One key a sequence: the result is its value. In float16 and bfloat16 every finite number is exact."""
@@ -77,20 +147,24 @@ def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> 
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
-def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, kind: str) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("cache", "kind"), [("decode", "e4m3"), ("decode", "int8"), ("sparse", "e4m3")])
+def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, cache: str, kind: str, sinks: bool) -> None:
     """A batch that is padded for a graph has sequences without keys, whose scales may be anything."""
-    call = quantised(device.name, "decode", kind, "head", leftpad_k=False)
+    call = quantised(device.name, cache, kind, "head", leftpad_k=False, log_weights=False, sinks=sinks)
     assert call.k_scale is not None
     assert call.v_scale is not None
-    call.seqlens_k = torch.tensor([50, 0, 7], dtype=torch.int32, device=device.name)
+    call.seqlens_k = torch.tensor([37, 0, 7], dtype=torch.int32, device=device.name)
+    if call.counts is not None:
+        call.counts[1] = 0
     call.k, call.v = torch.ones_like(call.k), torch.ones_like(call.v)
     call.k_scale[1], call.v_scale[1] = float("nan"), float("inf")
     for splits in (1, 2):
         out, lse = on(device, call, splits=splits)
         assert not out[1].any()
         assert lse is not None
-        assert torch.isneginf(lse[1]).all()
+        if call.sinks is None:
+            assert torch.isneginf(lse[1]).all()
         assert torch.isfinite(out).all()
 
 

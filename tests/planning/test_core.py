@@ -27,6 +27,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "paged_attention": {"op": "paged_attention", "heads_q": 6, "seq_q": 2} | PAGES,
     "sparse_attention": {"seq_q": 1, "tokens": 20, "softcap": True} | PAGES,
     "mla_attention": {"heads_q": 6, "heads_k": 1, "head_dim": 24, "head_dim_v": 16, "seq_q": 2} | PAGES,
+    "append_kv": {"seqlens_k": True, "rotary": "neox", "rotary_dim": 8, "return_lse": False},
+    "write_pages": {
+        "batch": 1,
+        "page_size": 48,
+        "seq_k": 96,
+        "kv_format": "e4m3",
+        "kv_scales": "token",
+        "return_lse": False,
+    },
 }
 
 
@@ -56,7 +65,8 @@ def test_constants_of_the_dense_kernel() -> None:
     expected = {name.upper(): getattr(lowering, name) for name in CORES["attention"].choices} | {
         "HEAD_DIM": 530, "HEAD_DIM_V": 40, "MAIN": 512, "BLOCK_D": 512, "BLOCK_TAIL": 32, "BLOCK_DV": 64,
         "BLOCK_M": 32, "BLOCK_N": 64, "CAUSAL": "bottom_right", "WINDOW": True, "SOFTCAP": True, "BIAS_BY_KEY": False,
-        "MASK_BY_KEY": True, "NEGATED": True, "SEARCH": 256,
+        "MASK_BY_KEY": True, "NEGATED": True, "SEARCH": 256, "KV_FORMAT": "as_q", "KV_SCALES": "none",
+        "Q_FORMAT": "as_q", "V_FORMAT": "as_q", "P_TERMS": 1,
     }  # fmt: skip
     assert CORES["attention"].constexprs(p, lowering, Launch(block_m=32, block_n=64)) == expected
 

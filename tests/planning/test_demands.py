@@ -31,16 +31,19 @@ PLAIN: dict[str, dict[str, Any]] = {
         "seq_q": 1, "page_size": 64, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "pages_in_line": True,
     },
     "sparse_attention": {"seq_q": 1, "tokens": 16},
+    "append_kv": {},
+    "write_pages": {"batch": 1, "page_size": 64},
 }  # fmt: skip
 # One value other than its default for every field that a Problem has beyond sizes, types and places in memory.
 VALUES: dict[str, tuple[Any, ...]] = {
     "causal": ("bottom_right", "top_left"), "window_left": (7,), "window_right": (7,), "total_q": (40,),
     "page_size": (64,), "num_splits": (2,), "head_dim_v": (32,), "kv_format": ("e4m3",),
+    "rotary": ("neox", "interleaved"),
 }  # fmt: skip
 NO_DEMANDS = (
     "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
     "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "total_k", "tokens",
-    "kv_scales",
+    "kv_scales", "rotary_dim",
 )  # fmt: skip
 TARGETS = {
     "cuda": ("cuda:sm_90", "triton==3.6.0"), "rocm": ("rocm:gfx942", "triton==3.6.0"),
@@ -56,6 +59,8 @@ class Novel(Problem, frozen=True, kw_only=True):
 
 def problem(op: str, kind: type[Problem] = Problem, **fields: Any) -> Problem:
     sizes = {"batch": 2, "heads_q": 8, "heads_k": 8, "seq_q": 128, "seq_k": 128, "head_dim": 64}
+    if "rotary" in fields:
+        sizes["rotary_dim"] = 64
     return kind(**{"op": op, **sizes, **PLAIN[op], **fields})
 
 

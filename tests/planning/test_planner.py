@@ -38,6 +38,8 @@ NEEDS = {
     "attention": {"seq_q": 2}, "varlen_attention": {"total_q": 8192, "total_k": 8192}, "decode_attention": {"seq_q": 2},
     "paged_attention": {"seq_q": 2} | PAGES, "sparse_attention": {"seq_q": 1, "tokens": 512},
     "mla_attention": {"seq_q": 2, "heads_k": 1, "head_dim": 576, "head_dim_v": 512} | PAGES,
+    "append_kv": {"heads_k": 16, "seqlens_k": True, "return_lse": False},
+    "write_pages": {"heads_k": 16, "page_size": 64, "batch": 1, "return_lse": False, "kv_format": "e4m3"},
 }  # fmt: skip
 PROBLEMS = [
     *(problem(**BIG | {"op": op} | NEEDS[op]) for op in CORES),

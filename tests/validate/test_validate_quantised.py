@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from good_calls import NAN, assert_refused, good
+from good_calls import NAN, assert_refused, good, sparse_paged
 
 import portattn
 from portattn import ArgumentError
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-CACHES = {"decode_attention": ("k_cache", "v_cache"), "paged_attention": ("k_pages", "v_pages")}
-TOKENS = {"decode_attention": (2, 2, 7), "paged_attention": (5, 4, 2)}
+CACHES = {
+    "decode_attention": ("k_cache", "v_cache"), "paged_attention": ("k_pages", "v_pages"),
+    "sparse_attention": ("k_cache", "v_cache"),
+}  # fmt: skip
+TOKENS = {"decode_attention": (2, 2, 7), "paged_attention": (5, 4, 2), "sparse_attention": (2, 2, 7)}
 
 
 def quantised(op: str, dtype: torch.dtype = E4M3, other: torch.dtype | None = None) -> dict[str, Any]:
@@ -66,6 +69,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "one of them by token": (
         {"k_scale": ones(), "v_scale": None}, "k_scale.shape is ()", "a scale for each token, as one of the two has",
     ),
+    "the other by token": (
+        {"k_scale": None, "v_scale": ones()}, "v_scale.shape is ()", "a scale for each token, as one of the two has",
+    ),
+    "negated": (
+        {"k_scale": torch._neg_view(-ones()), "v_scale": ones()}, "k_scale is 'a view to be negated'", "resolve_neg()",
+    ),
     "zero": (both(torch.zeros(())), "k_scale of sequence 0, head 0 is 0.0", "positive and finite"),
     "negative": (both(-ones(2)), "k_scale of sequence 0, head 0 is -1.0", "positive and finite"),
     "NaN": (both(torch.full((1,), NAN)), "k_scale of sequence 0, head 0 is nan", "positive and finite"),
@@ -78,7 +87,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_bad_scales_are_named(op: str, bad: tuple[dict[str, Any], str, str]) -> None:
     changes, what, limit = bad
     if "one of the two" in limit:
-        changes = {**changes, "v_scale": ones(*TOKENS[op])}
+        changes = {name: ones(*TOKENS[op]) if scale is None else scale for name, scale in changes.items()}
     assert_refused(op, quantised(op) | changes, what, limit)
 
 
@@ -104,6 +113,14 @@ def test_bad_formats_are_named(op: str, dtypes: tuple[torch.dtype, torch.dtype],
 
 
 @pytest.mark.parametrize("op", CACHES)
+def test_the_cache_is_where_the_queries_are(op: str) -> None:
+    given = quantised(op)
+    k, v = CACHES[op]
+    away = {name: given[name].to("meta") for name in (k, v)}
+    assert_refused(op, given | away, f"{k}.device is 'meta'", "must be q's, cpu")
+
+
+@pytest.mark.parametrize("op", CACHES)
 def test_what_goes_with_a_quantised_cache(op: str) -> None:
     given = quantised(op)
     assert_refused(op, given | {"q": given["q"].float()}, "q.dtype is torch.float32", "torch.float16 or torch.bfloat16")
@@ -113,7 +130,7 @@ def test_what_goes_with_a_quantised_cache(op: str) -> None:
 
 
 def test_other_operations_say_what_takes_such_a_cache() -> None:
-    for op, names in (("attention", ("k", "v")), ("sparse_attention", ("k_cache", "v_cache"))):
+    for op, names in (("attention", ("k", "v")), ("varlen_attention", ("k", "v"))):
         given = good(op)
         changed = {name: given[name].to(E4M3) for name in names}
         assert_refused(op, given | changed, f"{names[0]}.dtype is torch.float8_e4m3fn", "take caches of it")
@@ -134,6 +151,27 @@ def test_scales_of_tokens_that_no_sequence_has_may_hold_anything() -> None:
     assert portattn.paged_attention(**paged | {"seqlens_k": torch.tensor([6, 0]).int()}, **both(pages)).isfinite().all()
     with pytest.raises(ArgumentError, match="k_scale of sequence 0, head 0, token 6 is 0"):
         portattn.paged_attention(**paged, **both(pages))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_scales_of_tokens_that_no_head_has_chosen_may_hold_anything(paged: bool) -> None:
+    """The good call chooses tokens 0 and 2."""
+    given = quantised("sparse_attention")
+    scale, by_sequence = torch.full((2, 2, 7), NAN), ones(2, 2)
+    scale[:, :, [0, 2]] = 1.0
+    if paged:  # tokens 0 and 2 are in the first pages of the sequences, 0 and 3
+        given |= sparse_paged()
+        given |= {"q": given["q"].bfloat16(), **{n: given[n].to(E4M3) for n in ("k_cache", "v_cache")}}
+        scale = torch.full((5, 4, 2), NAN)
+        scale[[[0], [3]], [0, 2]] = 1.0
+    assert portattn.sparse_attention(**given, **both(scale)).isfinite().all()
+    bad = scale.clone()
+    bad[(3, 2, 1) if paged else (1, 1, 2)] = 0.0
+    assert_refused("sparse_attention", given | both(bad), "k_scale of sequence 1, query head 2, place 1 is 0.0")
+    given["counts"] = torch.tensor([[3] * 4, [0] * 4], dtype=torch.int32)
+    by_sequence[1] = NAN
+    assert portattn.sparse_attention(**given, **both(bad)).isfinite().all()
+    assert portattn.sparse_attention(**given, **both(by_sequence)).isfinite().all()
 
 
 def test_values_are_read_where_they_are_to_be_validated() -> None:

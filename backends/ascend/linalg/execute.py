@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from portattn.backends.ascend.linalg.program import Launched, Programs
+from portattn.backends.ascend.linalg.program import OUTPUTS, Launched, Programs
 from portattn.backends.ascend.linalg.tools import missing
 from portattn.launch import KernelCall, has_rows, kernel_calls, signature
 from portattn.planning.registry import Registry
+from portattn.schema.call import Call
 from portattn.testing.run_plan import call_of, plan_of
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.testing.verdict import judge
@@ -34,7 +35,7 @@ def compare(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, 
         if has_rows(plan):
             for launch, text in zip(launches, request["texts"], strict=True):
                 enter(f"execute {launch.function}")
-                seen = _programs.launch(text, launch.grid, arguments_of(launch))
+                seen = _programs.launch(text, launch.grid, arguments_of(launch), outputs_of(call))
                 found += complaints(launch.function, seen)
     enter("judge")
     return {"facts": judge(call, out, lse) | {"strays": "; ".join(found)}}
@@ -44,6 +45,13 @@ def arguments_of(launch: KernelCall) -> dict[str, Any]:
     """The run-time arguments that the compiled kernel still takes."""
     taken = signature(launch).types
     return {name: value for name, value in launch.arguments.items() if name in taken}
+
+
+def outputs_of(call: Call) -> tuple[str, ...]:
+    """The arguments that kernels may write to: of what fills a cache the cache, and scales that are computed."""
+    if not call.problem.writes:
+        return OUTPUTS
+    return ("k", "v", "k_scale", "v_scale") if call.problem.kv_scales == "token" else ("k", "v")
 
 
 def complaints(function: str, seen: Launched) -> list[str]:

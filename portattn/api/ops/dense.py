@@ -20,6 +20,9 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *excess: NoReturn,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
@@ -34,6 +37,7 @@ def attention(
     leftpad_k: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
     backend: str | None = None,
@@ -43,7 +47,13 @@ def attention(
     """Attention of dense queries over dense keys and values: softmax(q·kᵀ·scale + mask)·v.
 
     q           (B, Hq, Sq, D), or (B, Sq, Hq, D) with layout="bshd"; float16, bfloat16 or float32; any strides
-    k, v        (B, Hk, Sk, D) and (B, Hk, Sk, Dv); Hq must be a multiple of Hk (GQA, MQA)
+    k, v        (B, Hk, Sk, D) and (B, Hk, Sk, Dv); Hq must be a multiple of Hk (GQA, MQA). Of q's dtype. Or quantised:
+                q, k and v of float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; q and k of int8, v in float16 or bfloat16
+                (portattn.quantize makes either). Products then are exact: docs/low-precision.md
+    q_scale, k_scale, v_scale  float32, of quantised q, k and v: what their numbers are multiplied by, positive and
+                finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
+                numbers count as they are without. int8 must have those of q and k, also one for each token and
+                head, (B, Hq, Sq) and (B, Hk, Sk) in the layout; v is then of 16 bits without a scale
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
     causal      True or "bottom_right": the last query sees the last key (FlashAttention's convention);
                 "top_left": query i sees keys 0..i (SDPA's is_causal); False: no mask
@@ -63,6 +73,8 @@ def attention(
     dropout_p   share of the probabilities that become 0, in [0, 1); the others count 1/(1 - dropout_p)
     dropout_seed  (1,) int64 on q's device: which ones they are follows from it alone, on every path and in the backward
                 (portattn.dropout_mask has the mask); None draws one from torch's generator
+    out_dtype   of quantised q: torch.bfloat16 or torch.float16; None for bfloat16 of float8 numbers, and for v's dtype
+                beside int8. Otherwise None or q's dtype
     return_lse  also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
     layout      "bhsd", or "bshd": the order of the axes of q, k, v and of the result
     backend     "auto", or a path that must be taken: "triton", "vendor", "reference", a vendor path's own name, and
@@ -73,8 +85,8 @@ def attention(
     Jagged nested tensors (B, Hq, *, D), or (B, *, Hq, D) with layout="bshd", are packed rows: varlen_attention takes
     them as they lie, and the results are jagged likewise.
 
-    Returns out in q's dtype and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing to attend
-    gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
+    Returns out in q's dtype, or out_dtype, and layout, (B, Hq, Sq, Dv); with return_lse, (out, lse). A row with nothing
+    to attend gives 0 and an LSE of -inf. A key that no query may attend can hold anything, NaN included.
 
     Memory beyond the inputs: the output, the LSE where it is asked for, 256 bytes a program while a launch that uses
     tensor descriptors runs, and a copy of q, k or v whose rows lie more than 2³¹ elements apart within a tile.
@@ -95,19 +107,36 @@ def attention(
         raise wrong_arguments("attention", excess, unknown)
     found = try_cached(
         "attention",
-        (q, k, v, alibi_slopes, sinks, bias, mask, seqlens_q, seqlens_k, leftpad_q, leftpad_k, dropout_seed),
-        (scale, causal, window, softcap, dropout_p, return_lse, layout, backend, validate),
+        (
+            q,
+            k,
+            v,
+            q_scale,
+            k_scale,
+            v_scale,
+            alibi_slopes,
+            sinks,
+            bias,
+            mask,
+            seqlens_q,
+            seqlens_k,
+            leftpad_q,
+            leftpad_k,
+            dropout_seed,
+        ),
+        (scale, causal, window, softcap, dropout_p, out_dtype, return_lse, layout, backend, validate),
     )
     if found is not None:
         return found
     if are_jagged(q, k, v):
         # By name: dynamo's locals() are not those of the source where it has broken the graph.
         given = {
-            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+            "scale": scale, "causal": causal, "window": window, "softcap": softcap,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed, "return_lse": return_lse, "layout": layout, "backend": backend,
-            "validate": validate,
+            "dropout_seed": dropout_seed, "out_dtype": out_dtype, "return_lse": return_lse, "layout": layout,
+            "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
     return perform(request_of("attention", locals()))

@@ -23,6 +23,7 @@ def mla_attention(
     seqlens_k: torch.Tensor | None = None,
     *excess: NoReturn,
     scale: float,
+    kv_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     causal: bool | str = False,
@@ -46,11 +47,16 @@ def mla_attention(
                 float32; any strides
     q_rope      (B, H, Sq, E): the part of the queries that carries positions, E = 64 there; in q_nope's layout
     kv_pages    (P, page, R + E): latent rows; each is read once, whole as key and its first R columns as value. All
-                heads share it
+                heads share it. Of q_nope's dtype, or quantised, with queries in float16 or bfloat16: float8_e4m3fn,
+                float8_e5m2, float8_e4m3fnuz or int8; or uint8, the bytes of vLLM's fp8_ds_mla rows, with queries in
+                bfloat16: R e4m3 numbers, a float32 scale for each 128 of them, E bfloat16 numbers (656 bytes for 512
+                and 64)
     page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order, or a PageTable
     seqlens_k   (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
     scale       factor on the scores. It has no default: a model scales by its heads' width before absorption
                 (1/√192 for DeepSeek-V3), which the tensors no longer show
+    kv_scale    float32, of a quantised cache: what its numbers are multiplied by, positive and finite. () or (1,), or
+                for each token (P, page), of any strides. int8 must have it, float8 may, fp8_ds_mla rows hold their own
     cu_seqlens_q  (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q_nope
     max_seqlen_q  rows of the longest sequence of packed queries, or more, if known
     causal      True or "bottom_right": the last query sees the last key; "top_left": query i sees keys 0..i; False: no
@@ -95,8 +101,11 @@ def mla_attention(
     page_table, seqlens_k = table_tensors(op, page_table, seqlens_k, kv_pages, "phd", backend, validate)
     found = try_cached(
         op,
-        (q_nope, q_rope, kv_pages, kv_pages, page_table, seqlens_k, alibi_slopes, sinks, bias, mask, cu_seqlens_q),
+        (
+            q_nope, q_rope, kv_pages, kv_pages, kv_scale, kv_scale, page_table, seqlens_k, alibi_slopes, sinks, bias,
+            mask, cu_seqlens_q,
+        ),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
         (max_seqlen_q,),
-    )
+    )  # fmt: skip
     return perform(request_of(op, locals())) if found is None else found

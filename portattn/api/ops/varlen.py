@@ -22,6 +22,9 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *excess: NoReturn,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | str = False,
     window: Window | None = None,
@@ -30,6 +33,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     validate: bool | None = None,
@@ -39,7 +43,12 @@ def varlen_attention(
 
     q           (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; float16, bfloat16 or
                 float32; any strides
-    k, v        (Tk, Hk, D) and (Tk, Hk, Dv), likewise by cu_seqlens_k; Hq must be a multiple of Hk
+    k, v        (Tk, Hk, D) and (Tk, Hk, Dv), likewise by cu_seqlens_k; Hq must be a multiple of Hk. Of q's dtype, or
+                quantised as of `attention`
+    q_scale, k_scale, v_scale  float32, of quantised q, k and v: what their numbers are multiplied by, positive and
+                finite. Each (), (1,), (Hk,) or (B, Hk), of q for the query heads of a key/value head together. float8
+                numbers count as they are without. int8 must have those of q and k, also one for each token and
+                head, (Tq, Hq) and (Tk, Hk); v is then of 16 bits without a scale
     cu_seqlens_q, cu_seqlens_k  (B + 1,) int32 on q's device, from 0 on, never falling (else the result is undefined,
                 and still nothing outside the tensors is read). They stay on the device. Sequences may have no rows, and
                 their queries and keys may differ in number
@@ -54,11 +63,14 @@ def varlen_attention(
     alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
     dropout_p, dropout_seed  as of `attention`, by positions in each sequence
+    out_dtype   of quantised q: torch.bfloat16 or torch.float16; None for bfloat16 of float8 numbers, and for v's dtype
+                beside int8. Otherwise None or q's dtype
     return_lse  also return the natural log of each row's sum of exponentials, float32 (Hq, Tq)
     backend     "auto", or the path that must be taken ("triton", "vendor", "reference", …); None for the setting
     validate    read lengths and ids back and check them; None for the setting, which checks on the CPU only
 
-    Returns out (Tq, Hq, Dv) in q's dtype; with return_lse, (out, lse). Rows after the last sequence give 0 and -inf.
+    Returns out (Tq, Hq, Dv) in q's dtype, or out_dtype; with return_lse, (out, lse). Rows after the last sequence give
+    0 and -inf.
 
     Memory beyond the inputs: as of `attention`.
 
@@ -78,8 +90,8 @@ def varlen_attention(
         raise wrong_arguments("varlen_attention", excess, unknown)
     found = try_cached(
         "varlen_attention",
-        (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed),
-        (scale, causal, window, softcap, dropout_p, return_lse, backend, validate),
+        (q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed),
+        (scale, causal, window, softcap, dropout_p, out_dtype, return_lse, backend, validate),
         (max_seqlen_q, max_seqlen_k),
     )
     return perform(request_of("varlen_attention", locals())) if found is None else found

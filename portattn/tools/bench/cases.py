@@ -7,11 +7,13 @@ from typing import Literal
 
 import msgspec
 
-from portattn.schema.problem import Causal, Dtype, Op
-from portattn.schema.tensors import TORCH_DTYPE
+from portattn.schema.problem import Causal, Dtype, KvFormat, KvScales, Op
+from portattn.schema.tensors import KV_DTYPE, TORCH_DTYPE
 
 Window = tuple[int | None, int | None]
 Timing = Literal["hot", "cold", "do_bench"]
+SCALE_BYTES = 4  # of a float32
+STORED_OPS = ("decode_attention", "paged_attention")  # whose caches a case may have quantised
 CACHE_OPS = ("decode_attention", "paged_attention", "sparse_attention", "mla_attention")
 
 
@@ -25,6 +27,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     page_size      tokens a page; 0 for a contiguous cache
     tokens         tokens that each query head of sparse_attention has chosen
     magicpig       its K and L, if the chosen tokens were sampled so
+    kv_format      format of the numbers that the cache holds: as_q (dtype), or a narrower one
+    kv_scales      what a scale of such numbers belongs to: none, head (here one for the whole cache), token (each token
+                   and key/value head)
+    inline_scales  a token's scale lies behind its numbers, in the same row of memory
     window         keys before and after its own position that a query sees
     scale          None for 1/√head_dim
     backward       the gradients of q, k and v are what is computed and timed, the forward once before
@@ -52,6 +58,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 0
     tokens: int = 0
     magicpig: tuple[int, int] | None = None
+    kv_format: KvFormat = "as_q"
+    kv_scales: KvScales = "none"
+    inline_scales: bool = False
     scale: float | None = None
     backward: bool = False
     dropout: float = 0.0
@@ -86,6 +95,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the op is one of decoding, for which bytes count as well as FLOPs."""
         return self.op in CACHE_OPS
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the cache's numbers are narrower than the queries'."""
+        return self.kv_format != "as_q"
+
+    def unquantised(self) -> Case:
+        """The same over a cache whose numbers are of the queries' dtype."""
+        return msgspec.structs.replace(self, kv_format="as_q", kv_scales="none", inline_scales=False)
+
     def flops(self) -> int:
         """Operations on what is attended: 2·D a score and 2·Dv a value. Padding and what is masked count nothing.
 
@@ -98,16 +116,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def read_bytes(self) -> int:
         """Bytes of the keys and values that are attended: the least that has to be read, but for the queries.
 
-        Each counts once for all query heads of its group, and a latent row once; of a backward, which reads and writes
-        more than these, they are a part. Chosen tokens count as often as they
-        differ on average among the heads of a group, each of which chooses at random.
+        Each counts once for all query heads of its group, and a latent row once; a token's scales with it. Of a
+        backward, which reads and writes more than these, they are a part. Chosen tokens count as often as they differ
+        on average among the heads of a group, each of which chooses at random.
         """
         row = self.head_dim if self.op == "mla_attention" else self.head_dim + self.width_v
         if self.tokens:
             rows = round(sum(keys * (1 - (1 - self.tokens / keys) ** self.group) for keys in self.keys))
         else:
             rows = sum(seen[1] for seen in self._seen())
-        return rows * self.heads_k * row * TORCH_DTYPE[self.dtype].itemsize
+        dtype = KV_DTYPE[self.kv_format] if self.quantised else TORCH_DTYPE[self.dtype]
+        scales = 2 * SCALE_BYTES if self.kv_scales == "token" else 0
+        return rows * self.heads_k * (row * dtype.itemsize + scales)
 
     def _seen(self) -> list[tuple[int, int]]:
         return [seen(q, k, self.causal, self.window) for q, k in zip(self.queries, self.keys, strict=True)]

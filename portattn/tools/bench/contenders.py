@@ -60,6 +60,8 @@ def arguments(case: Case, t: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         options["scale"] = case.scale
     if case.dropout:
         options["dropout_p"] = case.dropout
+    if case.quantised:
+        options |= {"k_scale": t.k_scale, "v_scale": t.v_scale}
     if case.op == "attention":
         return (t.q, t.k, t.v), options | {"seqlens_q": t.seqlens_q, "seqlens_k": t.seqlens_k}
     if case.op == "varlen_attention":

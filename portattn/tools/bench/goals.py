@@ -16,7 +16,7 @@ from portattn.tools.bench.results import Figures, Result, Row, quickest
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.timing import ratio
 
-Metric = Literal["ratio", "host_us", "host_ratio", "first_s"]
+Metric = Literal["ratio", "of_floor", "host_us", "host_ratio", "first_s"]
 Take = Literal["every", "geomean"]
 Status = Literal["met", "done", "missed", "incomplete", "not measured"]
 
@@ -25,8 +25,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the goals.
 
     sets     whose cases count; only: those whose names hold this text; without: those whose names do not hold it
-    metric   ratio: the peer's device time over ours · host_us: time to enqueue a call · host_ratio: the peer's over
-             ours · first_s: seconds of the first call
+    least_bytes  only cases whose attended keys and values are as large as this in the queries' dtype
+    metric   ratio: the peer's device time over ours · of_floor: the least time that the card allows over ours ·
+             host_us: time to enqueue a call · host_ratio: the peer's over ours · first_s: seconds of the first call
     take     the limit holds for every cell, or for the geometric mean of all
     against  libraries of which the fastest counts, or another contender of ours; none named: the fastest of all peers
              that can do the case
@@ -38,6 +39,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     sets: tuple[str, ...]
     only: str = ""
     without: str = ""
+    least_bytes: int = 0
     metric: Metric = "ratio"
     take: Take = "every"
     against: tuple[str, ...] = ()
@@ -49,15 +51,24 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def cells(self) -> list[tuple[str, Case]]:
         """(set, case) of every cell that counts."""
         cells = [(name, case) for name in self.sets for case in SETS[name] if self.only in case.name]
-        return [cell for cell in cells if not self.without or self.without not in cell[1].name]
+        cells = [cell for cell in cells if not self.without or self.without not in cell[1].name]
+        return [cell for cell in cells if cell[1].unquantised().read_bytes() >= self.least_bytes]
 
     @property
     def at_most(self) -> bool:
         return self.metric in ("host_us", "first_s")
 
+    @property
+    def held_against(self) -> str:
+        """Whom ours are held against, in words; empty where that is nobody."""
+        if self.metric in ("ratio", "host_ratio"):
+            return ", ".join(self.against) or "best peer"
+        return "the card" if self.metric == "of_floor" else ""
+
 
 DENSE_PEERS = ("sdpa-cudnn", "fa3")
 SDPA = ("sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient")
+GIGABYTE = 10**9
 GOALS = (
     Goal(name="dense forward, every cell", sets=("dense18",), against=DENSE_PEERS, limit=1.0, done=0.97),
     Goal(
@@ -73,6 +84,14 @@ GOALS = (
     ),
     Goal(name="decode", sets=("decode",), limit=1.0),
     Goal(name="paged decode", sets=("paged",), limit=1.0),
+    Goal(
+        name="quantised paged decode of 1 GB, of our own unquantised", sets=("paged-quantised",), least_bytes=GIGABYTE,
+        against=("unquantised",), limit=1.8,
+    ),
+    Goal(
+        name="quantised paged decode of 1 GB, of the copy rate", sets=("paged-quantised",), least_bytes=GIGABYTE,
+        metric="of_floor", limit=0.9,
+    ),
     Goal(name="the seed's kernels, each", sets=("seed",), without="magicpig", against=("seed",), limit=1.0),
     Goal(
         name="the seed's kernels, geomean", sets=("seed",), without="magicpig", take="geomean", against=("seed",),
@@ -105,7 +124,7 @@ GOALS = (
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """A goal's metric in one cell. peer: whom it is held against."""
+    """A goal's metric in one cell. peer: whom it is held against; of of_floor, the card's limit."""
 
     set: str
     case: str
@@ -184,6 +203,10 @@ def _value(goal: Goal, set_: str, case: Case, result: Result) -> Value | str:
         return f"{goal.mine} {'refused: ' + mine.refused if mine else 'was not measured'}"
     if goal.metric in ("host_us", "host_ratio"):
         return _host(goal, row, mine, result)
+    if goal.metric == "of_floor":
+        if mine.of_floor is None:
+            return f"{goal.mine} was not timed, or the card's ceilings were not"
+        return Value(set=set_, case=case.name, value=mine.of_floor, peer=row.limit)
     peer = quickest(rivals(row, goal.against))
     if peer is None:
         return f"no figures of {' or '.join(goal.against) or 'any peer'}"

@@ -35,6 +35,7 @@ STYLES: dict[str, tuple[str, str, str]] = {
     "torch-varlen": ("#332288", "1", "-"),
     "torch-gather": ("#332288", "2", "-"),
     "sage": ("#661100", "3", "-"),
+    "unquantised": ("#777777", "+", "-."),
     "seed": ("#117733", "p", "-"),
 }
 OTHER = ("#BBBBBB", ".", "-")
@@ -105,6 +106,8 @@ def _facet(case: Case) -> str:
         words = [case.dtype]
     if case.page_size:
         words.append(f"pages of {case.page_size}")
+    if case.quantised:
+        words.append(f"{case.kv_format}, scales {'inline' if case.inline_scales else case.kv_scales}")
     if case.windowed:
         words.append("window")
     if case.magicpig:

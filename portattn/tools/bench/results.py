@@ -18,7 +18,7 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.clock import Ceilings, Spread
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.peers import REFERENCES, library
+from portattn.tools.bench.peers import REFERENCES, UNQUANTISED, library
 from portattn.tools.bench.timing import ratio
 
 SCHEMA = 3
@@ -82,7 +82,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     admit_s       seconds that it took to make it, which compiles it, and to check it
     extra_bytes   memory allocated at the peak of a call (of our own only); of a backward, beyond the gradients, of all
     ms, tflops    median of rounds_ms, and what follows: tflops, and of ops that read a cache tbs
-    of_floor      the least time that the case can take on this card, over the time
+    of_floor      the least time that the case can take on this card, over the time; tbs and of_floor of a peer that
+                  reads a quantised case's numbers in 16 bits count those
     ratio         the best peer's time over this one's, of the same round: the median (of our own only)
     graph_ratio   the same of graphs; the best peer is that of graphs
     """
@@ -185,17 +186,20 @@ def row(
     """A row with everything that follows from what was measured; others: further fields of the Row."""
     flops, read = case.flops(), case.read_bytes()
     floor, limit = limits.floor_ms(flops, read) if limits else (None, "")
+    wide = case.unquantised().read_bytes()
+    wide_floor = limits.floor_ms(flops, wide)[0] if limits else None
     best, best_graph = (fastest(measured.values(), graphs) for graphs in (False, True))
     made = []
     for figures in measured.values():
         derived: dict[str, float] = {}
+        its_read, its_floor = (wide, wide_floor) if figures.library in UNQUANTISED else (read, floor)
         if figures.rounds_ms:
             ms = statistics.median(figures.rounds_ms)
             derived = {"ms": ms, "tflops": flops / ms / 1e9}
             if case.reads_cache:
-                derived["tbs"] = read / ms / 1e9
-            if floor:
-                derived["of_floor"] = floor / ms
+                derived["tbs"] = its_read / ms / 1e9
+            if its_floor:
+                derived["of_floor"] = its_floor / ms
             if best and figures.name in MINE:
                 derived["ratio"] = ratio(best.rounds_ms, figures.rounds_ms)
         if figures.graph_ms and best_graph and figures.name in MINE:

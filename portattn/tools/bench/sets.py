@@ -27,6 +27,8 @@ SETS: dict[str, list[Case]] = {
     "dense-beyond": sets_dense.beyond(),
     "decode": _timed("cold", sets_cache.decode()),
     "paged": _timed("cold", sets_cache.decode(sets_cache.PAGES)),
+    "decode-quantised": _timed("cold", sets_cache.quantised()),
+    "paged-quantised": _timed("cold", sets_cache.quantised(sets_cache.PAGES)),
     "sparse": _timed("cold", sets_cache.sparse()),
     "mla": _timed("cold", sets_cache.latent()),
     "seed": _timed("do_bench", sets_cache.seed()),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from portattn.schema.problem import Dtype
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.sets_dense import causality
@@ -40,6 +42,29 @@ def decode(pages: Iterable[int] = (0,)) -> list[Case]:
         for b, hq, hk, s, d in _DECODE
         for page in pages
     ]  # fmt: skip
+
+
+# Of quantised caches, by the name's ending: a format, and what a scale belongs to.
+_STORED: dict[str, dict[str, Any]] = {
+    "e4m3 scales=tensor": {"kv_format": "e4m3", "kv_scales": "head"},
+    "e4m3 scales=token": {"kv_format": "e4m3", "kv_scales": "token"},
+    "int8 scales=token": {"kv_format": "int8", "kv_scales": "token"},
+}
+# As vLLM's caches with a scale for each token and head have them, in its pages of 16 tokens.
+_INLINE: dict[str, dict[str, Any]] = {
+    f"{fields['kv_format']} scales=inline": {**fields, "inline_scales": True}
+    for fields in _STORED.values()
+    if fields["kv_scales"] == "token"
+}
+
+
+def quantised(pages: Iterable[int] = (0,), inline_page: int = 16) -> list[Case]:
+    """The decode shapes in every format of _STORED, and over pages of `inline_page` tokens in those of _INLINE."""
+    return [
+        msgspec.structs.replace(case, name=f"{case.name} {ending}", **fields)
+        for case in decode(pages)
+        for ending, fields in (_STORED | _INLINE if case.page_size == inline_page else _STORED).items()
+    ]
 
 
 def latent() -> list[Case]:

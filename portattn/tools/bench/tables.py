@@ -88,7 +88,7 @@ def _goals(found: Iterable[GoalResult]) -> str:
         worst_text = f"{worst.case}: {worst.value:.2f}" + f" of {worst.peer}" * bool(worst.peer) if worst else ""
         rows.append(
             (
-                goal.name, ", ".join(goal.against) or ("" if goal.at_most else "best peer"),
+                goal.name, goal.held_against,
                 f"{goal.take} {sign} {goal.limit:g}{done}", number(verdict.value, ".2f"),
                 f"{verdict.cells} of {verdict.of}", worst_text, WORDS[verdict.status], "; ".join(verdict.missing),
             )

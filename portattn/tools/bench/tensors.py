@@ -11,6 +11,7 @@ import torch
 
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
+from portattn.tools.bench.stored import quantised, widened
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Tensors:
           mla_attention latent rows (P, page, R + E), of which v is a view
     The rest int32: seqlens (B,), cu_seqlens (B + 1,), page_table (B, pages a sequence), indices (B, Hq, tokens),
     counts (B, Hq)
+    k_scale, v_scale  of a quantised cache, float32: (), or a scale for each token and head, laid out as k and v
     grad_out  of a backward case: what its result's gradient is, shaped as that is
     """
 
@@ -35,6 +37,8 @@ class Tensors:
     page_table: torch.Tensor | None = None
     indices: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     grad_out: torch.Tensor | None = None
 
     @classmethod
@@ -65,7 +69,7 @@ class Tensors:
             k, v = (normal(sum(case.keys), case.heads_k, dim) for dim in dims)
         else:
             k, v = (normal(case.batch, case.heads_k, case.seq_k, dim) for dim in dims)
-        made = cls(q, k, v)
+        made = cls(q, k, v).stored(case)
         if case.packed:
             made.cu_seqlens_q = int32([0, *accumulate(case.queries)])
         elif case.lengths_q:
@@ -82,6 +86,18 @@ class Tensors:
         if case.backward:
             made.grad_out = normal(*q.shape[:-1], case.width_v)
         return made
+
+    def stored(self, case: Case) -> Tensors:
+        """The same with k and v in the case's format and their scales; itself where that is the queries' dtype."""
+        if not case.quantised:
+            return self
+        (k, k_scale), (v, v_scale) = (quantised(case, x) for x in (self.k, self.v))
+        return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
+    def unquantised(self) -> Tensors:
+        """The same with k and v widened to the queries' dtype, which rounds them once; a copy."""
+        k, v = (widened(x, scale, self.q.dtype) for x, scale in ((self.k, self.k_scale), (self.v, self.v_scale)))
+        return replace(self, k=k, v=v, k_scale=None, v_scale=None)
 
     def leaves(self) -> Tensors:
         """The same memory as tensors of their own, with q, k and v that require gradients."""
@@ -114,7 +130,13 @@ class Tensors:
             k, v = self.k[:, :, those], self.v[:, :, those]
         else:
             k, v = (keys_of(case, x, sequence, head) for x in (self.k, self.v))
-        made = Tensors(q, k, v)
+        made = Tensors(q, k, v, k_scale=self.k_scale, v_scale=self.v_scale)
+        if case.kv_scales == "token":
+            made.k_scale, made.v_scale = (
+                x[:, :, those] if case.page_size else x[this, those, :keys]
+                for x in (self.k_scale, self.v_scale)
+                if x is not None
+            )
         if self.grad_out is not None:
             made.grad_out = slot_of(case, self.grad_out, sequence, group)
         if self.page_table is not None and self.seqlens_k is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DTYPES, KvFormat, Problem
+from portattn.schema.problem import DS_MLA, DTYPES, Problem
+from portattn.schema.tensors import KV_DTYPE
 
 SetName = Literal["quick", "full"]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # those of published models, and two that are no power of two
@@ -26,7 +28,14 @@ DECODE: dict[str, Any] = {
 PAGED: dict[str, Any] = DECODE | {"op": "paged_attention", "pages_in_line": True}
 SPARSE: dict[str, Any] = DECODE | {"op": "sparse_attention", "seq_k": 32768, "tokens": 1024}
 MLA: dict[str, Any] = PAGED | {"op": "mla_attention", "heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}
+APPEND: dict[str, Any] = {
+    "op": "append_kv", "batch": 16, "heads_q": 8, "heads_k": 8, "seq_q": 1, "seq_k": 8192, "seqlens_k": True,
+}  # fmt: skip
+PAGES: dict[str, Any] = {
+    "op": "write_pages", "batch": 1, "heads_q": 8, "heads_k": 8, "seq_q": 64, "seq_k": 131072, "page_size": 16,
+}  # fmt: skip
 PADDED: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+ROTARY: dict[str, Any] = {"rotary": "neox", "rotary_dim": 128}
 WINDOW: dict[str, Any] = {"window_left": 511}
 PREFILL: dict[str, Any] = {"seq_q": 512, "causal": "bottom_right"}  # a chunk of a prompt
 # A batch of decoding sequences with a chunk of a prompt among them, packed.
@@ -94,6 +103,17 @@ def mla(words: str = "", **changes: Any) -> Named:
     return _named(problem, "MLA", problem.dtype, _width(problem), words)
 
 
+def append(words: str = "", **changes: Any) -> Named:
+    problem = Problem(**(APPEND | changes))
+    return _named(problem, "append", problem.dtype, _width(problem), words)
+
+
+def write(words: str = "", **changes: Any) -> Named:
+    size = changes.get("page_size", PAGES["page_size"])
+    problem = Problem(**(PAGES | changes | {"seq_k": -(-PAGES["seq_k"] // size) * size}))
+    return _named(problem, "write", problem.dtype, _width(problem), f"page {problem.page_size}", words)
+
+
 def _named(problem: Problem, *words: str) -> Named:
     return Named(" ".join(filter(None, words)), problem)
 
@@ -116,12 +136,15 @@ def quick() -> list[Named]:
         paged("GQA", dtype="bf16", head_dim=128, page_size=16),
         sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
         mla(dtype="bf16", head_dim=576, head_dim_v=512),
-    ]
+        append(dtype="bf16", head_dim=128),
+        write("rotary, e4m3 cache, scales token", dtype="bf16", head_dim=128, kv_format="e4m3", kv_scales="token",
+              **ROTARY),
+    ]  # fmt: skip
 
 
 def full() -> list[Named]:
     """For each op every dtype × head_dim × mask or page size that it has kernels for, and each feature once or more."""
-    return [*_dense(), *_varlen(), *_gradients(), *_decode(), *_paged(), *_sparse(), *_mla()]
+    return [*_dense(), *_varlen(), *_gradients(), *_decode(), *_paged(), *_sparse(), *_mla(), *_append(), *_write()]
 
 
 def _dense() -> list[Named]:
@@ -151,6 +174,10 @@ def _dense() -> list[Named]:
             dense("", **causal | {"head_dim": 576}, head_dim_v=512),
         ]
         found += [dense(word, **causal, **fields) for word, fields in each_feature("attention")]
+    wide: dict[str, Any] = {"head_dim": 128, "causal": "bottom_right"}
+    found += [dense(words, **wide, **fields) for words, fields in _operands()]
+    found += [dense(words, **wide | {"head_dim": dim}, **fields) for dim in (64, 256) for words, fields in
+              (_operands()[0], _operands()[4], _operands()[6])]  # fmt: skip
     found += [
         dense("window on both sides", dtype="bf16", head_dim=64, window_left=255, window_right=255),
         dense("bias, mask, ALiBi, sinks, softcap", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True,
@@ -159,12 +186,25 @@ def _dense() -> list[Named]:
     return found
 
 
+def _operands() -> list[tuple[str, dict[str, Any]]]:
+    """Words and fields of quantised q, k and v: each format, each dtype of the results, and both kinds of scales."""
+    formats = [("e4m3", "head"), ("e5m2", "head"), ("e4m3fnuz", "head"), ("e4m3", "none"), ("int8", "token"),
+               ("int8", "head")]  # fmt: skip
+    found = [("bf16", kind, scales) for kind, scales in formats]
+    found += [("fp16", "e4m3", "head"), ("fp16", "int8", "token")]
+    return [
+        (f"{kind} operands, scales {scales}", {"dtype": dtype, "kv_format": kind, "kv_scales": scales})
+        for dtype, kind, scales in found
+    ]
+
+
 def _varlen() -> list[Named]:
     found = [
         varlen(dtype=dtype, head_dim=dim, causal="bottom_right") for dtype in DTYPES for dim in COMMON_DIMS
     ]  # fmt: skip
     causal: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": "bottom_right"}
     found += [varlen(word, **causal, **fields) for word, fields in each_feature("varlen_attention")]
+    found += [varlen(words, **causal | fields) for words, fields in _operands()]
     found += [
         varlen("GQA, LSE", **causal, heads_k=4, return_lse=True),
         varlen("window, softcap", **causal, softcap=True, **WINDOW),
@@ -226,8 +266,7 @@ def _decode() -> list[Named]:
 
 def _quantised() -> list[tuple[str, str, dict[str, Any]]]:
     """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to."""
-    formats = [name for name in get_args(KvFormat) if name != "as_q"]
-    found = [("bf16", name, "token") for name in formats]
+    found = [("bf16", name, "token") for name in KV_DTYPE]
     found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head")]
     return [
         (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
@@ -289,6 +328,15 @@ def _sparse() -> list[Named]:
         sparse("few tokens", **wide, tokens=64),
         sparse("one split", **wide, num_splits=1),
         sparse("", dtype="bf16", head_dim=576, head_dim_v=512),
+        *(sparse(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
+        sparse(
+            "MagicPIG, e4m3 cache, scales token",
+            **wide,
+            page_size=16,
+            magicpig=True,
+            kv_format="e4m3",
+            kv_scales="token",
+        ),
     ]
     return found
 
@@ -310,6 +358,50 @@ def _mla() -> list[Named]:
         mla("LSE", **wide, return_lse=True),
         mla("one split", **wide, num_splits=1),
         mla("ragged", **wide, **RAGGED),
+        *(mla(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
+        *(
+            mla(f"{words}{DS_MLA} cache", **wide, kv_format=DS_MLA, **fields)
+            for words, fields in (
+                ("", {}),
+                ("page 16, ", {"page_size": 16}),
+                ("2 queries, causal, ", {"seq_q": 2, "causal": "bottom_right"}),
+            )
+        ),
+    ]
+    return found
+
+
+def _append() -> list[Named]:
+    return [
+        *_new_rows(append),
+        append("a prompt", dtype="bf16", head_dim=128, batch=1, seq_q=8192),
+    ]
+
+
+def _write() -> list[Named]:
+    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
+    return [
+        *_new_rows(write),
+        *(write(**wide, page_size=size) for size in PAGE_SIZES if size != PAGES["page_size"]),
+        write("hpd", **wide, page_layout="hpd"),
+        write("a prompt", **wide, seq_q=8192),
+        write("rotary, a prompt, e4m3 cache", **wide, seq_q=8192, kv_format="e4m3", kv_scales="head", **ROTARY),
+    ]
+
+
+def _new_rows(make: Callable[..., Named]) -> list[Named]:
+    """Every dtype and width, format and scales, and rotation of what writes a cache."""
+    found = [make(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in (*HEAD_DIMS, 576)]
+    wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
+    found += [make(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
+    found += [
+        make("e4m3 cache, scales token", dtype="fp32", head_dim=80, kv_format="e4m3", kv_scales="token"),
+        make("rotary", **wide, **ROTARY),
+        make("rotary", **wide | {"dtype": "fp32"}, **ROTARY),
+        make("rotary of neighbours, half", **wide, rotary="interleaved", rotary_dim=64),
+        make("rotary, int8 cache, scales token", **wide, kv_format="int8", kv_scales="token", **ROTARY),
+        make("unaligned", **wide, aligned=False),
+        make("", dtype="bf16", head_dim=192, head_dim_v=128),
     ]
     return found
 

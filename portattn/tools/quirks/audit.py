@@ -363,6 +363,7 @@ def _problems() -> list[Problem]:
     rows: dict[str, Any] = {"seq_q": 4096}
     lengths: dict[str, Any] = {"causal": "bottom_right", "seqlens_k": True}
     paged: dict[str, Any] = {"seq_q": 1, "page_size": 64, "seqlens_k": True, "pages_in_line": True}
+    rotary: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "token", "rotary": "neox", "rotary_dim": 64}
     ops: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[int, ...]]] = [
         ({"op": "attention", **rows}, [{}, lengths], (16, 40, 64, 128, 256)),
         ({"op": "decode_attention", "seq_q": 1}, [{}, lengths], (16, 40, 64, 128, 256)),
@@ -376,6 +377,8 @@ def _problems() -> list[Problem]:
         ({"op": "paged_attention", **paged}, [{}], (64, 128)),
         ({"op": "sparse_attention", "seq_q": 1, "tokens": 256}, [{}, {"page_size": 64}], (64, 128)),
         ({"op": "mla_attention", **paged, "heads_k": 1, "head_dim_v": 512}, [{}], (576,)),
+        ({"op": "append_kv", "heads_k": 8, "seq_q": 1, "seqlens_k": True}, [{}, rotary], (64, 128)),
+        ({"op": "write_pages", "heads_k": 8, "batch": 1, "seq_q": 64, "page_size": 16}, [{}, rotary], (64, 128)),
     ]
     return [
         Problem(**plain | op | feature, dtype=dtype, head_dim=head_dim)

@@ -24,7 +24,7 @@ from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
 from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import Problem
+from portattn.schema.problem import DS_MLA, Problem
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
@@ -62,13 +62,19 @@ _PROBLEM: Mapping[str, Mapping[str, Any]] = {
         "batch": 2, "heads_k": 1, "group": 1, "seq_q": 1, "seq_k": 8192, "head_dim": 576, "head_dim_v": 512,
         "page_size": 64, "seqlens_k": True, "pages_in_line": True,
     },
+    "append_kv": {
+        "batch": 2, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 8192, "head_dim": 128, "seqlens_k": True,
+    },
+    "write_pages": {
+        "batch": 1, "heads_k": 8, "group": 1, "seq_q": 1024, "seq_k": 8192, "head_dim": 128, "page_size": 64,
+    },
 }  # fmt: skip
 _PAGE_SIZE = 64  # where a condition asks for pages
 _WINDOW = 128  # where a condition asks for a window
 # What a problem has where nothing is asked for, if that is neither False nor 0.
 _NOTHING = {
     "causal": "none", "layout": "bhsd", "page_layout": "phd", "total_q": None, "total_k": None, "kv_format": "as_q",
-    "kv_scales": "none",
+    "kv_scales": "none", "rotary": "none",
 }  # fmt: skip
 _UNTIMED = Provenance(chip="none", toolchain="none", date=datetime.date(2026, 1, 1), measured=False)
 
@@ -324,8 +330,13 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         chosen["total_q"] = chosen["batch"] * chosen["seq_q"]
     if chosen.get("kv_format") == "int8":  # which has no meaning without them
         chosen.setdefault("kv_scales", "token")
+    if chosen.get("kv_format") == DS_MLA and "dtype" not in named:  # its rows have numbers of bfloat16
+        chosen["dtype"] = "bf16"
     if chosen.get("kv_scales", "none") != "none":
-        chosen.setdefault("kv_format", "e4m3")
+        by_token = chosen["kv_scales"] == "token" and "q_scale" in ROWS[op].tensors  # which int8 alone has there
+        chosen.setdefault("kv_format", "int8" if by_token else "e4m3")
+    if chosen.get("rotary", "none") != "none":
+        chosen["rotary_dim"] = chosen.get("head_dim", 0) // 2 * 2
     causal = chosen.pop("causal_align", "bottom_right" if chosen.pop("causal", False) else "none")
     heads_q = chosen.pop("heads_q", chosen["heads_k"] * chosen.pop("group"))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 import msgspec
 from packaging.version import Version
@@ -10,7 +11,8 @@ from packaging.version import Version
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import conditions
 from portattn.schema.features import EVERY_SCORE
-from portattn.schema.problem import Problem
+from portattn.schema.ops import ROWS
+from portattn.schema.problem import KvFormat, Problem
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Tuning
@@ -25,6 +27,10 @@ _MASK = ("causal", "!causal")
 _KEYS = ("seq_k<=512", "seq_k<=2048", "seq_k<=8192", "seq_k>8192")
 _BATCH = ("batch<8", "batch<64", "batch>=64")
 _ROWS = ("rows<=16", "rows>16")
+# Of the ops that read quantised caches: widening takes registers and time that differ by format. Those of the queries'
+# dtype are told apart too, so that what is found for them takes no other.
+_FORMAT = tuple(f"kv_format={name}" for name in get_args(KvFormat))
+_STORED = (("kv_scales=token", "kv_scales!=token"), ("aligned", "!aligned"))
 PACKED = ("packed", "!packed")
 _FEATURES = tuple((name,) for name in EVERY_SCORE)
 _FORWARD = (_DTYPE, _WIDTH, _MASK, _KEYS, *_FEATURES)
@@ -75,7 +81,10 @@ def conditions_of(problem: Problem, several_ops: bool = False) -> tuple[str, ...
     """
     features = problem.features()
     found: list[str] = []
-    for group in (*GROUPS[problem.op], *((PACKED,) if several_ops else ())):
+    groups = [*GROUPS[problem.op], *((PACKED,) if several_ops else ())]
+    if "k_scale" in ROWS[problem.op].tensors:
+        groups += [_FORMAT, *(_STORED if problem.kv_format != "as_q" else ())]
+    for group in groups:
         place = next((i for i, text in enumerate(group) if conditions.parse(text).holds(features)), None)
         if place is not None:
             found += [*(_beyond(text) for text in group[max(place - 1, 0) : place]), group[place]]

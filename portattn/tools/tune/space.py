@@ -18,7 +18,7 @@ from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
-from portattn.schema.tensors import TORCH_DTYPE
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.tools.tune.choice import Choice, Setting, changed
 
 
@@ -51,7 +51,7 @@ def traits_of(arch: Arch) -> set[str]:
 
 WARPS, NO_WARPS = ("warps",), ("no_warps",)
 DEEP, SMALL = ("deep_pipeline",), ("small_tiles",)
-HALF, WIDE, FLOAT = "dtype!=fp32", "widest>256", "dtype=fp32"
+HALF, WIDE, FLOAT, NARROW = "dtype!=fp32", "widest>256", "dtype=fp32", "kv_format!=as_q"
 
 # Options of the compilers, for every kernel that has products.
 _OPTIONS = (
@@ -92,12 +92,14 @@ _SPLIT = (
     Axis("block_m", (16,)),
     Axis("block_n", (16, 32, 64), when=(WIDE,)),
     Axis("block_n", (16, 32, 64), when=(FLOAT,)),
+    Axis("block_n", (16, 32, 64, 128), when=(NARROW,)),  # the wide form of a tile is held beside its bytes
     Axis("block_n", (32, 64, 128)),
     Axis("num_warps", (1,), NO_WARPS),
     Axis("num_warps", (4, 8), when=(WIDE,)),
     Axis("num_warps", (2, 4, 8)),
     Axis("num_stages", (1,), NO_WARPS),
     Axis("num_stages", (1, 2), when=(WIDE,)),
+    Axis("num_stages", (1, 2, 3, 4, 6), DEEP, (NARROW,)),
     Axis("num_stages", (2, 3, 4, 6), DEEP),
     Axis("num_stages", (1, 2)),
     Axis("launch_pdl", (True,), ("dependent_launch",)),
@@ -167,7 +169,7 @@ Rule = Callable[[Choice, Problem, Target], "str | None"]
 def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
     """The pipeline's tiles of K and V, or Q and dO, alone: Triton keeps at least one fewer than num_stages of them."""
     width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
-    item = TORCH_DTYPE[problem.dtype].itemsize
+    item = (KV_STORED if problem.kv_format != "as_q" else TORCH_DTYPE[problem.dtype]).itemsize
     launches = Launch().changed(choice.launch).kernels()
     least = max((launch.num_stages - 1) * launch.block_n for launch in launches) * width * item
     if problem.op == "sparse_attention" or least <= target.arch.scratchpad_bytes:

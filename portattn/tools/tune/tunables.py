@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
+from portattn.schema.ops import WRITERS
 from portattn.schema.target import Target
 from portattn.tools.tune.core import core_tunable
 from portattn.tools.tune.tunable import Tunable
@@ -12,10 +13,11 @@ from portattn.tools.tune.tunable import Tunable
 def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
     """Everything that can be tuned for a target: the core kernels, then its variants that say how (Variant.tunable).
 
-    Of the gradients' kernels the core's alone.
+    Of the gradients' kernels the core's alone; none of what fills a cache, whose tiles follow from its sizes.
     """
     backend = (registry or Registry.load()).backends[target.backend]
-    found: list[Tunable] = [core_tunable(kernel) for kernel in CORES.values()] if backend.core_path else []
+    kernels = [kernel for kernel in CORES.values() if kernel.op not in WRITERS] if backend.core_path else []
+    found: list[Tunable] = [core_tunable(kernel) for kernel in kernels]
     for variant in backend.variants:
         make = getattr(variant, "tunable", None)
         if make is not None and target.arch.name in variant.arches:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import Problem
+from portattn.schema.problem import KvFormat, KvScales, Problem
 from portattn.schema.tensors import TORCH_DTYPE
-from portattn.tools.bench.cases import Case
+from portattn.tools.bench.cases import STORED_OPS, Case
 from portattn.tools.bench.sets import SETS
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.gradients import call_of
@@ -62,24 +62,28 @@ def from_sets(names: tuple[str, ...], only: str | None) -> list[Case]:
 
 
 _NUMBERS = ("head_dim_v", "page_size", "tokens")
+_WORDS: dict[str, tuple[str, ...]] = {"kv_format": get_args(KvFormat), "kv_scales": get_args(KvScales)}
 _FORM = (
     "must be an op and NAME=VALUE words, as in 'attention q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16 causal'; "
-    f"words: q, kv (B,H,S,D), dtype, causal[=top_left], window=L,R, {', '.join(_NUMBERS)}"
+    f"words: q, kv (B,H,S,D), dtype, causal[=top_left], window=L,R, {', '.join(_NUMBERS)}, "
+    f"{', '.join(_WORDS)}"
 )
 
 
 def parse(text: str) -> Case:
     """A case of one line of text: `attention q=B,H,S,D kv=B,H,S,D dtype=bf16 causal window=1023,0 page_size=64`.
 
-    All sequences are full. Raises ArgumentError naming the word that is wrong.
+    All sequences are full. Without kv_scales an int8 cache has a scale for each token, and others have none. Raises
+    ArgumentError naming the word that is wrong.
     """
 
     def bad(limit: str = _FORM) -> ArgumentError:
         return ArgumentError("tune", "--problem", text, limit)
 
     op, *words = text.split()
-    if op not in ROWS:
-        raise bad(f"its first word must be one of {', '.join(ROWS)}")
+    tuned = [name for name, row in ROWS.items() if not row.writes]
+    if op not in tuned:
+        raise bad(f"its first word must be one of {', '.join(tuned)}")
     backward = bool(ROWS[op].gradient_of)
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     fields: dict[str, Any] = {
@@ -99,6 +103,18 @@ def parse(text: str) -> Case:
         raise bad() from None
     if "causal" in given:
         fields["causal"] = given.pop("causal") or "bottom_right"
+    for name, known in _WORDS.items():
+        if name in given:
+            fields[name] = given.pop(name)
+            if fields[name] not in known:
+                raise bad(f"{name} must be one of {', '.join(known)}")
+    stored = fields.get("kv_format", "as_q")
+    if stored == "int8":
+        fields.setdefault("kv_scales", "token")
+    if stored == "as_q" and fields.get("kv_scales", "none") != "none":
+        raise bad("kv_scales goes with a kv_format other than as_q")
+    if stored != "as_q" and op not in STORED_OPS:
+        raise bad(f"kv_format goes with {' and '.join(STORED_OPS)}")
     if given:
         raise bad(f"it has the unknown word {next(iter(given))!r}; {_FORM}")
     if (batch, dim) != (batch_k, dim_k) or min(batch, heads_q, seq_q, dim, heads_k, seq_k) < 1:
@@ -152,7 +168,7 @@ def shapes(case: Case) -> Tensors:
         k, v = (normal(sum(case.keys), case.heads_k, width) for width in (case.head_dim, width_v))
     else:
         k, v = (normal(case.batch, case.heads_k, case.seq_k, width) for width in (case.head_dim, width_v))
-    made = Tensors(q, k, v)
+    made = Tensors(q, k, v).stored(case)
     if case.packed:
         made.cu_seqlens_q = int32(case.batch + 1)
     elif case.lengths_q:

@@ -162,10 +162,16 @@ class Decode(_Planned):
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left=-1,
         q_data_type="float16", kv_data_type=None, sm_scale=None,
     ):  # fmt: skip
-        assert q_data_type == kv_data_type
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn, torch.float8_e5m2)
         self.pages, self.how = (indptr, indices, last_page_len, page_size), (sm_scale, True, (window_left, -1))
+        self.dtype = kv_data_type
 
-    def run(self, q, cache):
+    def run(self, q, cache, *, k_scale=None, v_scale=None):
+        """Scales are numbers of Python's."""
+        assert {x.dtype for x in cache} == {self.dtype}
+        if self.dtype is not q.dtype:
+            assert type(k_scale) is type(v_scale) is float
+            cache = [(x.float() * scale).to(q.dtype) for x, scale in zip(cache, (k_scale, v_scale), strict=True)]
         return torch.cat([attend(q[b : b + 1], *self._cache(*cache, *self.pages, b), *self.how) for b in range(len(q))])
 
 

@@ -67,7 +67,7 @@ def test_each_is_called_as_it_asks(case, monkeypatch):
         admitted = gate.admit(case, tensors, builds)
     runs_here = {name for name in builds if name not in ("sdpa-cudnn", "sdpa-efficient", "torch-varlen")}
     assert set(admitted.contenders) == runs_here, admitted.refused
-    flash = case.dtype != "fp32" and case.op != "sparse_attention"
+    flash = case.dtype != "fp32" and case.op != "sparse_attention" and not case.quantised
     assert (set(builds) >= FA3) == flash
     assert ("flashmla" in builds) == latent
     assert ("fa3/vllm, schedule given" in builds) == (flash and case.reads_cache)
@@ -138,6 +138,8 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
         assert adapter.absent() == ""
         for case in distinct():
             if case.backward:  # test_bench_backward_rows.py
+                continue
+            if case.quantised and name not in peers.QUANTISED:
                 continue
             if case.op == "mla_attention" and name == "flag_gems":
                 case = msgspec.structs.replace(case, scale=case.head_dim**-0.5)  # it has no other

@@ -108,6 +108,8 @@ def test_a_toolchain_that_is_not_here_is_said_at_once(target, tmp_path, monkeypa
         ("dense_forward", SMALL),
         ("decode_split", "decode_attention q=2,4,1,16 kv=2,2,200,16 dtype=fp16"),
         ("paged_split", "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 dtype=fp16"),
+        ("decode_split", "decode_attention q=2,4,1,16 kv=2,2,200,16 dtype=fp16 kv_format=e4m3 kv_scales=head"),
+        ("paged_split", "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 dtype=fp16 kv_format=int8"),
     ],
 )
 def test_a_candidate_runs_and_is_checked(name, text):

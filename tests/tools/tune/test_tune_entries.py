@@ -191,11 +191,16 @@ def test_shipped_files_take_entries_for_every_op_and_stay_readable(tmp_path, bac
         "varlen_attention q=4,16,1024,64 kv=4,16,1024,64 causal",
         "decode_attention q=8,32,1,128 kv=8,8,4096,128",
         "paged_attention q=8,32,1,128 kv=8,8,4096,128 page_size=64",
+        "decode_attention q=8,32,1,128 kv=8,8,4096,128 kv_format=e4m3 kv_scales=head",
+        "decode_attention q=8,32,1,128 kv=8,8,4096,128 kv_format=e4m3 kv_scales=token",
+        "decode_attention q=8,32,1,128 kv=8,8,4096,128 kv_format=int8",
+        "paged_attention q=8,32,1,128 kv=8,8,4096,128 page_size=64 kv_format=e4m3 kv_scales=token",
         "sparse_attention q=1,32,1,128 kv=1,8,32000,128 tokens=640",
         "mla_attention q=8,128,1,576 kv=8,1,4096,576 head_dim_v=512 page_size=64",
     ]  # fmt: skip
     core = [one for one in tunables(where) if isinstance(one, CoreTunable)]
     found = classes(core, [workload(parse(text)) for text in texts], tuning, where)
+    assert len(found) == len(texts)
     file = TuningFile(tmp_path / f"{arch}.toml", before, origin(*(of.name for of in found)), backend)
     for number, of in enumerate(found):
         chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": number + 1})

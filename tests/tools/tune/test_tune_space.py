@@ -8,6 +8,7 @@ from portattn.planning.compiler_options import check_launch_values
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import CHOICES, OF_ROWS
+from portattn.schema.ops import WRITERS
 from portattn.tools.tune import space
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.space import SPACES, Axis, candidates, check_space, left_out
@@ -15,12 +16,13 @@ from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import parse, workload
 
 DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
-SEARCHED = [kernel.name for kernel in CORES.values()]
+TUNED = [kernel for kernel in CORES.values() if kernel.op not in WRITERS]
+SEARCHED = [kernel.name for kernel in TUNED]
 ROWS = tuple(OF_ROWS.values())
 # Of gradients the two kernels are swept one after the other.
 SWEEPS = [
     (kernel.name, sweep)
-    for kernel in CORES.values()
+    for kernel in TUNED
     for sweep in (({"without": ROWS}, {"among": ROWS}) if kernel.of_rows else ({},))
 ]
 PROBLEMS = {
@@ -99,6 +101,19 @@ def test_of_axes_with_one_name_the_first_that_applies_counts():
     assert tiles(128, "bf16") == (64, 128)
     assert tiles(512, "bf16") == (16, 32, 64)
     assert tiles(64, "fp32") == (16, 32, 64)
+
+
+def test_a_quantised_cache_has_small_tiles_and_buffers_of_bytes():
+    plain, narrow = (problem(PROBLEMS["paged_split"] + text) for text in ("", " kv_format=e4m3 kv_scales=token"))
+
+    def values(name, p):
+        return next(axis.values for axis in space.axes_of("paged_split", p, TARGETS[0]) if axis.name == name)
+
+    assert (values("block_n", plain), values("block_n", narrow)) == ((32, 64, 128), (16, 32, 64, 128))
+    assert (values("num_stages", plain), values("num_stages", narrow)) == ((2, 3, 4, 6), (1, 2, 3, 4, 6))
+    deep = Choice(launch={"block_m": 16, "block_n": 128, "num_stages": 6})
+    assert "K and V tiles alone take 327680 bytes" in left_out(deep, plain, TARGETS[0])
+    assert left_out(deep, narrow, TARGETS[0]) == ""
 
 
 def test_an_axis_that_is_added_is_searched(monkeypatch):

@@ -21,6 +21,10 @@ TEXTS = [
     "varlen_attention q=2,4,20,16 kv=2,2,37,16 causal",
     "decode_attention q=2,4,1,16 kv=2,2,64,16",
     "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16",
+    "decode_attention q=2,4,1,16 kv=2,2,64,16 kv_format=e4m3",
+    "decode_attention q=2,4,1,16 kv=2,2,64,16 dtype=fp16 kv_format=e5m2 kv_scales=head",
+    "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 kv_format=int8",
+    "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 kv_format=e4m3fnuz kv_scales=token",
     "sparse_attention q=2,4,1,16 kv=2,2,64,16 tokens=9",
     "mla_attention q=2,4,1,24 kv=2,1,64,24 head_dim_v=16 page_size=16",
 ]
@@ -62,6 +66,12 @@ def test_every_set_can_be_tuned():
         ("paged_attention q=1,1,1,8 kv=1,1,16,8", "page_size must be given"),
         ("sparse_attention q=1,1,1,8 kv=1,1,16,8", "tokens must be given"),
         ("attention q=1,3,1,8 kv=1,2,1,8", "multiple of the 2"),
+        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=fp8", "kv_format must be one of as_q, "),
+        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=e4m3 kv_scales=tensor", "kv_scales must be one of none, "),
+        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=int8 kv_scales=none", "k_scale is None"),
+        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_scales=head", "kv_scales goes with a kv_format other than as_q"),
+        ("decode_attention q=1,1,1,8 kv=1,1,1,8 dtype=fp32 kv_format=e4m3", "q.dtype is torch.float32"),
+        ("attention q=1,1,1,8 kv=1,1,1,8 kv_format=e4m3", "kv_format goes with decode_attention and paged"),
     ],
 )
 def test_bad_text(text, message):

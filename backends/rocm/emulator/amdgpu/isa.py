@@ -33,6 +33,7 @@ class Arch:
     family      9, 11 or 12: which encoding of waits, barriers and 16-bit registers
     fnuz        fp8 is the FNUZ kind (no infinities, no negative zero), else OCP
     counters    wait counter each kind of access increments
+    most        how many accesses each counter can count
     same_as     another arch with the same instructions; empty for none: tests of instructions leave this one out
     """
 
@@ -43,6 +44,7 @@ class Arch:
     family: int
     fnuz: bool
     counters: dict[str, str]
+    most: dict[str, int]
     same_as: str = ""
 
 
@@ -53,6 +55,9 @@ _GFX11 = {"load": "vmcnt", "store": "vscnt", "atomic": "vscnt", "lds": "lgkmcnt"
 _GFX12 = {"load": "loadcnt", "store": "storecnt", "atomic": "storecnt", "lds": "dscnt", "scalar": "kmcnt"}
 
 _COUNTERS = {9: _GFX9, 11: _GFX11, 12: _GFX12}
+# The most that each counter counts. LLVM, AMDGPUBaseInfo.cpp (bits of the fields of S_WAITCNT and S_WAIT_*).
+_MOST = {"vmcnt": 63, "vscnt": 63, "lgkmcnt": 63, "loadcnt": 63, "storecnt": 63, "dscnt": 63, "kmcnt": 31}
+_MOST_OF = {9: _MOST | {"lgkmcnt": 15}, 11: _MOST, 12: _MOST}
 
 
 def _modelled() -> dict[str, Arch]:
@@ -70,6 +75,7 @@ def _modelled() -> dict[str, Arch]:
                 family=family,
                 fnuz=any(kind.endswith("fnuz") for kind in arch.fp8),
                 counters=_COUNTERS[family],
+                most=_MOST_OF[family],
                 same_as=str(row.get("same_as", "")),
             )
     return found

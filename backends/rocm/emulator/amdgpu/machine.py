@@ -58,7 +58,7 @@ class Machine:
         self.state.ieee = bool(program.descriptor.get("ieee_mode", self.state.ieee))
         self.findings = Findings(checks)
         self.lds = Lds(lds_bytes, waves, self.findings, checks.undefined)
-        self.waits = Waits(program.arch.counters) if checks.waits else None
+        self.waits = Waits(program.arch.counters, program.arch.most) if checks.waits else None
         self.defined = Definedness(self.state, self.report, self.place) if checks.undefined else None
         scratch_bytes = program.descriptor.get("private_segment_fixed_size", 0)
         self.scratch = Scratch(waves * program.wave, scratch_bytes)

@@ -2,8 +2,10 @@
 
 An access increments a counter when it is issued. `s_waitcnt vmcnt(n)` and its like stop the wave until at most n
 accesses of that counter are outstanding. Accesses of a counter finish in order, but scalar loads do not: with one of
-them outstanding only a wait for 0 says anything. Source: LLVM AMDGPU guide, "Memory Model" (the waitcnt tables per
-architecture); AMD MI300 ISA reference, "Manually inserted wait states" and S_WAITCNT; RDNA4 ISA reference, S_WAIT_*.
+them outstanding only a wait for 0 says anything. A wave whose counter is full does not issue another access before one
+has finished, so that an old access needs no wait: LLVM leaves it out behind 63 later ones. Source: LLVM AMDGPU guide,
+"Memory Model" (the waitcnt tables per architecture); AMD MI300 ISA reference, "Manually inserted wait states" and
+S_WAITCNT; RDNA4 ISA reference, S_WAIT_*; of full counters AMD's own checker, ROCm/rocm-systems PR #10926.
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ class Entry:
 
 
 class Waits:
-    """The outstanding accesses of one work-group."""
+    """The outstanding accesses of one work-group.
 
-    def __init__(self, counters: dict[str, str]) -> None:
-        self.names = counters
+    counters  the counter of each kind of access
+    most      how many accesses each counter can count
+    """
+
+    def __init__(self, counters: dict[str, str], most: dict[str, int]) -> None:
+        self.names, self.most = counters, most
         self.queues: dict[str, list[Entry]] = {name: [] for name in dict.fromkeys(counters.values())}
         self.pending: dict[int, int] = {}  # register → how many accesses will write it
 
@@ -60,10 +66,14 @@ class Waits:
 
     def issue(self, kind: str, entry: Entry) -> None:
         """An access of a kind ("load", "store", "atomic", "lds", "scalar") was issued."""
-        self.queues[self.names[kind]].append(entry)
+        counter = self.names[kind]
+        queue = self.queues[counter]
+        queue.append(entry)
         pending = self.pending
         for register in entry.registers:
             pending[register] = pending.get(register, 0) + 1
+        if len(queue) > self.most[counter]:
+            self.wait(counter, self.most[counter], entry.waves)
 
     def wait(self, counter: str, limit: int, waves: int) -> None:
         """The waves of a bit mask wait until at most `limit` of their accesses are outstanding."""

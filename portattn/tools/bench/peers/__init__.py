@@ -21,6 +21,7 @@ from portattn.tools.bench.peers import (
     sage,
     sdpa,
     torch_functions,
+    unquantised,
     xformers,
 )
 from portattn.tools.bench.peers.libraries import load as load
@@ -55,9 +56,14 @@ PEERS: dict[str, Peer] = {
     "xformers": xformers,
     "flag_gems": flaggems,
     "sage": sage,
+    "unquantised": unquantised,
 }
 # Whose calls autograd records: the others have no part in backward cases. A file's peer is asked for all cases.
 DIFFERENTIABLE = ("sdpa", "torch", "flex", "flash_attn", "flash_attn_interface")
+# Who reads quantised caches: the others have no part in such cases. A file's peer is asked for all cases.
+QUANTISED = ("flashinfer", "unquantised")
+# Who is given a quantised cache's numbers in the queries' dtype, and reads so many more bytes.
+UNQUANTISED = ("unquantised",)
 # Who takes long before anything is timed, and why.
 SLOW = {"flex": "compiled by torch for this case, which takes tens of seconds"}
 # Timed to be seen beside the others: never the best peer, and no goal is held against them.
@@ -75,6 +81,7 @@ def contenders(
     """Every contender of the wanted peers that are here; others: peers that files have brought, by name."""
     found: dict[str, Build] = {}
     asked = [name for name in wanted if name in DIFFERENTIABLE or not case.backward]
+    asked = [name for name in asked if name in QUANTISED or not case.quantised]
     given = t.leaves() if case.backward else t
     for peer in (*(PEERS[name] for name in asked), *(others or {}).values()):
         if not peer.absent():

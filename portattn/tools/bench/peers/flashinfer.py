@@ -21,6 +21,7 @@ from portattn.tools.bench.tensors import Tensors
 PACKAGE = "flashinfer"
 WORKSPACE = 256 << 20  # bytes; its documentation recommends 128 MiB and more for long splits
 WIDEST = 256
+FORMATS = ("e4m3", "e5m2")  # of a cache's numbers, besides those of the queries' dtype
 
 
 def absent() -> str:
@@ -31,6 +32,13 @@ def contenders(case: Case, t: Tensors) -> dict[str, Build]:
     one_sided = case.causal != "none" or case.window[1] is None
     if case.dtype == "fp32" or not one_sided or case.op in ("sparse_attention", "decode_attention"):
         return {}
+    if case.quantised:
+        # It has a number for the scale of all keys and one for all values, and none for a token's.
+        if case.op != "paged_attention" or case.packed or case.seq_q != 1 or case.kv_scales != "head":
+            return {}
+        if case.kv_format not in FORMATS or case.head_dim > WIDEST:
+            return {}
+        return _decodes(case, t)
     if case.op == "mla_attention":
         return {} if case.packed else {"flashinfer": functools.partial(_latent, case, t)}
     if case.head_dim > WIDEST or (case.op == "attention" and case.lengths_q):
@@ -38,10 +46,16 @@ def contenders(case: Case, t: Tensors) -> dict[str, Build]:
     if case.op == "paged_attention":
         builds: dict[str, Build] = {"flashinfer/prefill": functools.partial(_pages, case, t)}
         if not case.packed and case.seq_q == 1:
-            builds["flashinfer/decode"] = functools.partial(_decode, case, t, False)
-            builds["flashinfer/decode, tensor cores"] = functools.partial(_decode, case, t, True)
+            builds |= _decodes(case, t)
         return builds
     return {"flashinfer": functools.partial(_packed, case, t)}
+
+
+def _decodes(case: Case, t: Tensors) -> dict[str, Build]:
+    return {
+        "flashinfer/decode": functools.partial(_decode, case, t, False),
+        "flashinfer/decode, tensor cores": functools.partial(_decode, case, t, True),
+    }
 
 
 def _workspace(t: Tensors) -> torch.Tensor:
@@ -103,7 +117,10 @@ def _decode(case: Case, t: Tensors, tensor_cores: bool) -> Contender:
         **_options(case, t),
     )  # fmt: skip
     q = t.q[:, :, 0].contiguous()
-    return Contender(lambda: wrapper.run(q, (t.k, t.v)), lambda out: out[:, :, None])
+    scales = {}
+    if t.k_scale is not None and t.v_scale is not None:
+        scales = {"k_scale": t.k_scale.item(), "v_scale": t.v_scale.item()}
+    return Contender(lambda: wrapper.run(q, (t.k, t.v), **scales), lambda out: out[:, :, None])
 
 
 def _latent(case: Case, t: Tensors) -> Contender:

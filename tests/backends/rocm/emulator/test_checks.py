@@ -289,6 +289,35 @@ def test_counters_of_rdna(arch: str, load: str, wait: str, fine: bool) -> None:
             launch(arch, body, [np.zeros(64, np.uint32)], lds=256)
 
 
+@pytest.mark.parametrize(
+    ("arch", "load", "filler", "most"),
+    [
+        ("gfx942", "global_load_dword v2, v1, s[10:11]", "global_load_dword v3, v1, s[10:11]", 63),
+        ("gfx942", "ds_read_b32 v2, v1", "ds_read_b32 v3, v1", 15),
+        ("gfx1100", "global_load_b32 v2, v1, s[10:11]", "global_load_b32 v3, v1, s[10:11]", 63),
+        ("gfx1100", "ds_load_b32 v2, v1", "ds_load_b32 v3, v1", 63),
+        ("gfx1201", "global_load_b32 v2, v1, s[10:11]", "global_load_b32 v3, v1, s[10:11]", 63),
+    ],
+)
+def test_an_access_behind_as_many_as_its_counter_counts_has_finished(
+    arch: str, load: str, filler: str, most: int
+) -> None:
+    """A full counter holds the next access up. With one access fewer the first may be on its way still."""
+    store = "ds_store_b32 v1, v0" if arch != "gfx942" else "ds_write_b32 v1, v0"
+    none = {"gfx1201": "s_wait_dscnt 0x0"}.get(arch, "s_waitcnt lgkmcnt(0)")
+    begin = f"v_lshlrev_b32_e32 v1, 2, v0\n{store}\n{none}\n{load}\n"
+    use = "v_mov_b32_e32 v4, v2"
+    launch(arch, begin + f"{filler}\n" * most + use, [np.zeros(64, np.uint32)], lds=256)
+    with pytest.raises(MissingWait, match="v2 is used"):
+        launch(arch, begin + f"{filler}\n" * (most - 1) + use, [np.zeros(64, np.uint32)], lds=256)
+
+
+def test_a_full_counter_says_nothing_of_scalar_loads() -> None:
+    body = "s_load_dword s20, s[10:11], 0x0\n" * 16 + "s_mov_b32 s22, s20"
+    with pytest.raises(MissingWait, match="s20 is used"):
+        launch("gfx942", body, [np.zeros(64, np.uint32)])
+
+
 def test_halves_of_a_register_are_waited_for_apart() -> None:
     body = """
         v_lshlrev_b32_e32 v1, 2, v0

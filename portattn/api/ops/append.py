@@ -1,0 +1,83 @@
+"""New keys and values into a contiguous cache."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.unknown_arguments import operation
+from portattn.api.writing import write
+
+
+@operation
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *excess: NoReturn,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    rotary: str = "neox",
+    layout: str = "bhsd",
+    backend: str | None = None,
+    validate: bool | None = None,
+    **unknown: NoReturn,
+) -> None:
+    """Append new keys and values to the sequences of a contiguous cache, in place.
+
+    k, v        (B, Hk, S, D) and (B, Hk, S, Dv), the new rows of each sequence, or (B, S, Hk, D) with layout="bshd";
+                float16, bfloat16 or float32; any strides
+    k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv) in the same layout, as `decode_attention` takes them. Both
+                of one dtype: float16, bfloat16 or float32, to which numbers are converted, or float8_e4m3fn,
+                float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised. Any strides but 0
+    seqlens_k   (B,) int32 on k's device: keys that each sequence has before the call. Its new row i goes to row
+                seqlens_k[b] + i. Nothing is written of a sequence whose number is negative. It stays on the device
+    k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,), (Hk,) or (B, Hk): what is stored is the
+                number divided by its scale; positive and finite. A scale for each token and head, (B, Hk, Smax), with
+                bshd (B, Smax, Hk), of any strides but 0: it is computed of the new row and written, |largest|/limit of
+                the format. int8 must have them; float8 without them holds the numbers themselves
+    cos, sin    (positions, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are
+                stored, by the angle of their row in the cache; None for no rotation. The queries are not rotated
+    rotary      which columns are rotated together: "neox", i and i + R/2; "interleaved", 2i and 2i + 1 (GPT-J)
+    layout      "bhsd", or "bshd": the order of the axes of k, v and both caches
+    backend     "auto", or the path that must be taken ("triton", "reference", on a CPU "interpreter"); None for the
+                setting
+    validate    read lengths and scales back and check them; None for the setting, which checks on the CPU only. Where
+                nothing is checked, rows beyond the cache are not written, and angles beyond the tables are the last
+
+    Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
+    its largest number (448, 57344, 240 or ±127), infinity too. NaN stays NaN, and is 0 in int8.
+
+    Returns None: the caches hold the new rows, and the caller counts them (`seqlens_k` is only read).
+
+    Memory beyond the inputs: none in the kernels; on the reference path a few copies of the new rows.
+
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation does
+    not have, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path cannot run this
+    or falling back is forbidden. Nothing is written then.
+
+    >>> import torch, portattn
+    >>> k_cache, v_cache = torch.zeros(2, 2, 100, 64), torch.zeros(2, 2, 100, 64)
+    >>> k, v = torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64)
+    >>> portattn.append_kv(k, v, k_cache, v_cache, torch.tensor([30, -1], dtype=torch.int32))
+    >>> torch.equal(k_cache[0, :, 30], k[0, :, 0]), int(k_cache[1].count_nonzero())
+    (True, 0)
+    """
+    if excess or unknown:
+        raise wrong_arguments("append_kv", excess, unknown)
+    write(
+        "append_kv",
+        (k, v, k_cache, v_cache, seqlens_k, k_scale, v_scale, cos, sin),
+        (rotary, layout, backend, validate),
+        {
+            "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "seqlens_k": seqlens_k, "k_scale": k_scale,
+            "v_scale": v_scale, "cos": cos, "sin": sin, "rotary": rotary, "layout": layout, "backend": backend,
+            "validate": validate,
+        },
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""New keys and values into pages."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from portattn.api.excess_arguments import wrong_arguments
+from portattn.api.unknown_arguments import operation
+from portattn.api.writing import write
+
+
+@operation
+def write_pages(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *excess: NoReturn,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    rotary: str = "neox",
+    page_layout: str = "phd",
+    backend: str | None = None,
+    validate: bool | None = None,
+    **unknown: NoReturn,
+) -> None:
+    """Write new keys and values to slots of a paged cache, in place.
+
+    k, v        (T, Hk, D) and (T, Hk, Dv), tokens of any sequences one after the other; float16, bfloat16 or float32;
+                any strides
+    k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or with page_layout="hpd" (P, Hk, page, D), as
+                `paged_attention` takes them. Both of one dtype: float16, bfloat16 or float32, to which numbers are
+                converted, or float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised. Any
+                strides but 0; both may be views of one tensor
+    slot_mapping  (T,) int32 or int64 on k's device: token t goes to row slot_mapping[t] % page of page
+                slot_mapping[t] // page. Nothing is written of a token whose slot is negative. Of two tokens with one
+                slot, either may be what lies there afterwards. It stays on the device
+    k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,) or (Hk,): what is stored is the number
+                divided by its scale; positive and finite. A scale for each token and head, (P, page, Hk), with hpd
+                (P, Hk, page), of any strides but 0: it is computed of the new row and written, |largest|/limit of the
+                format. int8 must have them; float8 without them holds the numbers themselves
+    cos, sin    (N, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are stored;
+                None for no rotation. The queries are not rotated
+    positions   (T,) int32 or int64 on k's device: the row of cos and sin of each token; goes with them
+    rotary      which columns are rotated together: "neox", i and i + R/2; "interleaved", 2i and 2i + 1 (GPT-J)
+    page_layout  "phd", or "hpd": whether tokens or heads come first in a page
+    backend     "auto", or the path that must be taken ("triton", "reference", on a CPU "interpreter"); None for the
+                setting
+    validate    read slots, positions and scales back and check them; None for the setting, which checks on the CPU
+                only. Where nothing is checked, tokens whose slots lie beyond the cache are not written, and positions
+                are clamped to the tables
+
+    Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
+    its largest number (448, 57344, 240 or ±127), infinity too. NaN stays NaN, and is 0 in int8.
+
+    Returns None: the pages hold the new rows.
+
+    Memory beyond the inputs: none in the kernels; on the reference path a few copies of the new rows.
+
+    Raises ArgumentError (argument, value, limit), also where a tensor requires a gradient, which this operation does
+    not have, UnknownArgument for a keyword that it does not have, PathUnavailable where a named path cannot run this
+    or falling back is forbidden. Nothing is written then.
+
+    >>> import torch, portattn
+    >>> k_pages, v_pages = torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 64)
+    >>> k, v = torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+    >>> portattn.write_pages(k, v, k_pages, v_pages, torch.tensor([17, -1, 50]))
+    >>> torch.equal(k_pages[1, 1], k[0]), torch.equal(v_pages[3, 2], v[2]), int((k_pages != 0).any(-1).sum())
+    (True, True, 4)
+    """
+    if excess or unknown:
+        raise wrong_arguments("write_pages", excess, unknown)
+    write(
+        "write_pages",
+        (k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale, cos, sin, positions),
+        (rotary, page_layout, backend, validate),
+        {
+            "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping, "k_scale": k_scale,
+            "v_scale": v_scale, "cos": cos, "sin": sin, "positions": positions, "rotary": rotary,
+            "page_layout": page_layout, "backend": backend, "validate": validate,
+        },
+    )  # fmt: skip

@@ -1,0 +1,267 @@
+"""quantize: queries, keys and values as the narrow numbers and scales that attention and varlen_attention take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from portattn.config import current
+from portattn.errors import ArgumentError
+from portattn.schema.tensors import KV_DTYPE
+from portattn.validate.checks import check_dense, check_equal, check_flag, check_like, check_number, check_tensor
+from portattn.validate.dense import AXES, check_layout
+from portattn.validate.quantised import SIXTEEN_BITS
+from portattn.validate.values import reads
+from portattn.validate.varlen import AXES as PACKED_AXES
+from portattn.validate.varlen import beginnings
+
+OP = "quantize"
+SAGE = "sage"
+METHODS = ("e4m3", "e5m2", "e4m3fnuz", SAGE)
+SCALES = ("head", "tensor")
+BLOCK = 64  # tokens that share a scale. Source: SageAttention's blocks of keys
+INT8_LARGEST = 127.0  # symmetric: -128 is never made
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What `quantize` made.
+
+    q, k, v   in the layout of the originals; v is the original where method is "sage"
+    q_scale, k_scale, v_scale  float32, what the numbers are multiplied by; v_scale is None where method is "sage"
+    lse_shift  float32, shaped as the LSE: what each query's scores lost by smoothing, before the factor `scale`; None
+              where nothing was smoothed
+
+    >>> import torch, portattn
+    >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.bfloat16).unbind()
+    >>> narrow = portattn.quantize(q, k, v)
+    >>> portattn.attention(**narrow.arguments(), causal=True).dtype
+    torch.bfloat16
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scale: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor | None
+    lse_shift: torch.Tensor | None = None
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """q, k, v and the scales by the names that attention and varlen_attention have for them."""
+        names = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def corrected(self, lse: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """The LSE over the keys as they were before smoothing: lse + scale·q·k̄.
+
+        scale  the factor on the scores that attention was called with; None for 1/√D
+
+        Raises ArgumentError where the shape is not the LSE's, or scale is no finite number.
+        """
+        if self.lse_shift is None:
+            return lse
+        if not isinstance(lse, torch.Tensor) or lse.shape != self.lse_shift.shape:
+            given = tuple(lse.shape) if isinstance(lse, torch.Tensor) else type(lse).__name__
+            raise ArgumentError("corrected", "lse", given, f"must be a tensor of shape {tuple(self.lse_shift.shape)}")
+        factor = check_number("corrected", "scale", self.q.shape[-1] ** -0.5 if scale is None else scale)
+        return lse + factor * self.lse_shift
+
+
+def quantize(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    method: str = "e4m3",
+    *,
+    scales: str = "head",
+    block: int = BLOCK,
+    smooth_k: bool = True,
+    layout: str = "bhsd",
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> Quantized:
+    """Queries, keys and values as narrow numbers with scales, for attention, or packed for varlen_attention.
+
+    q, k, v  (B, Hq, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv) in `layout`; with cu_seqlens packed, (Tq, Hq, D), (Tk, Hk,
+             D), (Tk, Hk, Dv). float16, bfloat16 or float32, all alike; with "sage" of 16 bits. All rows count for the
+             scales, those of padding too: they must be finite
+    method   "e4m3", "e5m2" or "e4m3fnuz": number = x / s rounded to float8, s = max|x| / largest(format), and one s for
+             q, one for k, one for v (Shah et al., "FlashAttention-3", 2024, section 3.3; 448, 57344 and 240 are the
+             formats' largest numbers).
+             "sage": number = round(x / s) as int8, s = max|x| / 127 over a block of tokens, of q, and of k less its
+             mean k̄ over each sequence's tokens; v stays as it is (Zhang et al., "SageAttention", 2024, section 4).
+             Softmax does not see what all scores of a row have in common, so results need no correction; the LSE does,
+             by scale·q·k̄ (`Quantized.corrected`)
+    scales   of float8: "head", a scale for each sequence and key/value head (its query heads together), or "tensor"
+    block    of "sage": tokens in a row that share a scale, from 1 on; those of packed rows may be of two sequences
+    smooth_k  of "sage": subtract k̄. Not where `softcap` or `sinks` are used: they do see what scores have in common
+    layout   "bhsd" or "bshd", of tensors that are not packed
+    cu_seqlens_q, cu_seqlens_k  (B + 1,) int32, as of varlen_attention; both or none
+
+    Returns a Quantized: `arguments()` are the keyword arguments of the operation. Nothing is read back but on a CPU,
+    and no gradient goes through it.
+
+    Raises ArgumentError where an argument is not as it must be, on a CPU also where q, k or v holds NaN or infinity.
+
+    >>> import torch, portattn
+    >>> q, k, v = torch.randn(3, 1, 2, 50, 64, dtype=torch.float16).unbind()
+    >>> narrow = portattn.quantize(q, k, v, method="sage")
+    >>> out, lse = portattn.attention(**narrow.arguments(), return_lse=True)
+    >>> exact, exact_lse = portattn.attention(q, k, v, return_lse=True)
+    >>> torch.allclose(out, exact, atol=2e-2), torch.allclose(narrow.corrected(lse), exact_lse, atol=2e-2)
+    (True, True)
+    """
+    if method not in METHODS:
+        raise ArgumentError(OP, "method", method, f"must be one of {', '.join(METHODS)}")
+    if scales not in SCALES:
+        raise ArgumentError(OP, "scales", scales, f"must be one of {', '.join(SCALES)}")
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ArgumentError(OP, "block", block, "must be an integer ≥ 1")
+    check_flag(OP, "smooth_k", smooth_k)
+    check_layout(OP, layout)
+    packed = _check_tensors(q, k, v, method, layout, cu_seqlens_q, cu_seqlens_k)
+    with torch.no_grad():
+        if method == SAGE:
+            return _sage(q, k, v, block, smooth_k, packed or layout == "bshd", (cu_seqlens_q, cu_seqlens_k))
+        return _float8(q, k, v, method, scales, packed or layout == "bshd", (cu_seqlens_q, cu_seqlens_k))
+
+
+def _check_tensors(q: Any, k: Any, v: Any, method: str, layout: str, cu_seqlens_q: Any, cu_seqlens_k: Any) -> bool:
+    """Whether the tensors are packed. Raises ArgumentError."""
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    axes = PACKED_AXES if packed else AXES[layout]
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dense(OP, name, tensor)
+        check_tensor(OP, name, tensor, axes)
+        check_like(OP, name, tensor, "q", q)
+        if method == SAGE and tensor.dtype not in SIXTEEN_BITS:
+            limit = f"must be {' or '.join(map(str, SIXTEEN_BITS))} with method 'sage'"
+            raise ArgumentError(OP, f"{name}.dtype", tensor.dtype, limit)
+        if reads(current(), tensor) and not tensor.isfinite().all():
+            raise ArgumentError(OP, name, "NaN or infinity", "must be finite in all rows, those of padding too")
+    heads = axes.index("heads")
+    check_equal(OP, "k's head_dim", k.shape[-1], "q's", q.shape[-1])
+    for axis, name in enumerate(axes[:-1]):
+        check_equal(OP, f"v's {name}", v.shape[axis], "k's", k.shape[axis])
+    if not packed:
+        check_equal(OP, "k's batch", k.shape[0], "q's", q.shape[0])
+    if not k.shape[heads] or q.shape[heads] % k.shape[heads]:
+        limit = f"must be a multiple of k's, {k.shape[heads]}"
+        raise ArgumentError(OP, "q's heads", q.shape[heads], limit)
+    if packed:
+        batch = beginnings(OP, "cu_seqlens_q", cu_seqlens_q, q.device)
+        check_equal(
+            OP, "cu_seqlens_k's size", beginnings(OP, "cu_seqlens_k", cu_seqlens_k, q.device) + 1, "cu_seqlens_q's",
+            batch + 1,
+        )  # fmt: skip
+    return packed
+
+
+Beginnings = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _float8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str, scales: str, rows_first: bool, begin: Beginnings
+) -> Quantized:
+    dtype = KV_DTYPE[method]
+    largest, heads = torch.finfo(dtype).max, k.shape[1 if begin[0] is not None or not rows_first else 2]
+    found: dict[str, Any] = {}
+    for name, tensor, cu in (("q", q, begin[0]), ("k", k, begin[1]), ("v", v, begin[1])):
+        rows = _heads_first(tensor, rows_first)  # (B, H, S, D), or (1, H, T, D)
+        owner = None if cu is None else _owners(cu, rows.shape[2])
+        by_row = _amax(rows, 3)
+        if scales == "tensor":
+            scale = _scale(_amax(by_row.flatten(), 0), largest)
+            each = scale
+        else:
+            by_head = _per_sequence(by_row, owner, cu)  # (B, H)
+            by_head = _amax(by_head.unflatten(1, (heads, -1)), 2)
+            scale = _scale(by_head, largest)
+            each = scale.repeat_interleave(rows.shape[1] // heads, dim=1)
+            if owner is None:
+                each = each[:, :, None, None]
+            else:  # rows after the last sequence belong to none
+                last = max(scale.shape[0] - 1, 0)
+                each = each[owner.clamp(max=last)].t()[None, :, :, None] if scale.shape[0] else each.new_ones(1)
+        numbers = (rows.float() / each).clamp(-largest, largest).to(dtype)
+        found |= {name: _as_given(numbers, tensor, rows_first), f"{name}_scale": scale}
+    return Quantized(**found)
+
+
+def _sage(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, smooth: bool, rows_first: bool, begin: Beginnings
+) -> Quantized:
+    queries, keys = _heads_first(q, rows_first).float(), _heads_first(k, rows_first).float()
+    shift = None
+    if smooth:
+        group = queries.shape[1] // keys.shape[1]
+        q_owner, k_owner = (
+            None if cu is None else _owners(cu, rows.shape[2]) for cu, rows in zip(begin, (queries, keys), strict=True)
+        )
+        mean = _means(keys, k_owner, begin[1])  # (B, Hk, D), packed (B + 1, Hk, D): none for rows of no sequence
+        of_keys = mean[:, :, None] if k_owner is None else mean[k_owner].transpose(0, 1)[None]
+        of_queries = mean.repeat_interleave(group, dim=1)
+        of_queries = of_queries[:, :, None] if q_owner is None else of_queries[q_owner].transpose(0, 1)[None]
+        shift = (queries * of_queries).sum(3)
+        shift = shift[0] if begin[0] is not None else shift
+        keys = keys - of_keys
+    found: dict[str, Any] = {}
+    for name, given, rows in (("q", q, queries), ("k", k, keys)):
+        by_row = _amax(rows, 3)
+        count = rows.shape[2]
+        full = torch.nn.functional.pad(by_row, (0, -count % block)).unflatten(2, (-1, block))
+        scale = _scale(_amax(full, 3), INT8_LARGEST).repeat_interleave(block, dim=2)[:, :, :count]
+        numbers = (rows / scale[..., None]).round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
+        scale = _as_given(scale[..., None], given, rows_first)[..., 0]
+        found |= {name: _as_given(numbers, given, rows_first), f"{name}_scale": scale.contiguous()}
+    return Quantized(**found, v=v, v_scale=None, lse_shift=shift)
+
+
+def _heads_first(tensor: torch.Tensor, rows_first: bool) -> torch.Tensor:
+    tensor = tensor.transpose(-3, -2) if rows_first else tensor
+    return tensor if tensor.ndim == 4 else tensor[None]
+
+
+def _as_given(values: torch.Tensor, tensor: torch.Tensor, rows_first: bool) -> torch.Tensor:
+    """(B, H, S, …) with the axes of the caller's tensor, contiguous."""
+    values = values[0] if tensor.ndim == 3 else values
+    return (values.transpose(-3, -2) if rows_first else values).contiguous()
+
+
+def _amax(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """Largest magnitudes along an axis, float32; 0 along one without elements."""
+    if not values.shape[axis]:
+        return values.new_zeros((*values.shape[:axis], *values.shape[axis + 1 :]), dtype=torch.float32)
+    return values.float().abs().amax(axis)
+
+
+def _scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """Positive whatever there is: 1 for zeros alone, and no smaller than float32's smallest normal number."""
+    return torch.where(amax > 0, (amax / largest).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+
+
+def _owners(cu_seqlens: torch.Tensor, rows: int) -> torch.Tensor:
+    """The sequence of each packed row; B for those after the last."""
+    return torch.bucketize(torch.arange(rows, device=cu_seqlens.device), cu_seqlens[1:], right=True)
+
+
+def _per_sequence(by_row: torch.Tensor, owner: torch.Tensor | None, cu: torch.Tensor | None) -> torch.Tensor:
+    """The largest of each sequence's rows, (B, H), of (B, H, S) or packed (1, H, T)."""
+    if owner is None or cu is None:
+        return _amax(by_row, 2)
+    found = by_row.new_zeros(cu.shape[0], by_row.shape[1])
+    found.scatter_reduce_(0, owner[:, None].expand(-1, by_row.shape[1]), by_row[0].t(), "amax")
+    return found[:-1]
+
+
+def _means(keys: torch.Tensor, owner: torch.Tensor | None, cu: torch.Tensor | None) -> torch.Tensor:
+    """The mean of each sequence's keys, (B, Hk, D); packed (B + 1, Hk, D), the last 0, for rows of no sequence."""
+    if owner is None or cu is None:
+        return keys.sum(2) / max(keys.shape[2], 1)
+    sums = keys.new_zeros(cu.shape[0], keys.shape[1], keys.shape[3]).index_add_(0, owner, keys[0].transpose(0, 1))
+    sums[-1] = 0.0
+    count = torch.nn.functional.pad(cu.diff(), (0, 1)).clamp(min=1)
+    return sums / count[:, None, None]

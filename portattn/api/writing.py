@@ -1,0 +1,53 @@
+"""Carrying out an operation that fills a cache in place: as perform.py, of what has no result, gradient or autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from portattn.api.operators import WRITING, arguments_of
+from portattn.api.perform import carried_out, found_cached
+from portattn.api.request import Request, request_of
+from portattn.api.tracing import are_dispatched, are_transformed, refuse_what_lies_nowhere
+from portattn.schema.tensors import POINTER_ALIGNMENT
+
+
+def write(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+    """Carry out a call: of a kind that is known by what is kept of it, any other by its plan.
+
+    tensors, values  as the Request has them, in its order; `backend` and `validate` come last among values
+    arguments        all of them by the caller's names
+    """
+    if torch.compiler.is_dynamo_compiling():
+        by_operator(op, tensors, values)
+        return
+    if found_cached(op, tensors, values, ()) is not None:
+        return
+    carry_out(request_of(op, arguments))
+
+
+def carry_out(request: Request) -> None:
+    """Carry a request out by its plan, or what something records or transforms by the operator."""
+    tensors, values, _ = request.parts
+    if are_transformed(tensors) or are_dispatched(tensors) or torch._C._are_functorch_transforms_active():
+        by_operator(request.op, tensors, values)
+        return
+    refuse_what_lies_nowhere(request.op, request.named_tensors)
+    carried_out(request)
+
+
+def nowhere(request: Request) -> None:
+    """Let the request write nothing when it is carried out, and launch what it would: no new token has a place."""
+    for name in ("slots", "seqlens_k"):
+        tensor = request.tensors.get(name)
+        if isinstance(tensor, torch.Tensor):
+            before = 0 if tensor.is_meta else tensor.data_ptr() % POINTER_ALIGNMENT // tensor.element_size()
+            memory = torch.full((before + tensor.numel(),), -1, dtype=tensor.dtype, device=tensor.device)
+            request.tensors[name] = memory[before:].view(tensor.shape)
+
+
+def by_operator(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    """Call the torch operator, as a graph has it. Traced by dynamo: plain Python alone."""
+    getattr(torch.ops.portattn, op)(*arguments_of(op, tensors, values, (), WRITING))

@@ -1,0 +1,203 @@
+"""write_cache: new keys and values into a cache, contiguous or paged, on the way rotated and quantised.
+
+A row is one head's key or value of one token. Each program writes BLOCK_M rows of K and the same rows of V.
+"""
+
+import triton
+import triton.language as tl
+
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number
+
+
+@triton.jit
+def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 numbers in a format, as int8: to the nearest, ties to even; what is too large becomes the largest.
+
+    Integer operations alone decide, so that every chip writes every format, and the same bits: each compiler converts
+    to some of the formats, on some chips, and not all saturate. Formats: kernels/stored.py. NaN is 0x7f, and 0x80 in
+    e4m3fnuz; in int8, which has none, 0.
+    """
+    size = tl.abs(numbers)
+    size = tl.where(size > LARGEST, LARGEST, size)  # NaN stays
+    is_nan = numbers != numbers
+    negative = numbers < 0.0
+    if KV_FORMAT == "int8":
+        # Beside 1.5·2²³ float32 holds whole numbers alone: adding rounds to the nearest even one.
+        whole = (size + 12582912.0) - 12582912.0
+        whole = tl.where(is_nan, 0.0, whole)
+        code = tl.where(negative, -whole, whole).to(tl.int32)
+    else:
+        if KV_FORMAT == "e4m3":
+            SHIFT: tl.constexpr = 20  # bits of float32's fraction beyond the format's
+            BIAS: tl.constexpr = 120  # 127 less the format's bias
+            SMALLEST: tl.constexpr = 0.015625  # normal number, 2⁻⁶
+            STEP: tl.constexpr = 16384.0  # 2²³ of the format's smallest number: float32 counts in these beside it
+            STEP_BITS: tl.constexpr = 1182793728
+        elif KV_FORMAT == "e5m2":
+            SHIFT: tl.constexpr = 21
+            BIAS: tl.constexpr = 112
+            SMALLEST: tl.constexpr = 6.103515625e-05  # 2⁻¹⁴
+            STEP: tl.constexpr = 128.0
+            STEP_BITS: tl.constexpr = 1124073472
+        else:
+            SHIFT: tl.constexpr = 20
+            BIAS: tl.constexpr = 119
+            SMALLEST: tl.constexpr = 0.0078125  # 2⁻⁷
+            STEP: tl.constexpr = 8192.0
+            STEP_BITS: tl.constexpr = 1174405120
+        bits = size.to(tl.int32, bitcast=True)
+        half = (1 << (SHIFT - 1)) - 1
+        normal = ((bits + half + ((bits >> SHIFT) & 1)) >> SHIFT) - (BIAS << (23 - SHIFT))
+        small = (size + STEP).to(tl.int32, bitcast=True) - STEP_BITS
+        code = tl.where(size < SMALLEST, small, normal)
+        # The sign is the number's own bit: -0 is kept where the format has it.
+        sign = (numbers.to(tl.int32, bitcast=True) >> 24) & 0x80
+        if KV_FORMAT == "e4m3fnuz":
+            code = tl.where(code == 0, 0, code | sign)
+            code = tl.where(is_nan, 0x80, code)
+        else:
+            code = tl.where(is_nan, 0x7F, code | sign)
+        code = tl.where(code > 127, code - 256, code)  # the byte as a signed number
+    return code.to(tl.int8)
+
+
+@triton.jit
+def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos, stride_sin, limit,
+           ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """Rows of K, rotated by the angles of their positions, in the dtype that they have (RoFormer, arXiv 2104.09864).
+
+    source  pointers to the rows' first elements; columns that belong together are read once more, from a cache
+    limit   rows of cos and sin
+    """
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    rotated = columns < ROTARY_DIM
+    if ROTARY == "neox":
+        second = columns >= HALF
+        pair = tl.where(second, columns - HALF, columns)
+        other = tl.where(second, columns - HALF, columns + HALF)
+    else:
+        second = (columns & 1) == 1
+        pair = columns >> 1
+        other = columns ^ 1
+    # Columns that are not rotated are masked, and what a compiler reads of them all the same is their own.
+    pair = tl.where(rotated, pair, 0)
+    other = tl.where(rotated, other, columns)
+    there = inside & rotated[None, :]
+    angle = tl.minimum(tl.maximum(angles, 0), limit - 1)[:, None]  # nothing is read outside of the tables
+    c = tl.load(cos + angle * stride_cos + pair[None, :], mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle * stride_sin + pair[None, :], mask=there, other=0.0).to(tl.float32)
+    partner = tl.load(source[:, None] + other[None, :] * stride_d, mask=there, other=0.0).to(tl.float32)
+    number = tile.to(tl.float32)
+    along, across = number * c, partner * s
+    found = tl.where(second[None, :], along + across, along - across)
+    return tl.where(rotated[None, :], found, number).to(tile.dtype)
+
+
+@triton.jit
+def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_offsets, there,
+               KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
+    """Store rows in the cache's format. A scale for each token is computed of its row, and stored, too.
+
+    scale  pointer to the scales, and by offsets each row's
+    """
+    target = cache + offsets[:, None] + columns[None, :] * stride_d
+    if KV_FORMAT == "as_q":
+        if cache.dtype.element_ty == tile.dtype:
+            tl.store(target, tile, mask=inside)
+        else:
+            tl.store(target, tile.to(tl.float32).to(cache.dtype.element_ty), mask=inside)
+    else:
+        numbers = tile.to(tl.float32)
+        if KV_SCALES == "head":
+            factor = tl.load(scale + scale_offsets, mask=there, other=1.0)
+            numbers = tl.div_rn(numbers, tl.broadcast_to(factor[:, None], numbers.shape))
+        if KV_SCALES == "token":
+            size = tl.abs(numbers)
+            size = tl.where(inside & (size < float("inf")), size, 0.0)  # NaN too: both are stored as what they are
+            widest = tl.max(size, axis=1)
+            factor = tl.div_rn(widest, tl.full(widest.shape, LARGEST, tl.float32))
+            factor = tl.where(factor > SMALLEST_SCALE, factor, SMALLEST_SCALE)
+            tl.store(scale + scale_offsets, factor, mask=there)
+            numbers = tl.div_rn(numbers, tl.broadcast_to(factor[:, None], numbers.shape))
+        tl.store(target, to_eight_bits(numbers, KV_FORMAT, LARGEST), mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "angles", "rows", "tiles"])
+def write_cache(
+    q, new_v, k, v, seqlens_k, slots, k_scale, v_scale, cos, sin, positions,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d,
+    new_v_stride_b, new_v_stride_h, new_v_stride_s, new_v_stride_d,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    k_scale_stride_b, k_scale_stride_h, k_scale_stride_s, v_scale_stride_b, v_scale_stride_h, v_scale_stride_s,
+    cos_stride, sin_stride,
+    heads_k, seq_q, seq_k, angles, rows, tiles,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """Rows (sequence, token, head) of the new keys q (B, Hk, Sq, D) and values new_v (B, Hk, Sq, Dv), BLOCK_M a tile.
+
+    PAGE_SIZE: k and v are pages (P, Hk, page, D), and slots says where each token of the one sequence goes. Otherwise
+    they are (B, Hk, seq_k, D), and a sequence's tokens go where its seqlens_k keys end. Tokens whose place is no place
+    of the cache are not written, nor their scales. seq_k is the cache's capacity, of pages all slots.
+    KV_SCALES: head, k_scale and v_scale divide what is stored; token, they are written. LARGEST: the largest number of
+    the format. angles: rows of cos and sin.
+    """
+    if GRID == "persistent":
+        rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    else:
+        rounds: tl.constexpr = 1
+    for turn in range(rounds):
+        row = (tl.program_id(0) + turn * tl.num_programs(0)) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        valid = row < rows
+        row = tl.minimum(
+            row, rows - 1
+        )  # compilers that read a tile whole, and mask it then, read inside of the tensors
+        head = (row % heads_k).to(tl.int64)
+        token = row // heads_k
+        sequence = (token // seq_q).to(tl.int64)
+        place = (token % seq_q).to(tl.int64)
+        if PAGE_SIZE == 0:
+            at = tl.load(seqlens_k + sequence, mask=valid, other=-1).to(tl.int64)
+            there = valid & (at >= 0)
+            at += place
+            there = there & (at < seq_k)
+            block = sequence
+            angle = at
+        else:
+            slot = tl.load(slots + place, mask=valid, other=-1).to(tl.int64)
+            there = valid & (slot >= 0) & (slot < seq_k)
+            slot = tl.where(there, slot, 0)
+            block = slot // PAGE_SIZE
+            at = slot % PAGE_SIZE
+            angle = at
+            if ROTARY != "none":
+                angle = tl.load(positions + place, mask=there, other=0).to(tl.int64)
+
+        columns = tl.arange(0, BLOCK_D)
+        inside = there[:, None] & (columns < HEAD_DIM)[None, :]
+        source = q + sequence * q_stride_b + head * q_stride_h + place * q_stride_s
+        keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
+        columns_v = tl.arange(0, BLOCK_DV)
+        inside_v = there[:, None] & (columns_v < HEAD_DIM_V)[None, :]
+        source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
+        values = tl.load(source_v[:, None] + columns_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
+        if ROTARY != "none":
+            keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
+                          ROTARY, ROTARY_DIM)  # fmt: skip
+        k_scales = at
+        v_scales = at
+        if KV_SCALES != "none":
+            owner = sequence  # of pages there is one
+            if KV_SCALES == "token":
+                owner = block
+            k_scales = owner * k_scale_stride_b + head * k_scale_stride_h
+            v_scales = owner * v_scale_stride_b + head * v_scale_stride_h
+            if KV_SCALES == "token":
+                k_scales += at * k_scale_stride_s
+                v_scales += at * v_scale_stride_s
+        store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
+                   k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+        store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v, inside_v,
+                   v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip

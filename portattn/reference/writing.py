@@ -1,0 +1,118 @@
+"""Writing a cache in plain torch: new keys and values rotated, quantised and put where they go.
+
+Nothing is read back from an accelerator. Independent of the kernel; both give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.schema.call import Call
+from portattn.schema.tensors import KV_DTYPE, KV_LARGEST, KV_STORED
+
+NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e4m3fnuz": -0x80}
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def run(call: Call) -> tuple[torch.Tensor, None]:
+    """Fill the call's cache, and its scales where there is one for each token: (a tensor without elements, None)."""
+    p = call.problem
+    block, at, there = _places(call)
+    keys, values = call.q, call.new_v
+    assert values is not None
+    if p.rotary != "none":
+        keys = _rotated(call, at)
+    for new, cache, scale in ((keys, call.k, call.k_scale), (values, call.v, call.v_scale)):
+        rows = new.transpose(1, 2)  # (B, Sq, Hk, D)
+        numbers = rows
+        if p.kv_format != "as_q":
+            numbers = rows.float()
+            if p.kv_scales == "head":
+                assert scale is not None
+                numbers = numbers / scale[: p.batch, None, :, None]
+            elif p.kv_scales == "token":
+                assert scale is not None
+                own = token_scale(numbers, p.kv_format)
+                _put(scale[..., None], own[..., None], block, at, there)
+                numbers = numbers / own[..., None]
+            numbers = eight_bits(numbers, p.kv_format)
+        _put(cache, numbers, block, at, there)
+    return call.new_out(), None
+
+
+def _places(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each token (B, Sq) the sequence or page that it goes to, its row there, and whether there is such a place."""
+    p = call.problem
+    if call.slots is not None:
+        slots = call.slots.long()[None]
+        there = (slots >= 0) & (slots < p.seq_k)
+        slots = slots.masked_fill(~there, 0)
+        return slots // p.page_size, slots % p.page_size, there
+    assert call.seqlens_k is not None
+    first = call.seqlens_k.long()[:, None]
+    at = first + torch.arange(p.seq_q, device=first.device)
+    there = (first >= 0) & (at < p.seq_k)
+    return torch.arange(p.batch, device=first.device)[:, None].expand_as(at), at, there
+
+
+def _put(cache: torch.Tensor, rows: torch.Tensor, block: torch.Tensor, at: torch.Tensor, there: torch.Tensor) -> None:
+    """Rows (B, Sq, Hk, D) into a cache (…, Hk, …, D) at (block, at), those that have a place alone."""
+    if cache.device.type == "cpu":
+        chosen = there.nonzero(as_tuple=True)
+        cache.transpose(1, 2)[block[chosen], at[chosen]] = rows[chosen].to(cache.dtype)
+        return
+    # How many have a place is not known without waiting for the device: the others write back what lies in a place
+    # that no token is for, or, where every place has one, in that of the token which goes to it.
+    _put_all(cache.transpose(1, 2), rows.to(cache.dtype), block, at, there)
+
+
+def _put_all(
+    cache: torch.Tensor, rows: torch.Tensor, block: torch.Tensor, at: torch.Tensor, there: torch.Tensor
+) -> None:
+    if not cache.shape[0] or not cache.shape[1]:
+        return
+    size = cache.shape[1]
+    wanted = torch.where(there, block * size + at, -1).flatten()
+    # Tokens without a place do what the first token that has one does; without any, what lies at 0 stays.
+    first = there.flatten().to(torch.int8).argmax()
+    some = there.any()
+    place = torch.where(wanted >= 0, wanted, torch.where(some, wanted[first], 0))
+    flat = rows.flatten(0, 1)
+    mine = torch.where(there.flatten()[:, None, None], flat, flat[first])
+    block, at = place // size, place % size
+    cache[block, at] = torch.where(some, mine, cache[block, at])
+
+
+def _rotated(call: Call, at: torch.Tensor) -> torch.Tensor:
+    """The new keys (B, Hk, Sq, D), rotated, in their own dtype."""
+    p, cos, sin = call.problem, call.cos, call.sin
+    assert cos is not None
+    assert sin is not None
+    angle = (at if call.positions is None else call.positions.long()[None]).clamp(0, cos.shape[0] - 1)
+    c, s = (table[angle].float()[:, None] for table in (cos, sin))  # (B, 1, Sq, rotary_dim / 2)
+    turned, rest = call.q[..., : p.rotary_dim], call.q[..., p.rotary_dim :]
+    if p.rotary == "neox":
+        first, second = turned.float().chunk(2, dim=-1)
+    else:
+        first, second = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
+    both = first * c - second * s, second * c + first * s
+    found = torch.cat(both, dim=-1) if p.rotary == "neox" else torch.stack(both, dim=-1).flatten(-2)
+    return torch.cat((found.to(call.q.dtype), rest), dim=-1)
+
+
+def token_scale(numbers: torch.Tensor, kind: str) -> torch.Tensor:
+    """The scale of each row (…, D): its largest finite number fills the format. A row of zeros has a scale, too."""
+    size = numbers.abs()
+    widest = torch.where(size < torch.inf, size, 0.0).amax(-1)
+    # By a tensor: a number would be inverted first on some devices.
+    return (widest / torch.full_like(widest, KV_LARGEST[kind])).clamp_min(SMALLEST_SCALE)
+
+
+def eight_bits(numbers: torch.Tensor, kind: str) -> torch.Tensor:
+    """float32 numbers in a format, as a Call has them: to the nearest, ties to even; too large ones saturate."""
+    limit = KV_LARGEST[kind]
+    inside = numbers.clamp(-limit, limit)
+    if kind == "int8":
+        return inside.round().nan_to_num(0.0).to(KV_STORED)
+    stored = inside.to(KV_DTYPE[kind]).view(KV_STORED)
+    return torch.where(numbers.isnan(), NAN_CODE[kind], stored)

@@ -1,0 +1,204 @@
+"""Random calls that fill a cache, and whether the cache is right afterwards: every number by the definition of formats.
+
+The cache holds one pattern before, so that what may not be written shows. Nothing here is the reference path's.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from portattn.schema.call import Call
+from portattn.schema.problem import Problem
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
+
+BEFORE = 42.0  # what caches and scales of tokens hold before
+BEYOND = (2**31 - 1, -(2**31), -1)  # what says that a token has no place, beside a place behind the last one
+ANGLES = 64
+# Formats: bits of the fraction, the exponent's bias, the largest number, and the code of NaN (kernels/stored.py).
+_FLOATS = {"e4m3": (3, 7, 448.0, 0x7F), "e5m2": (2, 15, 57344.0, 0x7F), "e4m3fnuz": (3, 8, 240.0, 0x80)}
+_LARGEST = {"int8": 127.0} | {name: form[2] for name, form in _FLOATS.items()}
+_TINY = 2.0**-126  # a scale for a token is no smaller
+
+
+def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: bool = False) -> Call:
+    """New rows with numbers that are hard to store (ties, too large and too small ones, NaN, infinity), and places.
+
+    Some tokens of pages have no place, and the first sequence of a contiguous cache has no room for all its rows.
+
+    spare  rows of the cache are one number longer than wide, and off by one
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = TORCH_DTYPE[p.dtype]
+    stored = dtype if p.kv_format == "as_q" else KV_STORED
+    pages = max(p.seq_k // p.page_size, 1) if p.page_size else p.batch
+    rows = p.page_size or p.seq_k
+
+    def new(width: int) -> torch.Tensor:
+        made = _numbers((p.batch, p.seq_q, p.heads_k, width), p, generator).to(dtype)
+        return made.to(device).transpose(1, 2)
+
+    def cache(width: int) -> torch.Tensor:
+        heads_last = (p.page_layout == "phd") if p.page_size else (p.layout == "bshd")
+        shape = (pages, rows, p.heads_k) if heads_last else (pages, p.heads_k, rows)
+        memory = torch.full((pages * rows * p.heads_k * (width + spare) + spare,), BEFORE, dtype=stored, device=device)
+        view = memory[int(spare) :].view(*shape, width + spare)[..., :width]
+        return view.transpose(1, 2) if heads_last else view
+
+    def scale() -> torch.Tensor | None:
+        if p.kv_scales == "head":
+            return (0.001 + torch.rand(p.batch, p.heads_k, generator=generator) / 8).to(device)
+        return cache(1)[..., 0].to(torch.float32) if p.kv_scales == "token" else None
+
+    call = Call(
+        problem=p, q=new(p.head_dim), new_v=new(p.head_dim_v), k=cache(p.head_dim), v=cache(p.head_dim_v), scale=1.0,
+        k_scale=scale(), v_scale=scale(),
+    )  # fmt: skip
+    if p.rotary_dim:
+        angles = torch.rand(ANGLES, p.rotary_dim // 2, generator=generator) * 6.3
+        call.cos, call.sin = angles.cos().to(device), angles.sin().to(device)
+    if not p.page_size:
+        room = max(p.seq_k - p.seq_q, 0)
+        first = torch.randint(0, room + 1, (p.batch,), generator=generator, dtype=torch.int32)
+        first[:1] = p.seq_k - p.seq_q // 2  # the last rows are beyond
+        first[2::3] = -1
+        call.seqlens_k = first.to(device)
+        return call
+    slots = torch.full((p.seq_q,), -1, dtype=torch.int64)
+    placed = torch.randperm(p.seq_k, generator=generator)[: p.seq_q]
+    slots[: len(placed)] = placed
+    without = torch.tensor([*BEYOND, p.seq_k])
+    lost = torch.rand(p.seq_q, generator=generator) < 0.2
+    slots[lost] = without[torch.randint(len(without), (int(lost.sum()),), generator=generator)]
+    call.slots = slots.to(device)
+    if p.rotary_dim:
+        call.positions = torch.randint(0, ANGLES, (p.seq_q,), generator=generator).to(device)
+    return call
+
+
+def _numbers(shape: tuple[int, ...], p: Problem, generator: torch.Generator) -> torch.Tensor:
+    """float32: normal numbers of many sizes, numbers halfway between two of the format, and wild ones."""
+    size = 2.0 ** torch.randint(-24, 18, shape, generator=generator)
+    found = torch.randn(shape, generator=generator) * torch.where(torch.rand(shape, generator=generator) < 0.5, 1, size)
+    if p.kv_format in _FLOATS and p.kv_scales == "none":
+        values = _values(p.kv_format)
+        middle = torch.cat(((values[1:] + values[:-1]) / 2, values)).float()
+        drawn = middle[torch.randint(len(middle), shape, generator=generator)]
+        found = torch.where(torch.rand(shape, generator=generator) < 0.5, drawn, found)
+    wild = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -6e4])
+    drawn = wild[torch.randint(len(wild), shape, generator=generator)]
+    found = torch.where(torch.rand(shape, generator=generator) < 0.05, drawn, found)
+    found[:, 1:2] = 0.0  # a row of zeros
+    return found
+
+
+def judge_writing(call: Call) -> dict[str, int | float]:
+    """{error, budget, wrong} of a call of random_writing that was carried out.
+
+    error, budget  largest |difference| of what the cache holds, as numbers of its dtype, from what it must hold; and 0:
+                   numbers are rounded alike everywhere
+    wrong          places that are NaN or infinite where they must not be, or the reverse, or not what they were before
+    """
+    error, wrong = 0.0, 0
+    for name, expected in expected_cache(call).items():
+        ours = getattr(call, name).detach().cpu().double()
+        expected = expected.double()
+        same = (ours == expected) | (ours.isnan() & expected.isnan())
+        both = ours.isfinite() & expected.isfinite()
+        wrong += int((~same & ~both).sum())
+        error = max(error, float((ours - expected).abs()[both & ~same].max()) if (both & ~same).any() else 0.0)
+    return {"error": error, "budget": 0.0, "wrong": wrong}
+
+
+def expected_cache(call: Call) -> dict[str, torch.Tensor]:
+    """What k, v and the scales of tokens must hold, as the Call has them, row by row. On the CPU."""
+    p = call.problem
+    found = {
+        name: torch.full(getattr(call, name).shape, BEFORE, dtype=getattr(call, name).dtype) for name in ("k", "v")
+    }
+    if p.kv_scales == "token":
+        found |= {name: torch.full(getattr(call, name).shape, BEFORE) for name in ("k_scale", "v_scale")}
+    for b in range(p.batch):
+        for i in range(p.seq_q):
+            place = _place(call, b, i)
+            if place is None:
+                continue
+            block, at, position = place
+            assert call.new_v is not None
+            for name, new in (("k", call.q), ("v", call.new_v)):
+                rows = new[b, :, i].detach().cpu()
+                if name == "k" and p.rotary_dim:
+                    rows = _turned(call, rows, position)
+                scale = getattr(call, f"{name}_scale")
+                factor = None if scale is None or p.kv_scales == "token" else scale[b].detach().cpu()[:, None]
+                if p.kv_format != "as_q":
+                    numbers = rows.float()
+                    if p.kv_scales == "token":
+                        finite = numbers.abs().masked_fill(~numbers.isfinite(), 0.0)
+                        factor = (finite.amax(1, keepdim=True) / torch.tensor(_LARGEST[p.kv_format])).clamp(min=_TINY)
+                        found[f"{name}_scale"][block, :, at] = factor[:, 0]
+                    rows = nearest(numbers if factor is None else numbers / factor, p.kv_format)
+                found[name][block, :, at] = rows.to(found[name].dtype)
+    return found
+
+
+def _place(call: Call, b: int, i: int) -> tuple[int, int, int] | None:
+    """(sequence or page, row in it, row of the rotation's tables) of a new token; None where it has no place."""
+    p = call.problem
+    if call.slots is not None:
+        slot = int(call.slots[i])
+        if not 0 <= slot < p.seq_k:
+            return None
+        return slot // p.page_size, slot % p.page_size, 0 if call.positions is None else int(call.positions[i])
+    assert call.seqlens_k is not None
+    first = int(call.seqlens_k[b])
+    at = first + i
+    return (b, at, min(at, ANGLES - 1)) if first >= 0 and at < p.seq_k else None
+
+
+def _turned(call: Call, rows: torch.Tensor, position: int) -> torch.Tensor:
+    """Keys (Hk, D) of one token, column by column. Products and their sum are rounded to float32, one after another."""
+    p, cos, sin = call.problem, call.cos, call.sin
+    assert cos is not None
+    assert sin is not None
+    made, half = rows.clone(), p.rotary_dim // 2
+    for pair in range(half):
+        i, j = (pair, pair + half) if p.rotary == "neox" else (2 * pair, 2 * pair + 1)
+        c, s = (table[position, pair].detach().cpu().double() for table in (cos, sin))
+        x, y = rows[:, i].double(), rows[:, j].double()
+
+        def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return (a * b).float().double()
+
+        made[:, i] = (product(x, c) - product(y, s)).float().to(rows.dtype)
+        made[:, j] = (product(y, c) + product(x, s)).float().to(rows.dtype)
+    return made
+
+
+@functools.cache
+def _values(kind: str) -> torch.Tensor:
+    """The finite numbers of a float8 format that are not negative, in float64, by code."""
+    bits, bias, largest, _ = _FLOATS[kind]
+    found = []
+    for code in range(128):
+        exponent, fraction = code >> bits, (code & ((1 << bits) - 1)) / (1 << bits)
+        found.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
+    return torch.tensor([value for value in found if value <= largest], dtype=torch.float64)
+
+
+def nearest(numbers: torch.Tensor, kind: str) -> torch.Tensor:
+    """float32 numbers in a format as int8: the nearest of its numbers, of two the even one, by looking among all."""
+    exact = numbers.double()
+    size = exact.abs().nan_to_num(0.0, posinf=torch.inf)
+    whole = torch.arange(128, dtype=torch.float64) if kind == "int8" else _values(kind)
+    middle = (whole[1:] + whole[:-1]) / 2
+    below = torch.searchsorted(middle, size.contiguous())  # middles that are smaller: the code, unless it is a tie
+    tie = (below < len(middle)) & (size == middle[below.clamp(max=len(middle) - 1)])
+    code = torch.where(tie & (below % 2 == 1), below + 1, below)
+    if kind == "int8":
+        return torch.where(exact.isnan(), 0, torch.where(exact < 0, -code, code)).to(KV_STORED)
+    negative = torch.signbit(numbers) & ((code > 0) | (kind != "e4m3fnuz"))
+    code = torch.where(negative, code | 0x80, code)
+    code = torch.where(exact.isnan(), _FLOATS[kind][3], code)
+    return torch.where(code > 127, code - 256, code).to(KV_STORED)

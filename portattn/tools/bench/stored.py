@@ -1,0 +1,46 @@
+"""A case's keys and values in the narrower numbers of a quantised cache."""
+
+from __future__ import annotations
+
+import torch
+
+from portattn.schema.tensors import KV_DTYPE
+from portattn.tools.bench.cases import SCALE_BYTES, Case
+
+
+def quantised(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values (…, width) in the case's format, and their scales: (…) for each token, (), or None.
+
+    A scale lets the largest number that goes with it fill the format's range. With `case.inline_scales` numbers and
+    scales are views of the same rows, [numbers | scale]; width must then be a multiple of 4. Tensors without data (the
+    meta device) give such ones.
+    """
+    dtype = KV_DTYPE[case.kv_format]
+    largest = torch.iinfo(dtype).max if dtype is torch.int8 else torch.finfo(dtype).max
+    numbers = values.float()
+    scale = None
+    if case.kv_scales != "none":
+        least = torch.finfo(torch.float32).tiny  # of a token of zeros: a scale has to be positive
+        peak = values.abs().amax(-1) if case.kv_scales == "token" else values.abs().amax()
+        scale = (peak.float() / largest).clamp_min(least)
+        numbers = numbers.div_(scale[..., None])
+    if dtype is torch.int8:
+        numbers = numbers.round_()
+    numbers = numbers.clamp_(-largest, largest).to(dtype)
+    return _in_rows(numbers, scale) if case.inline_scales and scale is not None else (numbers, scale)
+
+
+def _in_rows(numbers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as two views of rows [numbers | scale]."""
+    width = numbers.shape[-1]
+    rows = numbers.new_empty((*numbers.shape[:-1], width + SCALE_BYTES), dtype=torch.uint8)
+    inside, beside = rows[..., :width].view(numbers.dtype), rows[..., width:].view(torch.float32)[..., 0]
+    inside.copy_(numbers)
+    beside.copy_(scale)
+    return inside, beside
+
+
+def widened(numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The values that stored numbers (…, width) stand for, rounded to `dtype`. scale: (…), () or None."""
+    values = numbers.float()
+    return (values if scale is None else values.mul_(scale[..., None])).to(dtype)

@@ -1,0 +1,111 @@
+"""examples/serve_quantised.py: what its caches hold, and that a token by itself finds what the whole prompt finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from places import ROOT
+
+FILE = ROOT / "examples" / "serve_quantised.py"
+_SPEC = importlib.util.spec_from_file_location("serve_quantised", FILE)
+example = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(example)
+LENGTHS = (20, 3, 17)
+
+
+def cache(name):
+    torch.manual_seed(1)
+    return example.Cache(example.FORMATS[name], len(LENGTHS), 24, "cpu")
+
+
+def rows():
+    """Sequence and position of every token."""
+    sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return sequences, torch.cat([torch.arange(length) for length in LENGTHS])
+
+
+@pytest.mark.parametrize("name", example.FORMATS)
+def test_a_cache_holds_what_is_written(name):
+    """As close as the format can be, at the page and place of each token; no other place is touched."""
+    made, (sequences, positions) = cache(name), rows()
+    values = torch.randn(2, len(positions), example.KV_HEADS, example.WIDTH).bfloat16()
+    made.write(2, values, sequences, positions)
+    assert sorted(made.table.flatten().tolist()) == list(range(made.table.numel()))
+    given = made.arguments(2, torch.tensor(LENGTHS))
+    for pages, scales, expected in (
+        (given["k_pages"], given.get("k_scale"), values[0]),
+        (given["v_pages"], given.get("v_scale"), values[1]),
+    ):
+        wide = pages.float() if scales is None else pages.float() * scales[..., None]
+        found = torch.stack(
+            [
+                wide[made.table[b, p // example.PAGE], p % example.PAGE]
+                for b, p in zip(sequences.tolist(), positions.tolist(), strict=True)
+            ]
+        )
+        peak = expected.float().abs().amax(-1, keepdim=True)
+        step = {"bf16": 0.0, "e4m3": 2.0**-4, "int8": 0.51 / 127}[name]
+        assert bool(((found - expected.float()).abs() <= step * peak).all())
+        assert int((pages.float().abs().sum((-1, -2)) != 0).sum()) == len(positions)
+    assert not made.numbers[:, [0, 1, 3]].float().any()
+
+
+def test_bytes_of_a_token():
+    """Four layers of two heads of 32 columns, K and V; a float32 for each head beside narrow ones."""
+    assert [cache(name).bytes_per_token for name in example.FORMATS] == [
+        4 * 2 * 2 * 32 * 2, 4 * 2 * 2 * 36, 4 * 2 * 2 * 36,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "most"), [("bf16", 0.06), ("e4m3", 0.2), ("int8", 0.1)])
+def test_tokens_one_by_one_are_as_the_whole_prompt(name, most):
+    """Every format's logits stay near the ones that the whole prompt has over bf16; a wrong scale or page does not."""
+    torch.manual_seed(0)
+    model = example.Model("cpu")
+    tokens = torch.randint(example.VOCABULARY, (sum(LENGTHS),))
+    sequences, positions = rows()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    packed = {"cu_seqlens_q": torch.tensor([0, 20, 23, 40], dtype=torch.int32), "max_seqlen_q": 20}
+    with torch.no_grad():
+        whole = model.logits(tokens, sequences, positions, cache("bf16"), lengths, packed).float()
+        made = cache(name)
+        for place in range(3):  # the shortest has three
+            rows_ = torch.tensor([place, 20 + place, 23 + place])
+            each = torch.arange(3)
+            at = torch.full((3,), place)
+            one = model.logits(tokens[rows_], each, at, made, (at + 1).int(), {}).float()
+            assert float((one - whole[rows_]).abs().max()) < most, place
+    assert float(whole.std()) > 0.8
+
+
+def test_what_is_compared():
+    expected = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    found = torch.tensor([[1, 2, 3], [4, 0, 6], [7, 8, 0]])
+    assert example.compared(found, expected) == {"differ": 2, "first": 1, "first_of_each": [None, 1, 2]}
+    assert example.compared(expected, expected) == {"differ": 0, "first": None, "first_of_each": [None] * 3}
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(FILE), *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_json_and_bad_arguments():
+    done = run("--tokens", "2", "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [row["cache"] for row in document["caches"]] == list(example.FORMATS)
+    assert document["caches"][0]["differ"] == 0
+    for row in document["caches"]:
+        assert row["tokens"] == 2 * len(example.PROMPTS)
+        assert row["path"]
+        assert (row["differ"] == 0) == (row["first"] is None)
+    wrong = run("--tokens", "0")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "--tokens is 0, but must be in 1..4096" in wrong.stderr

@@ -1,0 +1,200 @@
+"""Quantised caches in the benchmark: what a case's tensors hold, who takes part, and what a row says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from benchfakes import LIMITS, FakeClock, a_result, figures, made
+from tiny import CASES
+
+from portattn.schema.tensors import KV_DTYPE
+from portattn.tools.bench import gate, peers
+from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
+from portattn.tools.bench.goals import GOALS, goal_results
+from portattn.tools.bench.plots import panels
+from portattn.tools.bench.run import Options, run_case
+from portattn.tools.bench.sets import SETS
+from portattn.tools.bench.tables import as_markdown
+from portattn.tools.bench.tensors import Tensors
+from portattn.tools.tune.workloads import shapes
+
+CPU = torch.device("cpu")
+FORMATS = {"e4m3 scales=tensor", "e4m3 scales=token", "int8 scales=token"}
+INLINE = {"e4m3 scales=inline", "int8 scales=inline"}
+KINDS = {
+    name: CASES[f"paged B=8 H=64/16 S=1024 D=64 page=16 {name}"] for name in sorted(FORMATS | INLINE)
+} | {f"contiguous {name}": CASES[f"decode B=8 H=64/16 S=1024 D=64 {name}"] for name in sorted(FORMATS)}  # fmt: skip
+
+
+@pytest.fixture(params=KINDS)
+def case(request):
+    return KINDS[request.param]
+
+
+def test_every_shape_is_there_in_every_format():
+    for name in ("decode", "paged"):
+        endings = {case.name: FORMATS | (INLINE if case.page_size == 16 else set()) for case in SETS[name]}
+        expected = {f"{shape} {ending}" for shape, those in endings.items() for ending in those}
+        assert {case.name for case in SETS[f"{name}-quantised"]} == expected
+        like = {case.name: case for case in SETS[name]}
+        for case in SETS[f"{name}-quantised"]:
+            shape = like[case.name.rpartition(" scales=")[0].rpartition(" ")[0]]
+            assert msgspec.structs.replace(case.unquantised(), name=shape.name) == shape
+            assert case.flops() == shape.flops()
+
+
+def test_bytes_are_the_numbers_and_the_scales_of_tokens():
+    """64 sequences of 8192 keys, 8 heads of 128: 2 · 64 · 8192 · 8 rows of 128 bytes, and 4 bytes of a scale each."""
+    rows, name = 2 * 64 * 8192 * 8, "paged B=64 H=32/8 S=8192 D=128 page=16"
+    sizes = {case.name: case.read_bytes() for case in SETS["paged-quantised"] if case.name.startswith(name)}
+    assert sizes == {f"{name} e4m3 scales=tensor": rows * 128} | {
+        f"{name} {ending}": rows * 132 for ending in (FORMATS | INLINE) - {"e4m3 scales=tensor"}
+    }
+
+
+def test_numbers_and_scales_stand_for_the_values(case):
+    """As close as the format can be: half of its last place, of the largest value of what shares a scale."""
+    values = Tensors.random(case.unquantised(), CPU)
+    tensors = Tensors.random(case, CPU)
+    step = 2.0**-4 if case.kv_format == "e4m3" else 0.5 / 127
+    for plain, numbers, scale in (
+        (values.k, tensors.k, tensors.k_scale),
+        (values.v, tensors.v, tensors.v_scale),
+    ):
+        assert numbers.dtype is KV_DTYPE[case.kv_format]
+        assert scale.dtype is torch.float32
+        assert scale.shape == (plain.shape[:-1] if case.kv_scales == "token" else ())
+        back = numbers.float() * scale[..., None]
+        peak = plain.float().abs().amax(-1, keepdim=True) if case.kv_format == "int8" else plain.float().abs()
+        least = 2.0**-10 * scale[..., None]  # half of the smallest number of e4m3
+        assert bool(((back - plain.float()).abs() <= step * peak * 1.01 + least).all())
+        assert float(numbers.float().abs().max()) == (127 if case.kv_format == "int8" else 448)
+    assert torch.equal(tensors.q, values.q)
+
+
+def test_inline_scales_lie_behind_their_numbers():
+    tensors = Tensors.random(KINDS["int8 scales=inline"], CPU)
+    for numbers, scale in ((tensors.k, tensors.k_scale), (tensors.v, tensors.v_scale)):
+        width = numbers.shape[-1]
+        assert numbers.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
+        assert scale.data_ptr() - numbers.data_ptr() == width
+        assert [4 * stride for stride in scale.stride()] == list(numbers.stride()[:-1])
+        assert numbers.stride(2) == width + 4
+
+
+def test_shapes_without_data_are_those_of_the_tensors(case):
+    real, empty = Tensors.random(case, CPU), shapes(case)
+    for name in ("q", "k", "v", "k_scale", "v_scale", "page_table"):
+        one, other = getattr(real, name), getattr(empty, name)
+        if one is None:
+            assert other is None
+            continue
+        assert (other.shape, other.stride(), other.dtype) == (one.shape, one.stride(), one.dtype), name
+
+
+def test_a_wrong_scale_is_refused(case):
+    tensors = Tensors.random(case, CPU)
+    spoiled = tensors.v_scale.clone(memory_format=torch.contiguous_format)
+    spoiled.view(-1)[0] *= 100  # every page is some sequence's, and its first token too
+    builds = {
+        "right": lambda: ours(case, tensors),
+        "one scale": lambda: ours(case, replace(tensors, v_scale=spoiled)),
+        "keys' scales for values": lambda: ours(case, replace(tensors, v_scale=2 * tensors.k_scale)),
+        "the numbers themselves": lambda: ours(case, replace(tensors, v_scale=torch.ones_like(tensors.v_scale))),
+    }
+    admitted = gate.admit(case, tensors, builds)
+    assert set(admitted.refused) == set(builds) - {"right"}
+
+
+def test_who_takes_part(case):
+    """FlashAttention, SDPA and the like read no such cache; a file's peer is asked whatever the case is."""
+    tensors = Tensors.random(case, CPU)
+    found = peers.contenders(case, tensors)
+    assert set(found) == {"unquantised"}
+    assert "unquantised" not in peers.contenders(case.unquantised(), tensors.unquantised())
+    assert plan_of(case, tensors).problem.kv_format == case.kv_format
+
+    class File:
+        def absent(self):
+            return ""
+
+        def contenders(self, case, t):
+            return {"file": lambda: Contender(lambda: t.q)}
+
+    assert set(peers.contenders(case, tensors, (), {"file": File()})) == {"file"}
+
+
+def test_a_row_has_our_own_unquantised_and_the_share_of_the_copy_rate(case):
+    row = run_case("", case, 0, CPU, FakeClock(ms=2e-6), LIMITS, Options(rounds=1, wanted=("unquantised",)))
+    assert not row.failed
+    assert [f.name for f in row.contenders] == [OURS, PREPARED, "unquantised"]
+    assert row.best_peer == "unquantised"
+    found = row.figures(OURS)
+    assert found.tbs == pytest.approx(case.read_bytes() / 2e-6 / 1e9)
+    assert row.read_bytes == case.read_bytes() < case.unquantised().read_bytes()
+    assert row.limit == "copy"
+    assert found.of_floor == pytest.approx(found.tbs / LIMITS.copy_tbs)
+    assert found.ratio == pytest.approx(1.0)
+    wide, size = row.figures("unquantised"), case.unquantised().read_bytes()  # what it reads is more
+    assert wide.tbs == pytest.approx(size / 2e-6 / 1e9)
+    assert wide.of_floor == pytest.approx(wide.tbs / LIMITS.copy_tbs)
+    assert row.case == case
+
+
+def large():
+    return [case for case in SETS["paged-quantised"] if case.unquantised().read_bytes() >= 10**9]
+
+
+@pytest.mark.parametrize(("ratio", "share", "first", "second"), [
+    (1.8, 0.9, "met", "met"), (1.79, 0.91, "missed", "met"), (1.9, 0.89, "met", "missed"),
+])  # fmt: skip
+def test_goals(ratio, share, first, second):
+    """Three of the six shapes are large, with 11 cells each; small ones count in neither."""
+    assert len(large()) == 3 * (3 * 3 + 2)
+    rows = []
+    for case in large():
+        ms = case.read_bytes() / LIMITS.copy_tbs / 1e9 / share
+        others = (figures("unquantised", ms * ratio), figures("flashinfer/decode", ms / 2))
+        rows.append(made("paged-quantised", case, figures(OURS, ms), *others))
+    small = SETS["paged-quantised"][0]
+    rows.append(made("paged-quantised", small, figures(OURS, 1.0), figures("unquantised", 0.5)))
+    of_own, of_copy = (
+        next(v for v in goal_results(a_result(*rows)) if v.goal.name == name)
+        for name in (goal.name for goal in GOALS if goal.name.startswith("quantised"))
+    )
+    assert (of_own.status, of_copy.status) == (first, second)
+    assert (of_own.value, of_copy.value) == (pytest.approx(ratio), pytest.approx(share))
+    assert of_own.cells == of_copy.cells == of_own.of == len(large())
+    assert (of_own.worst.peer, of_copy.worst.peer) == ("unquantised", "copy")
+
+
+def test_tables_say_whom_a_goal_is_held_against():
+    found = {goal.metric: goal.held_against for goal in GOALS if goal.name.startswith("quantised")}
+    assert found == {"ratio": "unquantised", "of_floor": "the card"}
+    said = {goal.name: goal.held_against for goal in GOALS}
+    assert said["decode"] == "best peer"
+    assert said["small, fp32"] == said["enqueue time below SDPA's"] == "sdpa"
+    assert said["enqueue time, µs"] == said["first call, s"] == ""
+    text = as_markdown(a_result(made("paged-quantised", large()[0], figures(OURS, 1.0))))
+    assert "| quantised paged decode of 1 GB, of the copy rate | the card | every ≥ 0.9 |" in text
+
+
+def test_a_goal_of_the_copy_rate_needs_the_ceilings():
+    row = made("paged-quantised", large()[0], figures(OURS, 1.0), limits=None)
+    found = next(v for v in goal_results(a_result(row)) if v.goal.metric == "of_floor")
+    assert found.status == "not measured"
+    assert "portattn was not timed, or the card's ceilings were not" in found.missing
+
+
+def test_a_plot_has_a_panel_for_each_format():
+    rows = [
+        made("paged-quantised", case, figures(OURS, 1.0)) for case in SETS["paged-quantised"] if case.page_size == 16
+    ]
+    assert {facet for facet, _ in panels(rows)} == {
+        f"bf16, pages of 16, {kind}"
+        for kind in ("e4m3, scales head", "e4m3, scales token", "int8, scales token", "e4m3, scales inline",
+                     "int8, scales inline")
+    }  # fmt: skip
