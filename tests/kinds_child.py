@@ -116,7 +116,9 @@ def cases() -> dict[str, Iterator[Any]]:
         "attention, bias": grown(attention, *squares(10), bias=bias, backend="triton"),
         "varlen": grown(varlen, *[(q * b, k * b, b, q) for b, q, k in squares(16)], backend="triton"),
         "paged": grown(paged, *[(b, n, 7 + q) for b, q, n in squares(24)]),
-        "paged, packed": grown(paged, *[(b, n, 9, 16, 64, q) for b, q, n in squares(12)], causal=True),
+        "paged, packed": grown(
+            paged, *[(b, n, 9, 16, 64, q) for b, q, n in squares(12)], causal=True, backend="triton"
+        ),
         "sparse": grown(sparse, *[(b, n + 8, q) for b, q, n in squares(16)]),
     }
     if triton_compat.version() >= (3, 6):
@@ -124,6 +126,11 @@ def cases() -> dict[str, Iterator[Any]]:
             "attention gluon": grown(attention, *squares(30), d=128),
             "attention gluon, causal": grown(attention, *squares(20), d=128, causal=True),
             "varlen gluon": grown(varlen, *[(q * b, k * b, b, q) for b, q, k in squares(16)], d=128),
+            "paged gluon": grown(
+                paged,
+                *[(b, n % 40 + 1, 90, 64, 128, b * (q + 300)) for b, q, n in squares(16)],
+                backend="gluon_forward",
+            ),
             "mla gluon": grown(mla, *[(b, n % 64 + 1, 70) for b, _, n in squares(16)]),
         }
     return found

@@ -14,13 +14,20 @@ _LATENT: dict[str, Any] = {
     "pages_in_line": True, "seqlens_k": True, "return_lse": True, "seq_k": 448,
 }  # fmt: skip
 
-# Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks.
+_PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
+
+# Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks; over
+# pages a load for each of several, and one for a whole tile.
 FORWARD = (
     Problem(**_COMMON, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
     Problem(**_COMMON, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", sinks=True, window_left=70),
     Problem(**_COMMON, seq_q=77, seq_k=1541, head_dim=256, dtype="bf16", softcap=True),
     Problem(**_COMMON, **_PACKED, head_dim=64, dtype="bf16", window_left=70, sinks=True),
     Problem(**_COMMON, **_PACKED, head_dim=128, dtype="fp16", causal="bottom_right"),
+    Problem(
+        **_COMMON, **_PAGED, page_size=16, seq_k=528, total_q=350, head_dim=128, dtype="bf16", causal="bottom_right"
+    ),
+    Problem(**_COMMON, **_PAGED, page_size=256, seq_k=768, head_dim=64, dtype="fp16", sinks=True),
 )
 LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),

@@ -9,21 +9,23 @@ if TYPE_CHECKING:
     import torch
 
 
-def described(x: torch.Tensor, rows: int, dim: int) -> Any:
-    """A descriptor of (B, H, S, D), by blocks of some rows and a kernel's width."""
+def described(x: torch.Tensor, rows: int, dim: int, before: int = 1) -> Any:
+    """A descriptor of (B, H, S, D), by blocks of some rows of so many of the axis before, and a kernel's width."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # The stride of an axis of one element is anything: descriptors want a multiple of 16 bytes there too.
     strides = [stride if size > 1 else 8 * x.shape[-1] for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, dim], _layout(rows, dim, str(x.dtype)))
+    return TensorDescriptor(
+        x, list(x.shape), [*strides, 1], [1, before, rows, dim], _layout(before, rows, dim, str(x.dtype))
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(rows: int, dim: int, dtype: str) -> Any:
+def _layout(before: int, rows: int, dim: int, dtype: str) -> Any:
     from triton.experimental.gluon import language as gl
 
     kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], kind)
+    return gl.NVMMASharedLayout.get_default_for([1, before, rows, dim], kind)
 
 
 def flat(x: torch.Tensor, rows: int) -> Any:

@@ -11,7 +11,7 @@ from packaging.version import Version
 TRITONS = triton_folders()
 
 
-VARIANTS = ("attention gluon", "attention gluon, causal", "varlen gluon", "mla gluon")
+VARIANTS = ("attention gluon", "attention gluon, causal", "varlen gluon", "paged gluon", "mla gluon")
 # A process each.
 GROUPS = {
     "growing cache": ("growing cache", "decode, odd width"),

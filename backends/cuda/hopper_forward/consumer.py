@@ -1,4 +1,7 @@
-"""A consumer of the Hopper forward: one warp group, 64 query rows of each tile."""
+"""A consumer of the Hopper forward: one warp group, 64 query rows of each tile.
+
+Over pages rows are (query, head) pairs, as kernels/decode.py has them: of HEADS heads that share their keys.
+"""
 
 import math
 
@@ -22,6 +25,7 @@ from portattn.backends.cuda.hopper_forward.parts import (
     here,
     hold,
     lane_sum,
+    line_numbers,
     masked_scores,
     operand,
     rescaled,
@@ -76,11 +80,13 @@ def _passed(count, ring, shared, group: gl.constexpr, form):
 @gluon.jit
 def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     """A tile's first scores, complete; which key tiles it has; and the ring, at the first of them."""
-    row = work.row + group * _ROWS
+    row = work.row + group * form.LINES
     all_begin, all_end, _some = tile_keys(work, sizes, form)
     begin, clean, unclean, end = all_begin, all_begin, all_end, all_end
-    if form.RIGHT or form.LEFT:
-        begin, clean, unclean, end = key_tiles(row, _ROWS, work, sizes, form)
+    if form.RIGHT or form.LEFT or form.PAGE:
+        begin, clean, unclean, end = key_tiles(row, form.LINES, work, sizes, form)
+        if form.PAGE:  # rows behind the last query: of a sequence of one new token most are
+            end = gl.where(row < work.q_length, end, all_begin + 1)
         end = gl.minimum(gl.maximum(end, all_begin + 1), all_end)
         begin = gl.minimum(gl.maximum(begin, all_begin), end - 1)
         ring = _passed(all_end - end, ring, shared, group, form)
@@ -222,17 +228,23 @@ def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, wor
     flat = place.reshape([_ROWS, form.DIM // form.PARTS])
     flat.store(acc.to(place.dtype))
     at = work.q_first + row
-    whole = row + _ROWS <= work.q_length  # else a packed tile would overwrite the next sequence's rows
-    if form.VARYING != "packed" or whole:
+    whole = row + form.LINES <= work.q_length  # else a packed tile would overwrite the next sequence's rows
+    if not form.PACKED or whole:
         fence_async_shared()
-        store(o_desc, [work.slot, work.head, at, column], place)
+        if form.PAGE:
+            store(o_desc, [work.slot, at, work.head * form.HEADS, column], place)
+        else:
+            store(o_desc, [work.slot, work.head, at, column], place)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
-        first = out + (at.to(gl.int64) * stride_s + work.head.to(gl.int64) * stride_h) * 8
-        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+        first = out + (at.to(gl.int64) * stride_s + (work.head * form.HEADS).to(gl.int64) * stride_h) * 8
+        rows = line_numbers(gl.SliceLayout(1, layout), form)
         columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
-        offsets = gl.expand_dims(rows * stride_s * 8, 1) + gl.expand_dims(columns, 0)
+        strides = rows * stride_s
+        if form.HEADS > 1:
+            strides += gl.arange(0, _ROWS, gl.SliceLayout(1, layout)) % form.HEADS * stride_h
+        offsets = gl.expand_dims(strides * 8, 1) + gl.expand_dims(columns, 0)
         inside = gl.expand_dims(rows < work.q_length - row, 1)
         for j in gl.static_range(form.DIM // form.PARTS // 16):
             there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
@@ -277,7 +289,7 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
     while work.row >= 0:
         s, q, keys, ring = _begun(work, buffer, q_phase, ring, sizes, shared, group, form)
         place = buffer * form.GROUPS + group
-        rows = work.row + group * _ROWS + gl.arange(0, _ROWS, form.ROW)
+        rows = work.row + group * form.LINES + line_numbers(form.ROW, form)
         seen, position = last_seen(work, sizes, form), position_of(work, form)
         if form.SPLIT:
             _begin, _end, some = tile_keys(work, sizes, form)
@@ -328,16 +340,21 @@ def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, 
            form):  # fmt: skip
     """The tile's results, normalised, to memory. place: where its queries were, which have been read."""
     work = read(box, shared)
-    row = work.row + group * _ROWS
-    rows = row + gl.arange(0, _ROWS, form.ROW)
+    row = work.row + group * form.LINES
+    rows = row + line_numbers(form.ROW, form)
     sink = None
     if sinks is not None:
-        sink = gl.load(sinks + work.head).to(gl.float32)
+        if form.HEADS > 1:
+            sink = gl.load(sinks + work.head * form.HEADS + gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.float32)
+        else:
+            sink = gl.load(sinks + work.head).to(gl.float32)
     valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
     acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, form)
     first = ((work.split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
+    if form.HEADS > 1:
+        first = first * form.HEADS + (gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.int64) * sizes.seq_q
     if lse is not None:
-        if form.VARYING == "packed":
+        if form.PACKED:
             gl.store(lse + first + work.q_first + rows, row_lse, mask=rows < work.q_length)
         else:
             gl.store(lse + first + rows, row_lse, mask=rows < sizes.seq_q)

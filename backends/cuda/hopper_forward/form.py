@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from portattn.backends.cuda.gluon_names import aggregate
+from portattn.backends.cuda.sizes import GROUP_ROWS
 
 
 @aggregate
@@ -17,7 +18,7 @@ class Form:
     TOP_LEFT      query i's position is key i; otherwise the last query's is the last key
     RAGGED        the last key tile is not full
     VARYING       "none", "packed" (first rows of sequences are given) or "padded" (their lengths are), "padded_q" or
-                  "padded_k" (those of queries or keys only)
+                  "padded_k" (those of queries or keys only), "packed_q" (first rows of queries, lengths of keys)
     UNSEEN        keys behind the last that a query sees may lie inside the tensor
     SOFTCAP       scores are capped
     SPLIT         a tile's keys are shared by several blocks, whose results are merged afterwards
@@ -29,6 +30,9 @@ class Form:
     QUERIES       buffers for Q: with two, the next tile's rows are loaded while this one's are in use
     PARTS         into how many columns' parts the output is divided on its way: one part's room is enough; with OWN_OUT
     REG_Q         Q is read from registers, so that score products read only keys from shared memory; with OWN_OUT
+    PAGE          tokens of a page of keys, a multiple of 16; 0 where they are not in pages
+    HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
+    PIECE, WIDE   keys and columns that one load brings: without pages all of a tile's
     """
 
     GROUPS: gl.constexpr
@@ -51,22 +55,32 @@ class Form:
     QUERIES: gl.constexpr
     REG_Q: gl.constexpr
     PARTS: gl.constexpr
+    PAGE: gl.constexpr
+    HEADS: gl.constexpr
+    PIECE: gl.constexpr
+    WIDE: gl.constexpr
+    PACKED: gl.constexpr  # queries of all sequences lie one after the other
+    LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
+    PIECES: gl.constexpr  # of a tile's keys
     PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
     SCORES: gl.constexpr  # layouts: of scores,
     OUTPUT: gl.constexpr  # of the accumulator,
     QROWS: gl.constexpr  # of Q as an operand in registers,
     PROBS: gl.constexpr  # of P as an operand,
     ROW: gl.constexpr  # of what there is once a row
+    TILE: gl.constexpr  # of a tile of K or V that is brought in pieces
 
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
-                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS):  # fmt: skip
+                 LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
         self.SOFTCAP, self.TURNS, self.LATE, self.EARLY = map(gl.constexpr, (SOFTCAP, TURNS, LATE, EARLY))
         self.PAIRS, self.OWN_OUT, self.QUERIES = map(gl.constexpr, (PAIRS, OWN_OUT, QUERIES))
-        self.REG_Q, self.PARTS = map(gl.constexpr, (REG_Q, PARTS))
+        self.REG_Q, self.PARTS, self.PAGE, self.HEADS = map(gl.constexpr, (REG_Q, PARTS, PAGE, HEADS))
+        self.PACKED, self.LINES = gl.constexpr(VARYING in ("packed", "packed_q")), gl.constexpr(GROUP_ROWS // HEADS)
+        self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
         self.PARTY = gl.constexpr(GROUPS * 128 + 32)
@@ -74,16 +88,17 @@ class Form:
         self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=2))
         self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=output, k_width=2))
         self.ROW = gl.constexpr(gl.SliceLayout(1, scores))
+        self.TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 
 
 @aggregate
 class Shared:
     """What lies in shared memory."""
 
-    q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]
+    q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]; over pages [1, LINES, HEADS, DIM], the same bytes
     k: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
     v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
-    out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM/PARTS]
+    out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM/PARTS]; over pages as q
     q_full: gl.shared_memory_descriptor  # [QUERIES·GROUPS] mbarriers
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]
     k_full: gl.shared_memory_descriptor  # [STAGES]
@@ -104,6 +119,7 @@ class Sizes:
     """The numbers of the call.
 
     lengths_q, lengths_k  (B,) int32 lengths, or (B + 1,) int32 first rows of packed sequences; else anything
+    heads, share  with HEADS: heads count HEADS at a time
     """
 
     lengths_q: gl.tensor
@@ -112,7 +128,7 @@ class Sizes:
     heads: gl.tensor
     share: gl.tensor  # query heads of a key head
     seq_q: gl.tensor  # rows of the query tensor
-    seq_k: gl.tensor  # rows of the key tensor
+    seq_k: gl.tensor  # rows of the key tensor; of pages the most that a sequence can have
     left: gl.tensor
     right: gl.tensor
     row_tiles: gl.tensor  # of a head of a sequence; of a head of all packed ones
@@ -134,11 +150,11 @@ class Work:
     """A tile of query rows. Rows and keys count from the sequence's first."""
 
     row: gl.tensor  # the tile's first; negative when there is no tile
-    head: gl.tensor
+    head: gl.tensor  # with HEADS: the number of its HEADS heads
     slot: gl.tensor  # of the first axis of the tensors
     q_first: gl.tensor  # row of the tensors at which the sequence begins
     q_length: gl.tensor
-    k_first: gl.tensor
+    k_first: gl.tensor  # as q_first; of pages the row of the page table
     k_length: gl.tensor  # -1 for rows of no sequence
     split: gl.tensor
 

@@ -24,6 +24,7 @@ from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import FREE, consume
 from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
 from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
+from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
 from portattn.backends.cuda.hopper_forward.parts import following
 from portattn.backends.cuda.hopper_forward.work import tile_keys, work_of
 from portattn.backends.cuda.named_barriers import sync
@@ -43,10 +44,10 @@ def _draw(counter, tiles):
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form):
+def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form):
     """One warp."""
     tiles = sizes.row_tiles * sizes.heads
-    if form.VARYING != "packed":
+    if not form.PACKED:
         tiles = tiles * sizes.batches * sizes.splits
     slot, box, box_phase = 0, 0, 1
     buffer, q_phase = 0, 1
@@ -60,26 +61,39 @@ def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form):
             begin, end, _some = tile_keys(work, sizes, form)
             kv_head = work.head // sizes.share
             for n in range(end - 1, begin - 1, -1):
-                key = work.k_first + n * form.KEYS
+                if form.PAGE:  # asked for here, they come while the buffers are waited for
+                    table = page_table + work.k_first.to(gl.int64) * table_stride
+                    pages = pages_of(table, n, work.k_length, form)
+                else:
+                    key = work.k_first + n * form.KEYS
                 sync(FREE + slot, form.PARTY)
                 k_full = shared.k_full.index(slot)
                 mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
-                load(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
+                if form.PAGE:
+                    bring(k_desc, pages, n, work.k_length, kv_head, k_full, shared.k, slot, form)
+                else:
+                    load(k_desc, [work.slot, kv_head, key, 0], k_full, shared.k.index(slot))
                 if n == end - 1:
                     for w in gl.static_range(form.GROUPS):
-                        q_at = [work.slot, work.head, work.q_first + work.row + w * _ROWS, 0]
+                        q_row = work.q_first + work.row + w * form.LINES
                         place = buffer * form.GROUPS + w
                         q_full = shared.q_full.index(place)
                         mbarrier.wait(shared.q_free.index(place), q_phase)
                         mbarrier.expect(q_full, _ROWS * form.DIM * 2)
-                        load(q_desc, q_at, q_full, shared.q.index(place))
+                        if form.PAGE:
+                            load(q_desc, [work.slot, q_row, work.head * form.HEADS, 0], q_full, shared.q.index(place))
+                        else:
+                            load(q_desc, [work.slot, work.head, q_row, 0], q_full, shared.q.index(place))
                     buffer, q_phase = following(buffer, q_phase, form.QUERIES)
                 if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
                     tile = _draw(counter, tiles)
                 sync(FREE + form.STAGES + slot, form.PARTY)
                 v_full = shared.v_full.index(slot)
                 mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
-                load(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
+                if form.PAGE:
+                    bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form)
+                else:
+                    load(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
                 slot += 1
                 if slot == form.STAGES:
                     slot = 0
@@ -92,49 +106,57 @@ def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form):
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
-        "row_tiles", "together", "splits",
+        "row_tiles", "together", "splits", "table_stride",
     ]
 )  # fmt: skip
 def scheduled_forward(
-    q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, counter,
+    q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
-    splits,
+    splits, table_stride,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
+    PAGE: gl.constexpr, HEADS: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
     q_desc, k_desc, v_desc, o_desc  (B, H, S, D) by blocks of 64, KEYS, KEYS and 64 rows and DIM columns, of o_desc
-          DIM/PARTS; packed tensors are one batch
+          DIM/PARTS; packed tensors are one batch. Over pages q and out are (B, S, H, D) by blocks of LINES and HEADS,
+          k and v are (pages, H, PAGE, D) by blocks of PIECE rows and WIDE columns
     out, stride_h, stride_s  the output again, and its strides in steps of 8 elements, for the last rows of packed
           sequences
     splits  blocks that share a tile's keys; with SPLIT `out` is (splits, B, Hq, Sq, DIM) float32 partial results, and
           `lse`, which must be there, (splits, B, Hq, Sq); not with packed tensors, nor with sinks
     lse   (B, Hq, Sq) float32, or None; sinks (Hq,) or None
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
+    page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
+          not reach is not read
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
     CONSUMER, PRODUCER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
-                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS)  # fmt: skip
+                EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
+                k_desc.block_shape[3])  # fmt: skip
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     queries: gl.constexpr = QUERIES * GROUPS
-    q_smem = gl.allocate_shared_memory(dtype, [queries, 1, 1, _ROWS, DIM], q_desc.layout)
+    lines: gl.constexpr = form.LINES if PAGE else 1
+    last: gl.constexpr = HEADS if PAGE else _ROWS
+    k_layout: gl.constexpr = form.TILE if form.PIECES > 1 else k_desc.layout
+    q_smem = gl.allocate_shared_memory(dtype, [queries, 1, lines, last, DIM], q_desc.layout)
     if OWN_OUT:
-        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, _ROWS, DIM // PARTS], o_desc.layout)
+        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, lines, last, DIM // PARTS], o_desc.layout)
     else:
         o_smem = q_smem
     shared = Shared(
         q_smem,
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout),
         o_smem,
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
@@ -164,7 +186,7 @@ def scheduled_forward(
             [
                 (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 0, form)),
                 (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 1, form)),
-                (_produce, (q_desc, k_desc, v_desc, counter, sizes, shared, form)),
+                (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 1],
             [CONSUMER, PRODUCER],
@@ -175,7 +197,7 @@ def scheduled_forward(
                 (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 0, form)),
                 (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 1, form)),
                 (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 2, form)),
-                (_produce, (q_desc, k_desc, v_desc, counter, sizes, shared, form)),
+                (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 4, 1],
             [CONSUMER, CONSUMER, PRODUCER],

@@ -27,6 +27,15 @@ def following(slot, phase, count: gl.constexpr):
 
 
 @gluon.jit
+def line_numbers(layout: gl.constexpr, form):
+    """Which query each of a warp group's rows is, from the first."""
+    rows = gl.arange(0, _ROWS, layout)
+    if form.HEADS > 1:
+        rows = rows // form.HEADS
+    return rows
+
+
+@gluon.jit
 def row_maximum(s, form):
     # Registers first, in independent chains; the four lanes of a row last.
     x = gl.reshape(s, [_ROWS, 2, form.KEYS // 16, 4, 2])

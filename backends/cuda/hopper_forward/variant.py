@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -15,12 +16,22 @@ from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.descriptors import described
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
+from portattn.backends.cuda.hopper_forward.division import (
+    PAGE_STEP,
+    WIDTHS,
+    heads_of,
+    pieces,
+    row_tiles,
+    tiles_of,
+    width,
+)
 from portattn.backends.cuda.merging import merging
 from portattn.backends.cuda.schedules import scheduled, tuning
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
+from portattn.schema.ops import BACKWARD
 from portattn.schema.plan import Rejection
 from portattn.schema.problem import UNLIMITED
 from portattn.schema.sizes import least
@@ -34,7 +45,6 @@ if TYPE_CHECKING:
     from portattn.schema.toolchain import Toolchain
     from portattn.tools.tune.tunable import Tunable
 
-WIDTHS = (64, 128, 256)  # head dimensions that the kernel has; others are padded by what TMA reads as zeros
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
 # What larger caps count as: no score comes near it, and it is small enough for log2(e) times it to be a float32.
@@ -45,6 +55,9 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 
 MOST_SPLITS = 32
+# Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
+# Measured on an H200 of 132 cores: chunks over 8,192 keys, 32 tiles 93 µs for 59, 64 tiles 93 for 98.
+FEW_TILES = 45
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,17 +95,17 @@ class Choice(NamedTuple):
 
 
 class ForwardVariant(Variant):
-    """attention and varlen_attention on sm_90: heads up to 256 wide, fp16 and bf16.
+    """attention, varlen_attention and paged_attention on sm_90: heads up to 256 wide, fp16 and bf16.
 
     toolchain  the compiler whose schedules it takes
     """
 
     name = "gluon_forward"
-    ops = ("attention", "varlen_attention")
+    ops = ("attention", "varlen_attention", "paged_attention")
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad",
+            "head_dim_v", "needs_grad", "packed",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -109,7 +122,8 @@ class ForwardVariant(Variant):
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""
         p, found = problem, target.toolchain
-        asked = [name for name in p.demands() if name not in self.takes]
+        taken = self.takes if p.op in BACKWARD else self.takes - {"needs_grad"}
+        asked = [name for name in p.demands() if name not in taken]
         empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
         reasons = {
             f"is for {', '.join(self.arches)}, and this is {target.arch.name}": target.arch.name not in self.arches,
@@ -123,7 +137,8 @@ class ForwardVariant(Variant):
             "reads through descriptors: contiguous rows, bases and strides of 16 bytes": not p.aligned,
             "writes through a descriptor: heads of a multiple of 8 columns": p.head_dim_v % 8 != 0,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
-            "has too many tiles of rows": _tiles(p, 2 * GROUP_ROWS) > MOST_TILES,
+            f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
+            "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
         if reason is None and choice(p, found) is None:
@@ -131,8 +146,17 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
-        """What the tuning data says of problems that the core is faster at."""
-        return tuning().left_to_core(self.name, problem.features(), self.toolchain)
+        """What the tuning data says of problems that the core is faster at; and pages of few rows, whose keys the core
+        splits."""
+        said = tuning().left_to_core(self.name, problem.features(), self.toolchain)
+        if said or not problem.page_size:
+            return said
+        chosen = choice(problem, self.toolchain)
+        assert chosen is not None
+        tiles, cores = tiles_of(problem, GROUP_ROWS * chosen.schedule.groups), _arch().cores
+        if 100 * tiles >= FEW_TILES * cores:
+            return ""
+        return f"it has tiles of rows for less than {FEW_TILES} % of the chip's cores, and does not split keys of pages"
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
@@ -174,7 +198,9 @@ class ForwardVariant(Variant):
         swapped = problem.layout == "bshd"
         seen = dict(tensors)
         for name in ("q", "k", "v", "out"):
-            if problem.packed:
+            if problem.page_size and name in ("k", "v"):
+                seen[name] = tensors[name].transpose(1, 2) if problem.page_layout == "phd" else tensors[name]
+            elif problem.packed:
                 seen[name] = tensors[name].transpose(0, 1)[None]
             elif swapped:
                 seen[name] = tensors[name].transpose(1, 2)
@@ -185,11 +211,6 @@ def _arch() -> Arch:
     from portattn.planning.registry import Registry  # which imports the backends
 
     return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
-
-
-def width(head_dim: int) -> int:
-    """The kernel's width for a head."""
-    return next((w for w in WIDTHS if w >= head_dim), head_dim)
 
 
 def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH) -> Choice | None:
@@ -208,20 +229,11 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
     return _Launcher(call, schedule)
 
 
-def _row_tiles(p: Problem, rows: int) -> int:
-    """Tiles of so many rows of a head; of packed rows the numbers that work.py looks sequences up by."""
-    return ceil_div(p.seq_q, rows) if p.total_q is None else p.total_q // rows + p.batch + 1
-
-
-def _tiles(p: Problem, rows: int) -> int:
-    return _row_tiles(p, rows) * p.heads_q * (1 if p.packed else p.batch)
-
-
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
     """Blocks that share a tile's keys."""
     # A sink counts once; and partial results have the kernel's width.
-    whole = p.packed or p.sinks or p.head_dim_v not in WIDTHS
-    return 1 if whole else split_count(_tiles(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
+    whole = p.packed or p.page_size or p.sinks or p.head_dim_v not in WIDTHS
+    return 1 if whole else split_count(tiles_of(p, GROUP_ROWS * s.groups), ceil_div(p.seq_k, s.keys), cores)
 
 
 def _together(p: Problem, s: Schedule) -> int:
@@ -258,8 +270,8 @@ class _Launcher(StepLauncher):
         self._problem, self._schedule = p, s
         rows = GROUP_ROWS * s.groups
         cores = multiprocessors(device)
-        self._row_tiles = _row_tiles(p, rows)
-        tiles = _tiles(p, rows)
+        self._row_tiles = row_tiles(p, rows)
+        tiles = tiles_of(p, rows)
         self._splits = _splits(p, s, cores)
         self._grid = least(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * LOG2E, 0.0
@@ -276,31 +288,48 @@ class _Launcher(StepLauncher):
         from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
 
         p, s = self._problem, self._schedule
-        dim, split = width(p.head_dim), self._splits > 1
-        kind = ("cu_seqlens_q", "cu_seqlens_k") if p.packed else ("seqlens_q", "seqlens_k")
+        split = self._splits > 1
+        kind = (
+            "cu_seqlens_q" if p.packed else "seqlens_q",
+            "cu_seqlens_k" if p.total_k is not None else "seqlens_k",
+        )
         filled = ("partial", "partial_lse") if split else ("out", "lse")
         roles = {
             "q_desc": "q", "k_desc": "k", "v_desc": "v", "o_desc": "out", "out": filled[0], "lse": filled[1],
-            "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "counter": "counter",
+            "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "page_table": "page_table",
+            "counter": "counter",
         }  # fmt: skip
         out = tensors["out"]
-        registers, consumer, producer = (PACKED_REGISTERS if p.packed else REGISTERS)[s.groups]
+        registers, consumer, producer = (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[s.groups]
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            "q_desc": described(tensors["q"], GROUP_ROWS, dim), "k_desc": described(tensors["k"], s.keys, dim),
-            "v_desc": described(tensors["v"], s.keys, dim), "o_desc": described(out, GROUP_ROWS, dim // s.parts),
+            **self._descriptors(tensors),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
-            "stride_s": out.stride(2) // 8, **self._numbers(), **self._constants(),
+            "stride_s": out.stride(2) // 8,
+            "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
+            **self._numbers(), **self._constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
         forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
+    def _descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        p, s = self._problem, self._schedule
+        dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
+        found = {f"{name}_desc": described(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
+        if p.page_size:
+            heads = heads_of(p)
+            rows = functools.partial(described, rows=heads, before=GROUP_ROWS // heads)
+            q, out = q.transpose(1, 2), out.transpose(1, 2)
+        else:
+            rows = functools.partial(described, rows=GROUP_ROWS)
+        return {"q_desc": rows(q, dim=dim), "o_desc": rows(out, dim=dim // s.parts), **found}
+
     def _numbers(self) -> dict[str, int]:
         p = self._problem
         return {
-            "batches": p.batch, "heads": p.heads_q, "share": p.group,
+            "batches": p.batch, "heads": p.heads_q // heads_of(p), "share": p.group // heads_of(p),
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
             "row_tiles": self._row_tiles, "together": _together(p, self._schedule),
@@ -310,7 +339,8 @@ class _Launcher(StepLauncher):
     def _constants(self) -> dict[str, Any]:
         p, s = self._problem, self._schedule
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
-        lengths = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
+        packed = "packed_q" if p.page_size else "packed"
+        lengths = packed if p.packed else varying[p.seqlens_q, p.seqlens_k]
         return {
             "GROUPS": s.groups, "KEYS": s.keys, "DIM": width(p.head_dim), "STAGES": s.stages,
             "RIGHT": _limited_right(p), "LEFT": p.window_left != UNLIMITED,
@@ -318,4 +348,5 @@ class _Launcher(StepLauncher):
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
+            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
         }  # fmt: skip

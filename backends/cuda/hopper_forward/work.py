@@ -4,9 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from portattn.backends.cuda.hopper_forward.form import Work
-from portattn.backends.cuda.sizes import GROUP_ROWS
-
-_ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
@@ -30,8 +27,10 @@ def in_turn(tile, row_tiles, all_heads, sizes):
 @gluon.jit
 def _packed_work(tile, sizes, form):
     """As kernels/tiles.py packed_tile: sequence b's tiles begin at number cu_seqlens[b] // rows + b."""
-    rows: gl.constexpr = form.GROUPS * _ROWS
+    rows: gl.constexpr = form.GROUPS * form.LINES
     number, head = in_turn(tile, sizes.row_tiles, sizes.heads, sizes)
+    if form.PAGE:  # engines put sequences of one new token first: last here, they fill what longer ones leave
+        number = sizes.row_tiles - 1 - number
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     sequence = sizes.batches - sizes.batches
     for chunk in range(gl.cdiv(sizes.batches + 1, 32)):
@@ -43,11 +42,16 @@ def _packed_work(tile, sizes, form):
     q_first = first_row(sizes.lengths_q, sequence, sizes.batches, sizes.seq_q)
     q_end = first_row(sizes.lengths_q, sequence + 1, sizes.batches, sizes.seq_q)
     q_end = gl.maximum(gl.where(sequence == sizes.batches, sizes.seq_q, q_end), q_first)
-    k_first = first_row(sizes.lengths_k, sequence, sizes.batches, sizes.seq_k)
-    k_end = gl.maximum(first_row(sizes.lengths_k, sequence + 1, sizes.batches, sizes.seq_k), k_first)
-    k_length = gl.where(sequence == sizes.batches, -1, k_end - k_first)  # rows after the last sequence have no sink
+    if form.VARYING == "packed":
+        k_first = first_row(sizes.lengths_k, sequence, sizes.batches, sizes.seq_k)
+        k_end = gl.maximum(first_row(sizes.lengths_k, sequence + 1, sizes.batches, sizes.seq_k), k_first)
+        k_length = gl.where(sequence == sizes.batches, -1, k_end - k_first)  # rows after the last sequence have no sink
+    else:
+        k_first = gl.minimum(sequence, sizes.batches - 1)
+        k_length = gl.minimum(gl.maximum(gl.load(sizes.lengths_k + k_first), 0), sizes.seq_k)
+        k_length = gl.where(sequence == sizes.batches, -1, k_length)
     number -= q_first // rows + sequence
-    if form.RIGHT:  # longest rows first
+    if form.RIGHT and not form.PAGE:  # longest rows first
         number = gl.where(number * rows < q_end - q_first, gl.cdiv(q_end - q_first, rows) - 1 - number, number)
     row = gl.where(number * rows < q_end - q_first, number * rows, -1)
     return Work(row, head, head - head, q_first, q_end - q_first, k_first, k_length, head - head)
@@ -56,8 +60,8 @@ def _packed_work(tile, sizes, form):
 @gluon.jit
 def work_of(tile, sizes, form):
     """The tile of a number; its row is negative where that number has none."""
-    rows: gl.constexpr = form.GROUPS * _ROWS
-    if form.VARYING == "packed":
+    rows: gl.constexpr = form.GROUPS * form.LINES
+    if form.PACKED:
         work = _packed_work(tile, sizes, form)
     else:
         split = tile - tile
@@ -76,7 +80,10 @@ def work_of(tile, sizes, form):
             k_length = gl.minimum(gl.maximum(gl.load(sizes.lengths_k + slot), 0), k_length)
         if form.VARYING != "none":
             k_length = gl.where(row < q_length, k_length, 0)  # a tile of padding rows sees nothing
-        work = Work(row, head % sizes.heads, slot, row - row, q_length, row - row, k_length, split)
+        if form.PAGE:
+            work = Work(row, head % sizes.heads, slot, row - row, q_length, slot, k_length, split)
+        else:
+            work = Work(row, head % sizes.heads, slot, row - row, q_length, row - row, k_length, split)
     return work
 
 
@@ -121,7 +128,7 @@ def key_tiles(row, rows: gl.constexpr, work, sizes, form):
 @gluon.jit
 def tile_keys(work, sizes, form):
     """Key tiles that the block brings: (first, end, whether there are any). Where a split has none it brings one."""
-    begin, _c, _u, end = key_tiles(work.row, form.GROUPS * _ROWS, work, sizes, form)
+    begin, _c, _u, end = key_tiles(work.row, form.GROUPS * form.LINES, work, sizes, form)
     some = end > begin
     if form.SPLIT:
         count = end - begin

@@ -39,6 +39,11 @@ PACKED: dict[str, Any] = {
 }
 LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
 FEW_TILES: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 1, "seq_q": 100, "seq_k": 3000}
+# Four heads' rows in a tile; one load a tile, and one for each of several pages.
+PAGED: dict[str, Any] = {
+    "op": "paged_attention", "heads_q": 32, "seq_k": 768, "page_size": 256, "seqlens_k": True, "batch": 4,
+}  # fmt: skip
+SMALL_PAGES: dict[str, Any] = PAGED | {"page_size": 16, "total_q": 700}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"seq_q": 384, "seq_k": 512},
     "ragged": {},
@@ -56,13 +61,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": True},
     "sinks": {"sinks": True},
     "everything": LENGTHS | {"softcap": True, "sinks": True, "window_left": 40},
+    "pages": PAGED,
+    "pages, one head a tile, window": PAGED | {"heads_q": 40, "window_left": 40},
+    "small pages, packed": SMALL_PAGES,
+    "small pages, packed, sinks, softcap, window": SMALL_PAGES | {"sinks": True, "softcap": True, "window_left": 40},
 }
 CAUSAL = ("none", "bottom_right", "top_left")
 # One of each loop and each width, for every run of the suite.
 FEW = (
     ("plain", 64, "none"), ("plain", 128, "bottom_right"), ("plain", 256, "bottom_right"), ("packed", 128, "none"),
     ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
-    ("split", 128, "bottom_right"), ("ragged", 64, "top_left"),
+    ("split", 128, "bottom_right"), ("ragged", 64, "top_left"), ("pages", 128, "bottom_right"),
+    ("small pages, packed", 128, "none"),
 )  # fmt: skip
 MOST_SPILLED = 256  # bytes a thread, with the release that the schedules were timed with
 ALL = [
