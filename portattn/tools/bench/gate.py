@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+import portattn
 from portattn import validate
 from portattn.config import Settings
 from portattn.errors import PortattnError
@@ -16,7 +17,7 @@ from portattn.schema.call import Call
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import budget, same_dtype
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import Build, Contender, arguments
+from portattn.tools.bench.contenders import CORE, OURS, Build, Contender, arguments
 from portattn.tools.bench.gradgate import GradientGate, all_finite
 from portattn.tools.bench.tensors import Tensors, rows_of
 
@@ -159,10 +160,19 @@ def admit(
             found.admit_s[name] = time.monotonic() - begun
         found.errors[name] = error
         if error <= gate.budget:
-            found.contenders[name] = contender
+            found.contenders[name] = as_it_ran(case, name, contender)
         else:
             found.refused[name] = gate.refusal(error)
     return found
+
+
+def as_it_ran(case: Case, name: str, contender: Contender) -> Contender:
+    """portattn's contender with the path that its last call took: of a kernel that does not compile there is a plan
+    before the call, and another after it. A backward has asked after its call, and a handle has compiled before it."""
+    if name not in (OURS, CORE) or case.backward:
+        return contender
+    made = portattn.last_plan()
+    return contender if made is None else replace(contender, path=made.path)
 
 
 def reason(failure: BaseException) -> str:

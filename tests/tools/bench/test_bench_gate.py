@@ -151,3 +151,15 @@ def test_the_core_is_a_contender_when_it_is_asked_for():
     assert list(admitted.contenders) == [OURS, PREPARED]
     assert "triton" in admitted.refused[CORE]  # there is no device for it here
     assert admitted.contenders[OURS].path == plan_of(case, tensors).path == "sdpa"
+
+
+def test_the_path_is_the_one_that_ran(monkeypatch):
+    """A kernel that does not compile here: what was planned before the call is not what ran."""
+    case = next(case for case in KINDS.values() if case.op == "attention")
+    tensors = Tensors.random(case, CPU)
+    planned = plan_of(case, tensors)
+    elsewhere = msgspec.structs.replace(planned, path="triton")
+    monkeypatch.setattr("portattn.tools.bench.contenders.plan_of", lambda *given: elsewhere)
+    assert ours(case, tensors).path == "triton"
+    admitted = gate.admit(case, tensors, {OURS: lambda: ours(case, tensors)})
+    assert admitted.contenders[OURS].path == planned.path != "triton"
