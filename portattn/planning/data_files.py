@@ -14,7 +14,8 @@ from portattn.errors import DataError
 from portattn.planning.arch_checks import arch_problem
 from portattn.planning.compiler_options import backend_options
 from portattn.planning.kernel_specs import of_gradients
-from portattn.schema import toml_reader
+from portattn.schema import conditions, toml_reader
+from portattn.schema.problem import OPS, Problem
 from portattn.schema.target import Arch
 from portattn.schema.tuning import Tuning, read_tuning
 
@@ -99,13 +100,30 @@ def load_tuning(path: Path, backend: str) -> Tuning:
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip."""
+    """Evidence that comes with a backend: on these arches and this toolchain the tests passed on the chip.
+
+    untested_ops  operations that are newer than that run
+    untested      conditions (schema/conditions.py): problems for which one of them holds are newer than that run
+    """
 
     arch: tuple[str, ...]
     toolchain: str
     level: Literal["runs", "measured"]
     date: datetime.date
     what: str
+    untested_ops: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        conditions.names(self.untested)
+        if unknown := sorted(set(self.untested_ops) - set(OPS)):
+            raise ValueError(f"untested_ops {unknown} must be among {', '.join(OPS)}")
+
+    def covers(self, problem: Problem) -> bool:
+        """Whether the tests that passed were of such a problem too."""
+        features = problem.features()
+        new = problem.op in self.untested_ops or any(conditions.texts_hold((text,), features) for text in self.untested)
+        return not new
 
 
 class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,19 +7,23 @@ import functools
 from portattn.config import Settings
 from portattn.planning.data_files import Seen, load_verified
 from portattn.planning.registry import Registry
+from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 
 _seen = functools.lru_cache(maxsize=16)(load_verified)
 
 
-def seen_to_run(target: Target, registry: Registry | None = None) -> Seen | None:
-    """The evidence that the kernels are right on this arch with this toolchain; None where there is none."""
+def seen_to_run(target: Target, registry: Registry | None = None, problem: Problem | None = None) -> Seen | None:
+    """The evidence that the kernels are right on this arch with this toolchain, of a problem if one is given; None
+    where there is none."""
     backend = (registry or Registry.load()).backends[target.backend]
     toolchain = str(target.toolchain)
     found = (seen for seen in _seen(backend.folder) if target.arch.name in seen.arch and toolchain == seen.toolchain)
-    return next(found, None)
+    return next((seen for seen in found if problem is None or seen.covers(problem)), None)
 
 
-def canaries_wanted(target: Target, settings: Settings, registry: Registry | None = None) -> bool:
-    """Whether a kernel family must have passed its canaries before it runs here."""
-    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target, registry) is None)
+def canaries_wanted(
+    target: Target, settings: Settings, registry: Registry | None = None, problem: Problem | None = None
+) -> bool:
+    """Whether a kernel family must have passed its canaries before it runs here, a problem if one is given."""
+    return settings.canary == "always" or (settings.canary == "auto" and seen_to_run(target, registry, problem) is None)

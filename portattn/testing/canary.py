@@ -67,7 +67,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
     The set is run on this device when nobody has on this target and toolchain; that takes a child process some
     seconds, once.
     """
-    if not canaries_wanted(target, settings):
+    if not canaries_wanted(target, settings, problem=made.problem):
         return None
     records = store(settings)
     key = key_of(family(made), target, stored_as(made.problem))
@@ -81,7 +81,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
 
 def known_failure(made: Plan, target: Target, settings: Settings) -> CompileRecord | None:
     """The record that quarantines the plan's kernel family here, if there is one. Nothing is run."""
-    if not made.key or not canaries_wanted(target, settings):
+    if not made.key or not canaries_wanted(target, settings, problem=made.problem):
         return None
     key = key_of(family(made), target, stored_as(made.problem))
     found = store(settings).get(key, settings.compile_seconds)

@@ -17,8 +17,9 @@ from portattn.api import dispatch
 from portattn.compile.store import CompileStore
 from portattn.config import Settings
 from portattn.planning import evidence
+from portattn.planning.data_files import load_verified
 from portattn.planning.kernel_specs import CORES
-from portattn.planning.registry import parse_target
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema.problem import OPS
 from portattn.testing import canary
 from portattn.worker.client import Reply
@@ -105,6 +106,14 @@ def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(portattn.DataError, match=r"verified\.toml"):
         evidence._seen(tmp_path)
     assert evidence._seen(tmp_path / "elsewhere") == ()
+
+
+@pytest.mark.parametrize("newer", ['untested_ops = ["decoding"]', 'untested = ["kv_format=!as_q"]'])
+def test_evidence_that_leaves_out_what_there_is_not_is_an_error(tmp_path: Path, newer: str) -> None:
+    seen = 'arch = ["sm_90"]\ntoolchain = "x"\nlevel = "runs"\ndate = 2026-11-24\nwhat = "tests"\n'
+    (tmp_path / "verified.toml").write_text(f"[[seen]]\n{seen}{newer}\n")
+    with pytest.raises(portattn.DataError, match=r"verified\.toml.*untested|verified\.toml.*kv_format"):
+        load_verified(tmp_path)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -228,3 +237,16 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(
         assert "canary" in portattn.explain("decode_attention", q, k, v, None)
         portattn.attention(q.expand(2, 4, 3, 64), k, v)
         assert portattn.last_plan().path == "triton"
+
+
+def test_what_is_newer_than_the_run_on_the_chip_has_canaries():
+    """A cache's formats, and what fills one, on a chip and toolchain where the tests passed before they were there."""
+    (seen,) = (seen for seen in load_verified(Registry.load().backends["cuda"].folder) if "sm_90" in seen.arch)
+    plain = canary.CASES["decode_attention"][0]
+    newer = [canary.over(plain, "e4m3", "token"), canary.CASES["write_pages"][0], canary.CASES["append_kv"][0]]
+    assert not evidence.canaries_wanted(SM_90, Settings(), problem=plain)
+    assert seen.covers(plain)
+    for problem in newer:
+        assert not seen.covers(problem)
+        assert evidence.canaries_wanted(SM_90, Settings(), problem=problem)
+        assert not evidence.canaries_wanted(SM_90, Settings(canary="never"), problem=problem)
