@@ -41,7 +41,7 @@ def test_an_upgrade_that_loses_no_path_is_green_and_says_what_is_less_sure(porta
         f"Nothing is lost: {cells_} cells of 2 targets compared by their plans; nothing was compiled"
     )
     assert "gluon_forward on cuda:sm_90   is tried by its canaries" in called.out
-    assert re.search(r"schedules that were timed: 0 of \d+ carry over", called.out)
+    assert re.search(r"schedules that were timed: [1-9]\d* of \d+ carry over", called.out)
     assert re.search(r"figures: 0 of \d+ carry over", called.out)
     found = portattn(*BUMP, *BOTH, "--json").json
     changes = {entry["id"]: entry["change"] for entry in found["upgrade"]["entries"]}
@@ -134,7 +134,9 @@ def test_a_bump_that_changes_nothing_is_green_and_short(portattn, tmp_path):
     assert "LOST" not in called.out
     assert "changed" not in called.out
     text = (tmp_path / "s.md").read_text(encoding="utf-8")
-    assert "**Nothing is lost: 11 cells of 1 target compared by their plans; nothing was compiled.**" in text
+    assert (
+        f"**Nothing is lost: {len(quick())} cells of 1 target compared by their plans; nothing was compiled.**" in text
+    )
     assert "| lost |" not in text
     assert len(text.splitlines()) <= 20
 
@@ -394,4 +396,7 @@ def test_a_full_summary_and_one_that_cannot_be_written_are_said(portattn, monkey
 def test_the_document_has_the_whole_report(portattn):
     found = portattn(*BUMP, "--targets", "sm_90", "--json").json
     assert set(found) >= {"verdict", "lost", "before", "after", "findings", "losses", "changes", "upgrade", "notes"}
-    assert found["verdict"] == "Nothing is lost: 11 cells of 1 target compared by their plans; nothing was compiled"
+    assert (
+        found["verdict"]
+        == f"Nothing is lost: {len(quick())} cells of 1 target compared by their plans; nothing was compiled"
+    )

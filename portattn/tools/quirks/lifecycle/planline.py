@@ -45,10 +45,11 @@ def problem_options(problem: Problem) -> list[str]:
     for name in ("total_q", "total_k"):
         if getattr(p, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
-    for name in ("page_size", "tokens", "num_splits"):
+    for name in ("page_size", "tokens", "num_splits", "rotary_dim"):
         if getattr(p, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
-    for name, usual in (("layout", "bhsd"), ("page_layout", "phd"), ("kv_format", "as_q"), ("kv_scales", "none")):
+    usually = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "kv_scales": "none", "rotary": "none"}
+    for name, usual in usually.items():
         if getattr(p, name) != usual:
             words += [f"--{name.replace('_', '-')}", getattr(p, name)]
     if p.page_size and not p.pages_in_line and row.always_lengths and (p.page_layout == "phd" or p.heads_k == 1):

@@ -16,6 +16,7 @@ from portattn.launch import kernel_calls, meta_call
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import decode, dense, gradients, mla, packed_gradients, paged, sparse, varlen
@@ -88,7 +89,8 @@ def test_what_a_plan_chooses_is_right(named, executed, ascend_compiler, runner):
 
 def test_the_problems_touch_every_kernel_and_every_choice_that_differs():
     plans = [plan(named.problem, TARGET) for named in PROBLEMS]
-    assert {made.kernel for made in plans} == {kernel.name for kernel in CORES.values()}
+    # What fills a cache is compared bit by bit, by the matrix.
+    assert {made.kernel for made in plans} == {kernel.name for op, kernel in CORES.items() if not ROWS[op].writes}
     loops = {made.lowering.page_loop for made in plans if made.kernel in ("paged_split", "mla_split")}
     assert loops == {"per_page", "flat_masked"}
     assert {made.launch.splits > 1 for made in plans} == {True, False}

@@ -19,6 +19,7 @@ from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.launch import KernelCall
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.schema.ops import ROWS
 from portattn.schema.toolchain import installed
 from portattn.testing import canary
 from portattn.testing.findings import Numerics
@@ -69,7 +70,10 @@ def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, na
     seen = emulated(arch, SLICE[name], workers, model)
     assert seen.outcome == "pass", seen.reason
     assert seen.error is not None
-    assert seen.error > 0.0  # rounded results are never exact: something was computed and compared
+    if ROWS[SLICE[name].op].writes:  # what is stored is compared bit by bit
+        assert seen.error == 0.0
+    else:
+        assert seen.error > 0.0  # rounded results are never exact: something was computed and compared
     coverage.check_used(arch, model.mnemonics)
 
 
@@ -104,7 +108,7 @@ def test_every_lowering_that_a_plan_chooses_is_in_the_slice(arch: str, toolchain
     wanted = {chosen(named.problem) for named in full()}
     assert {path for path, _, _ in wanted} <= {"triton", "reference"}  # dense gradients by tensors without strides
     wanted = {one for one in wanted if one[0] == "triton"}
-    assert len({kernel for _, kernel, _ in wanted}) == 8
+    assert len({kernel for _, kernel, _ in wanted}) == 10
     assert wanted <= {chosen(problem) for problem in SLICE.values()}
 
 
