@@ -84,6 +84,7 @@ DEFINED |= {
     "accvgpr_read_b32": ("u", "u", lambda a: a), "accvgpr_write_b32": ("u", "u", lambda a: a),
     "accvgpr_mov_b32": ("u", "u", lambda a: a),
     "mov_b64": ("U", "U", lambda a: a), "lshlrev_b64": ("U", "uU", lambda a, b: b << (a & 63)),
+    "ashrrev_i64": ("U", "uU", lambda a, b: (b - ((b >> 63) << 64)) >> (a & 63)),
     "lshl_add_u64": ("U", "UuU", lambda a, b, c: (a << (b & 7)) + c),
     "cvt_f16_f32": ("h", "f", lambda a: HALF(a)), "cvt_f32_f16": ("f", "h", lambda a: np.float32(a)),
     "cvt_u32_f32": ("u", "f", lambda a: f32_to_int(a, 0, M32)),
