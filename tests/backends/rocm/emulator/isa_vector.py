@@ -32,6 +32,8 @@ INTEGER: dict[str, Entry] = {
     "lshlrev_b16": ("u16", "u16 u16", lambda a, b: b << (a & 15)),
     "lshrrev_b16": ("u16", "u16 u16", lambda a, b: b >> (a & 15)),
     "lshlrev_b64": ("u64", "u32 u64", lambda a, b: b << (a & 63)),
+    "min_u32": ("u32", "u32 u32", min),
+    "mul_hi_u32": ("u32", "u32 u32", lambda a, b: a * b >> 32),
     "ashrrev_i64": ("u64", "u32 u64", lambda a, b: (b - ((b >> 63) << 64)) >> (a & 63)),
     "lshl_add_u64": ("u64", "u64 u32 u64", lambda a, b, c: (a << (b & 7)) + c),
     "mul_i32_i24": ("u32", "u32 u32", lambda a, b: signed(a, 24) * signed(b, 24)),
