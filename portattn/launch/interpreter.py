@@ -12,7 +12,9 @@ def mend_bf16() -> None:
     Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers: wrong numbers, and
     no error: quirk cpu-0002 (triton/runtime/interpreter.py, InterpreterBuilder.create_dot and binary_op). Widening to
     float32 first is exact. It cuts the lower half of a float32 off where GPUs round to the nearest, ties to even
-    (InterpreterBuilder.cast_impl). Patches the class once a process; other dtypes go through Triton's own functions.
+    (InterpreterBuilder.cast_impl). `-x` is 0 - x up to 3.7 (create_fsub), and an operation of its own from 3.8 on
+    (create_fneg), which negates the uint16. Patches the class once a process; other dtypes go through Triton's own
+    functions.
     """
     import numpy as np
     import triton.language as tl
@@ -48,6 +50,14 @@ def mend_bf16() -> None:
             return subtract(self, left, right)
         return self.create_fp_trunc(subtract(self, widened(left), widened(right)), tl.bfloat16)
 
-    builder._portattn_originals = (dot, subtract, cast)
+    def create_fneg(self: Any, operand: Any) -> Any:
+        if operand.dtype.scalar != tl.bfloat16:
+            return negate(self, operand)
+        return interpreter.TensorHandle(operand.data ^ np.uint16(0x8000), tl.bfloat16)  # the sign is a bit, of NaN too
+
+    negate = getattr(builder, "create_fneg", None)
+    builder._portattn_originals = (dot, subtract, cast, negate)
     builder.cast_impl = cast_impl
     builder.create_dot, builder.create_fsub = create_dot, create_fsub
+    if negate is not None:
+        builder.create_fneg = create_fneg
