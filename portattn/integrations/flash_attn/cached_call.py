@@ -150,7 +150,9 @@ def check_values(call: Cached, before: torch.Tensor) -> None:
             limit = f"must be in 0..{room}, for {new} new rows of {call.capacity}"
             raise ArgumentError(call.op, f"cache_seqlens[{index}]", length, limit)
         if not 0 <= pad <= max(length, 0):
-            raise ArgumentError(call.op, f"cache_leftpad[{index}]", pad, f"must be in 0..{length}, cache_seqlens[{index}]")
+            raise ArgumentError(
+                call.op, f"cache_leftpad[{index}]", pad, f"must be in 0..{length}, cache_seqlens[{index}]"
+            )
     for index, place in enumerate([] if call.batch_idx is None else call.batch_idx.tolist()):
         if not 0 <= place < call.k_cache.shape[0]:
             limit = f"must be in 0..{call.k_cache.shape[0] - 1}, the sequences of the cache"

@@ -127,7 +127,7 @@ def flash_attn_qkvpacked_func(
     return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
 
 
-@named(page_table="block_table", seqlens_k="cu_seqlens_k")
+@named(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -249,7 +249,7 @@ def flash_attn_varlen_qkvpacked_func(
     return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs)
 
 
-@named(page_table="block_table")
+@named(page_table="block_table", k_pages="k_cache", v_pages="v_cache")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
