@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from portattn.integrations import flash_attn, flash_attn_interface
-from portattn.integrations.flash_attn import bert_padding
+from portattn.integrations.flash_attn import bert_padding, hub
 
 # Parameters as flash_attn's own sources have them: facts of Dao-AILab/flash-attention, flash_attn_interface.py of 2.8
 # and hopper/flash_attn_interface.py. A name alone must be given.
@@ -66,9 +66,10 @@ PADDING = {
     "unpad_input_for_concatenated_sequences": "hidden_states attention_mask_in_length",
     "pad_input": "hidden_states indices batch seqlen",
 }
+HUB = {name: f"{TWO[name]} s_aux=None" for name in hub.__all__}
 ALL = [
     (module, name, parameters)
-    for module, functions in ((flash_attn, TWO), (flash_attn_interface, THREE), (bert_padding, PADDING))
+    for module, functions in ((flash_attn, TWO), (flash_attn_interface, THREE), (bert_padding, PADDING), (hub, HUB))
     for name, parameters in functions.items()
 ]
 

@@ -68,7 +68,8 @@ def unpad_input(
 
     >>> import torch
     >>> from portattn.integrations.flash_attn.bert_padding import unpad_input
-    >>> packed, indices, cu_seqlens, longest, used = unpad_input(torch.ones(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> packed, indices, cu_seqlens, longest, used = unpad_input(torch.ones(2, 3, 4), mask)
     >>> tuple(packed.shape), indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()
     ((3, 4), [0, 1, 3], [0, 2, 3], 2, [2, 1])
     """

@@ -1,8 +1,8 @@
 """flash_attn_with_kvcache of both generations: append new keys and values to a cache in place, and attend it.
 
 Two routes. A cache of the queries' own sequences is append_kv's and decode_attention's (attention's with many queries).
-Everything else is write_pages' and paged_attention's: with a block table the pages are the table's; with cache_batch_idx
-or packed queries each sequence of the cache is one page, so that nothing is copied.
+Everything else is write_pages' and paged_attention's: with a block table the pages are the table's; with
+cache_batch_idx or packed queries each sequence of the cache is one page, so that nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A call of flash_attn_with_kvcache, and whether its arguments go together. Whatever is wrong is said before anything is
-written.
+"""A call of flash_attn_with_kvcache, and whether its arguments go together. Whatever is wrong is said before anything
+is written.
 """
 
 from __future__ import annotations
