@@ -117,4 +117,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .
 
 clean:
-	rm -rf .venv .lint .site .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .lint .site .hub .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -162,6 +162,30 @@ def test_float8_cache(form: str) -> None:
         assert (lse[b] - expected_lse).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("form", ["own", "pages"])
+def test_sixteen_bit_rows_into_a_float8_cache(form: str) -> None:
+    """They are divided by their scale, which in pages every sequence shares; other scales are refused before."""
+    torch.manual_seed(9)
+    k_cache, v_cache = torch.zeros(2, 16, 2, 32).to(E4M3), torch.zeros(2, 16, 2, 32).to(E4M3)
+    q, k, v = (torch.randn(2, 3, heads, 32).bfloat16() for heads in (4, 2, 2))
+    k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([4.0, 0.25])
+    given: dict[str, Any] = {"k": k, "v": v, "cache_seqlens": 0, "causal": True}
+    if form == "pages":
+        given["page_table"] = ints(0, 1)[:, None]
+        each = {"k_descale": k_scale.expand(2, 2).contiguous(), "v_descale": v_scale.expand(2, 2).contiguous()}
+        with pytest.raises(ArgumentError, match=r"^flash_attn_with_kvcache: k_descale\.shape is \(2, 2\)"):
+            flash_attn_with_kvcache(q, k_cache, v_cache, **given, **each)
+        assert not k_cache.float().any()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, **given, k_descale=k_scale, v_descale=v_scale)
+    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        right = (new.float() / scale[:, None]).to(E4M3)
+        assert torch.equal(cache[:, :3].view(torch.int8), right.view(torch.int8))
+    for b in range(2):
+        keys, values = k_cache[b, :3].double() * k_scale[:, None], v_cache[b, :3].double() * v_scale[:, None]
+        same = one(q[b], keys.bfloat16(), values.bfloat16(), causal=True, exact=False)[0]
+        within(out[b], one(q[b], keys, values, causal=True)[0], same)
+
+
 @pytest.mark.parametrize("form", ["own", "batch_idx", "pages"])
 def test_packed_queries_and_new_keys(form: str) -> None:
     """cu_seqlens_q and cu_seqlens_k_new of different lengths, rotation from rotary_seqlens, a poisoned cache."""

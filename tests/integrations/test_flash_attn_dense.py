@@ -128,17 +128,31 @@ def test_gradients(name: str, dropout_p: float) -> None:
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
     kept = ~torch.signbit(masked) if dropout_p else [None, None]
-    for exact, found in ((True, []), (False, [])):  # type: ignore[var-annotated]
+    results: list[list[Any]] = []
+    for exact in (True, False):
         theirs = [t.double().requires_grad_() if exact else t.clone().requires_grad_() for t in (q, k, v)]
         for b in range(2):
             given = {**of(scores, b), "kept": kept[b], "dropout_p": dropout_p, "exact": exact}
             (one(*(t[b] for t in theirs), **given)[0] * weight[b]).sum().backward()
-        found += [t.grad for t in theirs]
-        if exact:
-            expected = found
-        else:
-            for ours, right, same in zip(leaves, expected, found, strict=True):
-                within(ours.grad, right, same)
+        results.append([t.grad for t in theirs])
+    for ours, right, same in zip(leaves, *results, strict=True):
+        within(ours.grad, right, same)
+
+
+def test_the_lse_has_a_gradient() -> None:
+    """Of rows with nothing to attend, whose LSE is +inf, it is 0."""
+    torch.manual_seed(9)
+    q, k = torch.randn(1, 5, 2, 16, requires_grad=True), torch.randn(1, 3, 2, 16)
+    _, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    lse.masked_fill(lse == math.inf, 0.0).square().sum().backward()
+    results = []
+    for exact in (True, False):
+        leaf = q.detach().double().requires_grad_() if exact else q.detach().clone().requires_grad_()
+        right = one(leaf[0, 2:], k[0], k[0], causal=True, exact=exact)[1]  # rows from 2 on see keys
+        right.square().sum().backward()
+        results.append(leaf.grad)
+    within(q.grad, *results)
+    assert not q.grad[:, :2].any()
 
 
 def test_gradients_of_packed_tensors() -> None:

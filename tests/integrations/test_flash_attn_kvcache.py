@@ -202,6 +202,19 @@ def test_a_negative_length_takes_no_part(form: str) -> None:
     assert (lse[1:] == math.inf).all()
 
 
+@pytest.mark.parametrize("form", PLACES)
+def test_rows_beyond_a_sequence_s_room_go_nowhere(form: str) -> None:
+    """Where lengths are not read back, as on an accelerator: what does not fit must not reach another sequence."""
+    cache = cache_of(form, "keys")
+    right = cache.k.clone()
+    q, k, v = torch.randn(3, 3, HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, V_WIDTH)
+    with portattn.settings(validate="never"):
+        flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=ROOM - 1, **cache.given)
+    for b in range(3):
+        right[cache.rows[b][ROOM - 1]] = k[b, 0]
+    assert same_bits(cache.k, right)
+
+
 def test_sequences_without_keys() -> None:
     out, lse = flash_attn_with_kvcache(
         torch.randn(2, 3, 4, 16), *torch.full((2, 2, 8, 2, 16), math.nan).unbind(), cache_seqlens=0,

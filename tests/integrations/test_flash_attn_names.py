@@ -4,6 +4,7 @@ and bert_padding does what its names say.
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 from typing import Any
@@ -80,6 +81,17 @@ def test_parameters(module: Any, name: str, parameters: str) -> None:
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in found)
     told = [p.name if p.default is p.empty else f"{p.name}={p.default}".replace(" ", "") for p in found]
     assert told == parameters.split()
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), ALL, ids=[f"{m.__name__}.{n}" for m, n, _ in ALL])
+def test_docstrings_say_what_is_returned_and_their_examples_are_right(module: Any, name: str, parameters: str) -> None:
+    text = inspect.getdoc(getattr(module, name)) or ""
+    assert "\n\nReturns " in text
+    test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    assert test.examples or module is hub or name == "get_scheduler_metadata"
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert said == [], "".join(said)
 
 
 def test_the_functions_are_where_flash_attn_has_them_too() -> None:

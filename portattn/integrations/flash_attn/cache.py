@@ -74,8 +74,8 @@ def _in_one_dtype(call: Cached, casts: bool) -> Cached:
 
 
 def _cast(call: Cached, dtype: torch.dtype) -> Cached:
-    given = {name: getattr(call, name) for name in ("q", "k", "v")}
-    return replace(call, **{name: None if tensor is None else tensor.to(dtype) for name, tensor in given.items()})
+    k, v = (None if tensor is None else tensor.to(dtype) for tensor in (call.k, call.v))
+    return replace(call, q=call.q.to(dtype), k=k, v=v)
 
 
 def _lengths(call: Cached) -> torch.Tensor:

@@ -6,6 +6,7 @@ Plain torch in float32 over the whole score matrix, by the definition and the ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class Scores:
     softcap: float | None
     alibi_slopes: torch.Tensor | None
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         """By portattn's names."""
         return {
             "scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap,
