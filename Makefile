@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice forms fuzz mutants lint bench bench-docs docs site wheel clean
+.PHONY: demo test slice forms fuzz mutants lint bench bench-docs docs site wheel hub clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -42,6 +42,10 @@ slice: $(READY)
 # in the lab, not by the installed one. WRITE=1: what is found is what is known from then on.
 forms: $(READY)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
+
+# A kernel repository for Hugging Face `kernels`: docs/flash-attn.md. ARGS="--variants torch-cuda --json"
+hub: $(READY)
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) scripts/hub_kernel.py --out .hub/portattn $(ARGS)
 
 # ARGS="values --seconds 600 --processes 2", or shapes: CONTRIBUTING.md
 fuzz: $(READY)
@@ -113,4 +117,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  $(PY) -m pip install -q --no-deps --no-build-isolation --no-index -e .
 
 clean:
-	rm -rf .venv .lint .site .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .lint .site .hub .matrix .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

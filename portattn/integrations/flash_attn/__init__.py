@@ -1,0 +1,25 @@
+"""flash_attn's module over portattn: `from portattn.integrations.flash_attn import flash_attn_func`, and so on.
+
+The functions of FlashAttention-2 are here and in `flash_attn_interface`, `bert_padding` beside them, as in flash_attn;
+those of FlashAttention-3 are in `portattn.integrations.flash_attn_interface`.
+"""
+
+from portattn.integrations.flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

@@ -1,0 +1,194 @@
+"""flash_attn_with_kvcache of both generations: append new keys and values to a cache in place, and attend it.
+
+Two routes. A cache of the queries' own sequences is append_kv's and decode_attention's (attention's with many queries).
+Everything else is write_pages' and paged_attention's: with a block table the pages are the table's; with
+cache_batch_idx or packed queries each sequence of the cache is one page, so that nothing is copied.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from portattn.api import autocast, ops
+from portattn.api.binding import named_arguments
+from portattn.api.request import request_of
+from portattn.config import current
+from portattn.errors import ArgumentError
+from portattn.integrations.flash_attn import rotary
+from portattn.integrations.flash_attn.cached_call import Cached, check, check_values, places, query_positions
+from portattn.integrations.flash_attn.calls import size_of
+from portattn.schema.tensors import KV_FORMAT
+
+DECODE_QUERIES = 16  # more queries a sequence than this are attention's: decode_attention is for few
+_MOST_KNOWN = 1024
+_known: set[Any] = set()  # kinds of calls on an accelerator whose attention was validated before something was written
+
+
+def attend_cached(call: Cached) -> Any:
+    """out, or (out, lse) with -inf of rows without keys. Nothing is written where an argument is refused."""
+    check(call)
+    casts = autocast.is_on(call.q)
+    call = _in_one_dtype(replace(call, max_seqlen_q=size_of(call.max_seqlen_q)), casts)
+    with _without_autocast(call) if casts else nullcontext():
+        before = _lengths(call)
+        check_values(call, before)
+        if call.cos is not None:
+            turned = rotary.rotated(call.q, call.cos, call.sin, query_positions(call, before), call.interleaved)
+            call = replace(call, q=turned)
+        if not call.appends:
+            operation, given = _attention(call, before)
+        else:
+            new = call.k.shape[1] if call.cu_seqlens_k_new is None else call.cu_seqlens_k_new.diff()
+            # A sequence whose length is negative takes no part: nothing of it is written, and it has no keys.
+            operation, given = _attention(call, torch.where(before < 0, 0, before + new).to(torch.int32))
+            _validated(operation, given)
+            _write(call, before)
+        return getattr(ops, operation)(**given)
+
+
+def _without_autocast(call: Cached) -> AbstractContextManager[Any]:
+    """A cache is not cast: what is computed has its dtype, as without autocast."""
+    return torch.autocast(call.q.device.type, enabled=False)
+
+
+def _in_one_dtype(call: Cached, casts: bool) -> Cached:
+    """Queries of a dtype that the cache's operations take, with their scale in the keys'.
+
+    Under autocast queries and new rows of another dtype are cast. float8 queries are the same numbers in bfloat16.
+    """
+    q_scale, k_scale, v_scale = call.descales
+    kept = call.k_cache.dtype
+    if kept in KV_FORMAT and call.q.dtype in KV_FORMAT:
+        if q_scale is not None:
+            k_scale = q_scale if k_scale is None else q_scale * k_scale
+        return replace(_cast(call, torch.bfloat16), descales=(None, k_scale, v_scale), narrow=True)
+    if q_scale is not None:
+        raise ArgumentError(call.op, "q_descale", tuple(q_scale.shape), "goes with float8 queries and a float8 cache")
+    if casts:
+        return _cast(call, torch.get_autocast_dtype(call.q.device.type) if kept in KV_FORMAT else kept)
+    return call
+
+
+def _cast(call: Cached, dtype: torch.dtype) -> Cached:
+    k, v = (None if tensor is None else tensor.to(dtype) for tensor in (call.k, call.v))
+    return replace(call, q=call.q.to(dtype), k=k, v=v)
+
+
+def _lengths(call: Cached) -> torch.Tensor:
+    """(B,) int32: keys of each sequence before the call, left padding included."""
+    length = call.capacity if call.cache_seqlens is None else call.cache_seqlens
+    if isinstance(length, torch.Tensor):
+        return length
+    return torch.full((call.batch,), length, dtype=torch.int32, device=call.q.device)
+
+
+def _attention(call: Cached, after: torch.Tensor) -> tuple[str, dict[str, Any]]:
+    """The operation that attends the cache, and its arguments."""
+    _, k_scale, v_scale = call.descales
+    given: dict[str, Any] = call.scores.arguments()
+    given |= {"sinks": call.sinks, "return_lse": call.return_lse, "layout": "bshd"}
+    quantised = call.k_cache.dtype in KV_FORMAT
+    if call.by_slots:
+        table = _table(call)
+        given |= {
+            "q": call.q, "k_pages": call.k_cache, "v_pages": call.v_cache, "page_table": table, "seqlens_k": after,
+            "k_scale": k_scale, "v_scale": v_scale, "num_splits": call.num_splits, "cu_seqlens_q": call.cu_seqlens_q,
+            "max_seqlen_q": call.max_seqlen_q,
+        }  # fmt: skip
+        if call.leftpad is not None:  # the mask hides the padding; all else is aligned at the last key
+            key = torch.arange(table.shape[1] * call.k_cache.shape[1], device=call.q.device)
+            given["mask"] = (key >= call.leftpad[:, None])[:, None, None]
+        return "paged_attention", given
+    # portattn counts the keys after the padding, flash_attn all rows up to the last key.
+    if call.leftpad is not None:
+        after = (after - call.leftpad).clamp(min=0)
+    given |= {"q": call.q, "seqlens_k": after, "leftpad_k": call.leftpad}
+    if quantised or call.num_splits is not None or call.q.shape[1] <= DECODE_QUERIES:
+        given |= {"k_cache": call.k_cache, "v_cache": call.v_cache, "num_splits": call.num_splits}
+        return "decode_attention", given | {"k_scale": k_scale, "v_scale": v_scale}
+    return "attention", given | {"k": call.k_cache, "v": call.v_cache}
+
+
+def _table(call: Cached) -> torch.Tensor:
+    """Page ids (B, pages a sequence)."""
+    if call.table is not None:
+        return call.table
+    if call.batch_idx is not None:
+        return call.batch_idx[:, None]
+    return torch.arange(call.batch, dtype=torch.int32, device=call.q.device)[:, None]
+
+
+def _validated(operation: str, given: dict[str, Any]) -> None:
+    """Validate the attention of a call that writes first. On an accelerator once for calls of a kind: lengths are not
+    read there."""
+    if torch.compiler.is_dynamo_compiling():  # the whole graph is checked before any of it runs
+        return
+    kind = None
+    if given["q"].device.type not in ("cpu", "meta"):
+        kind = (operation, current().backend, torch.is_grad_enabled(), *map(_kind, given.values()))
+        if kind in _known:
+            return
+    request_of(operation, named_arguments(operation)(**given)).build()
+    if kind is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known.add(kind)
+
+
+def _kind(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def _write(call: Cached, before: torch.Tensor) -> None:
+    """Append k and v, rotated and, in a float8 cache, quantised where they are not yet."""
+    scales = _writing_scales(call)
+    style = rotary.style(call.interleaved)
+    if not call.by_slots:
+        ops.append_kv(
+            call.k, call.v, call.k_cache, call.v_cache, before, cos=call.cos, sin=call.sin, rotary=style,
+            layout="bshd", **scales,
+        )  # fmt: skip
+        return
+    if call.cu_seqlens_k_new is None:
+        within = torch.arange(call.k.shape[1], device=before.device)
+        sequence = torch.arange(call.batch, device=before.device).repeat_interleave(call.k.shape[1])
+        within = within.repeat(call.batch)
+        k, v = call.k.flatten(0, 1), call.v.flatten(0, 1)
+        there = torch.ones_like(within, dtype=torch.bool)
+    else:
+        k, v = call.k, call.v
+        sequence, within = places(call.cu_seqlens_k_new, k.shape[0])
+        there = torch.arange(k.shape[0], device=before.device) < call.cu_seqlens_k_new[-1]
+    at = before[sequence] + within
+    size, table = call.k_cache.shape[1], _table(call)
+    there = there & (before[sequence] >= 0) & (at < size * table.shape[1])
+    at = torch.where(there, at, 0)
+    page = table[sequence, at // size] if table.shape[1] else torch.zeros_like(at)
+    slots = torch.where(there & (page >= 0), page.long() * size + at % size, -1)
+    positions = None
+    if call.cos is not None:
+        first = before if call.rotary_seqlens is None else call.rotary_seqlens
+        positions = first[sequence] + within
+    ops.write_pages(
+        k, v, call.k_cache, call.v_cache, slots, cos=call.cos, sin=call.sin, positions=positions, rotary=style, **scales
+    )
+
+
+def _writing_scales(call: Cached) -> dict[str, Any]:
+    """The scales with which new rows are quantised. Rows that come in float8 are so already."""
+    _, k_scale, v_scale = call.descales
+    if call.narrow:
+        return {}
+    if k_scale is None and v_scale is None:
+        return {}
+    either = k_scale if k_scale is not None else v_scale
+    return {
+        "k_scale": torch.ones_like(either) if k_scale is None else k_scale,
+        "v_scale": torch.ones_like(either) if v_scale is None else v_scale,
+    }

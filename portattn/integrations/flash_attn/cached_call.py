@@ -1,0 +1,183 @@
+"""A call of flash_attn_with_kvcache, and whether its arguments go together. Whatever is wrong is said before anything
+is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from portattn.config import current
+from portattn.errors import ArgumentError
+from portattn.integrations.flash_attn import rotary
+from portattn.integrations.flash_attn.calls import lengths_of
+from portattn.integrations.flash_attn.probabilities import Scores
+from portattn.schema.tensors import KV_FORMAT
+from portattn.validate.values import reads
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A call, by the arguments of FlashAttention-3 (generation 2 has a part of them)."""
+
+    op: str
+    table_name: str
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    scores: Scores
+    cos: Any = None
+    sin: Any = None
+    interleaved: bool = True
+    cache_seqlens: Any = None
+    batch_idx: Any = None
+    leftpad: Any = None
+    table: Any = None
+    cu_seqlens_q: Any = None
+    max_seqlen_q: Any = None
+    cu_seqlens_k_new: Any = None
+    rotary_seqlens: Any = None
+    descales: tuple[Any, Any, Any] = (None, None, None)
+    num_splits: int | None = None
+    return_lse: bool = False
+    sinks: Any = None
+    narrow: bool = False  # q, k and v came in the float8 of the cache
+
+    @property
+    def appends(self) -> bool:
+        return self.k is not None
+
+    @property
+    def batch(self) -> int:
+        return int(self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1)
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence has room for."""
+        rows = self.k_cache.shape[1]
+        return int(rows if self.table is None else rows * self.table.shape[1])
+
+    @property
+    def by_slots(self) -> bool:
+        others = (self.table, self.batch_idx, self.cu_seqlens_q, self.cu_seqlens_k_new, self.rotary_seqlens)
+        return any(value is not None for value in others)
+
+
+def check(call: Cached) -> None:
+    op = call.op
+    axes = {"q": 4 if call.cu_seqlens_q is None else 3, "k_cache": 4, "v_cache": 4}
+    if call.appends or call.v is not None:
+        axes |= dict.fromkeys(("k", "v"), 4 if call.cu_seqlens_k_new is None else 3)
+    for name, ndim in axes.items():
+        tensor = getattr(call, name)
+        if not isinstance(tensor, torch.Tensor):
+            hint = "; k and v are given together" if name in ("k", "v") else ""
+            raise ArgumentError(op, name, type(tensor).__name__, f"must be a torch.Tensor{hint}")
+        if tensor.ndim != ndim:
+            words = "(batch, seqlen, heads, head_dim)" if ndim == 4 else "(tokens, heads, head_dim)"
+            raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be {words}")
+    if call.appends and call.cache_seqlens is None:
+        raise ArgumentError(op, "cache_seqlens", None, "must say where k and v go")
+    if (call.cos is None) != (call.sin is None):
+        name = "rotary_sin" if call.sin is None else "rotary_cos"
+        raise ArgumentError(op, name, None, "must be given too: rotary_cos and rotary_sin go together")
+    if call.cos is not None and not call.appends:
+        raise ArgumentError(op, "rotary_cos", tuple(call.cos.shape), "goes with k and v, which are not given")
+    for name in ("rotary_seqlens", "cu_seqlens_k_new"):
+        needed = call.cos if name == "rotary_seqlens" else call.k
+        if getattr(call, name) is not None and needed is None:
+            with_what = "rotary_cos and rotary_sin" if name == "rotary_seqlens" else "k and v"
+            raise ArgumentError(op, name, tuple(getattr(call, name).shape), f"goes with {with_what}")
+    if call.batch_idx is not None and call.table is not None:
+        limit = f"is not taken with {call.table_name}, which says itself where a sequence lies"
+        raise ArgumentError(op, "cache_batch_idx", tuple(call.batch_idx.shape), limit)
+    if call.leftpad is not None and call.cu_seqlens_q is not None:
+        limit = "is not taken with cu_seqlens_q: packed queries have no mask of their own; pad the queries to a batch"
+        raise ArgumentError(op, "cache_leftpad", tuple(call.leftpad.shape), limit)
+    for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
+        if getattr(call, name) is not None:
+            lengths_of(op, name, getattr(call, name))
+    if call.cu_seqlens_q is not None and call.max_seqlen_q is None:
+        raise ArgumentError(op, "max_seqlen_q", None, "must be given with cu_seqlens_q")
+    if call.table is None and call.batch_idx is None and call.k_cache.shape[0] != call.batch:
+        raise ArgumentError(op, "k_cache's batch", call.k_cache.shape[0], f"must be q's, {call.batch}")
+    if call.table is not None and (not isinstance(call.table, torch.Tensor) or call.table.ndim != 2):
+        given = tuple(call.table.shape) if isinstance(call.table, torch.Tensor) else type(call.table).__name__
+        raise ArgumentError(op, call.table_name, given, "must be an int32 torch.Tensor (batch, pages a sequence)")
+    _check_lengths(call)
+    if call.cos is not None:
+        rotary.check_tables(op, call.cos, call.sin, call.q if call.q.dtype not in KV_FORMAT else call.q.bfloat16())
+
+
+def _check_lengths(call: Cached) -> None:
+    """What has a number for each sequence."""
+    named = {
+        "cache_batch_idx": call.batch_idx, "cache_leftpad": call.leftpad, "rotary_seqlens": call.rotary_seqlens,
+        "cache_seqlens": None if type(call.cache_seqlens) is int else call.cache_seqlens,
+    }  # fmt: skip
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            other = "an integer, or " if name == "cache_seqlens" else ""
+            limit = f"must be {other}an int32 torch.Tensor ({call.batch},)"
+            raise ArgumentError(call.op, name, type(tensor).__name__, limit)
+        if tensor.dtype != torch.int32:
+            raise ArgumentError(call.op, f"{name}.dtype", tensor.dtype, "must be torch.int32")
+        if tuple(tensor.shape) != (call.batch,):
+            limit = f"must be (batch,), ({call.batch},)"
+            raise ArgumentError(call.op, f"{name}.shape", tuple(tensor.shape), limit)
+        if tensor.device != call.q.device:
+            raise ArgumentError(call.op, f"{name}.device", str(tensor.device), f"must be q's, {call.q.device}")
+
+
+def check_values(call: Cached, before: torch.Tensor) -> None:
+    """Lengths and indices, read back where the setting says so: on a CPU."""
+    if torch.compiler.is_dynamo_compiling() or not reads(current(), call.q):
+        return
+    rows = [0] * call.batch
+    if call.appends:
+        whole = call.k.shape[1] if call.cu_seqlens_k_new is None else 0
+        rows = [whole] * call.batch if call.cu_seqlens_k_new is None else call.cu_seqlens_k_new.diff().tolist()
+    pads = [0] * call.batch if call.leftpad is None else call.leftpad.tolist()
+    for index, (length, new, pad) in enumerate(zip(before.tolist(), rows, pads, strict=True)):
+        room = call.capacity - new
+        if length > room or (length < 0 and not call.appends):
+            limit = f"must be in 0..{room}, for {new} new rows of {call.capacity}"
+            raise ArgumentError(call.op, f"cache_seqlens[{index}]", length, limit)
+        if not 0 <= pad <= max(length, 0):
+            raise ArgumentError(
+                call.op, f"cache_leftpad[{index}]", pad, f"must be in 0..{length}, cache_seqlens[{index}]"
+            )
+    for index, place in enumerate([] if call.batch_idx is None else call.batch_idx.tolist()):
+        if not 0 <= place < call.k_cache.shape[0]:
+            limit = f"must be in 0..{call.k_cache.shape[0] - 1}, the sequences of the cache"
+            raise ArgumentError(call.op, f"cache_batch_idx[{index}]", place, limit)
+    if call.cos is not None and call.q.numel():
+        positions = query_positions(call, before)
+        most = int(positions.max()) if positions.numel() else 0
+        if most >= call.cos.shape[0]:
+            limit = f"must be more, a row for each position: the last query is at {most}"
+            raise ArgumentError(call.op, "rotary_cos.shape[0]", call.cos.shape[0], limit)
+
+
+def query_positions(call: Cached, before: torch.Tensor) -> torch.Tensor:
+    """(B, Sq) or (Tq,): where each query is, for its rotation. Without a mask that orders them, all of a sequence are
+    where its new keys begin."""
+    first = before if call.rotary_seqlens is None else call.rotary_seqlens
+    ordered = call.scores.causal or call.scores.window is not None
+    if call.cu_seqlens_q is None:
+        return first[:, None] + torch.arange(call.q.shape[1], device=first.device) * int(ordered)
+    sequence, within = places(call.cu_seqlens_q, call.q.shape[0])
+    return first[sequence] + within * int(ordered)
+
+
+def places(beginnings: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each packed row its sequence, and its place there. Rows after the last sequence count as the last one's."""
+    at = torch.arange(rows, device=beginnings.device)
+    sequence = torch.bucketize(at, beginnings[1:], right=True).clamp(max=beginnings.shape[0] - 2)
+    return sequence, at - beginnings[sequence]

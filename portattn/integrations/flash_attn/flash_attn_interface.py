@@ -1,0 +1,316 @@
+"""FlashAttention-2's functions (flash_attn 2.8) over portattn: same names, arguments, order, defaults and results.
+
+docs/flash-attn.md lists what each argument does here, and what is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.integrations.flash_attn.cache import attend_cached
+from portattn.integrations.flash_attn.cached_call import Cached
+from portattn.integrations.flash_attn.calls import dense, scores_of, varlen
+from portattn.integrations.flash_attn.naming import named
+from portattn.integrations.flash_attn.options import check_bool, check_packed, infinite, splits_of
+
+Window = tuple[int, int]
+
+
+@named()
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of dense tensors, with flash_attn's arguments. Gradients flow to q, k, v and alibi_slopes.
+
+    q         (B, Sq, Hq, D); float16, bfloat16 or float32; any strides
+    k, v      (B, Sk, Hk, D) and (B, Sk, Hk, Dv); Hq must be a multiple of Hk
+    dropout_p  share of the probabilities that become 0, in [0, 1); drawn from torch's generator
+    softmax_scale  factor on the scores; None for 1/√D
+    causal    the last query sees the last key
+    window_size  (left, right), inclusive, around the query's own position, aligned at the last key; negative: no limit
+    softcap   scores become softcap·tanh(score / softcap); up to 0 for none
+    alibi_slopes  (Hq,) or (B, Hq) float32: scores lose slope·|distance|
+    deterministic  where gradients are asked for it goes with torch.use_deterministic_algorithms(True), which decides it
+    return_attn_probs  also return the LSE, float32 (B, Hq, Sq), +inf where a row has nothing to attend, and S_dmask:
+              with dropout the probabilities (B, Hq, Sq, Sk), negative where they are dropped; without, no elements
+
+    Returns out (B, Sq, Hq, Dv) in q's dtype; with return_attn_probs, (out, lse, S_dmask).
+
+    Raises ArgumentError with flash_attn's names for the function and the argument.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_func
+    >>> q, k, v = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64), torch.randn(2, 16, 2, 64)
+    >>> out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 16, 8, 64]), torch.Size([2, 8, 16]))
+    """
+    op = "flash_attn_func"
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
+
+
+@named()
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As flash_attn_func, of keys and values in one tensor.
+
+    kv  (B, Sk, 2, Hk, D): keys, then values; read where they lie
+
+    Returns out (B, Sq, Hq, D); with return_attn_probs, (out, lse, S_dmask).
+
+    Raises ArgumentError as flash_attn_func does.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_kvpacked_func
+    >>> flash_attn_kvpacked_func(torch.randn(1, 3, 4, 16), torch.randn(1, 5, 2, 2, 16)).shape
+    torch.Size([1, 3, 4, 16])
+    """
+    op = "flash_attn_kvpacked_func"
+    check_packed(op, "kv", kv, 2, 2, "batch, seqlen, 2, heads, head_dim")
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    k, v = kv.unbind(2)
+    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
+
+
+@named()
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As flash_attn_func, of queries, keys and values in one tensor.
+
+    qkv  (B, S, 3, H, D): queries, keys, values; read where they lie
+
+    Returns out (B, S, H, D); with return_attn_probs, (out, lse, S_dmask).
+
+    Raises ArgumentError as flash_attn_func does.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_qkvpacked_func
+    >>> flash_attn_qkvpacked_func(torch.randn(1, 5, 3, 2, 16), causal=True).shape
+    torch.Size([1, 5, 2, 16])
+    """
+    op = "flash_attn_qkvpacked_func"
+    check_packed(op, "qkv", qkv, 2, 3, "batch, seqlen, 3, heads, head_dim")
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    q, k, v = qkv.unbind(2)
+    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs)
+
+
+@named(page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences, with flash_attn's arguments. Gradients flow where there is no block_table.
+
+    q         (Tq, Hq, D): sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    k, v      (Tk, Hk, D) and (Tk, Hk, Dv), likewise; with block_table pages (P, page, Hk, D) of any page size
+    cu_seqlens_q, cu_seqlens_k  (B + 1,) int32; with block_table the latter's differences are the sequences' lengths
+    max_seqlen_q, max_seqlen_k  rows of the longest sequence, or more
+    block_table  (B, pages a sequence) int32: page ids; goes without dropout and without gradients
+
+    The other arguments are flash_attn_func's. The LSE is (Hq, Tq), S_dmask (B, Hq, max_seqlen_q, max_seqlen_k).
+
+    Returns out (Tq, Hq, Dv); with return_attn_probs, (out, lse, S_dmask).
+
+    Raises ArgumentError as flash_attn_func does.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_varlen_func
+    >>> lengths = torch.tensor([0, 5, 45], dtype=torch.int32)
+    >>> q, k, v = torch.randn(45, 8, 64), torch.randn(45, 2, 64), torch.randn(45, 2, 64)
+    >>> flash_attn_varlen_func(q, k, v, lengths, lengths, 40, 40, causal=True).shape
+    torch.Size([45, 8, 64])
+    """
+    op = "flash_attn_varlen_func"
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    beginnings, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs, block_table)
+
+
+@named()
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As flash_attn_varlen_func, of keys and values in one tensor.
+
+    kv  (Tk, 2, Hk, D): keys, then values; read where they lie
+
+    Returns out (Tq, Hq, D); with return_attn_probs, (out, lse, S_dmask).
+
+    Raises ArgumentError as flash_attn_func does.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_varlen_kvpacked_func
+    >>> lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> flash_attn_varlen_kvpacked_func(torch.randn(5, 4, 16), torch.randn(5, 2, 2, 16), lengths, lengths, 3, 3).shape
+    torch.Size([5, 4, 16])
+    """
+    op = "flash_attn_varlen_kvpacked_func"
+    check_packed(op, "kv", kv, 1, 2, "tokens, 2, heads, head_dim")
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    beginnings, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    k, v = kv.unbind(1)
+    return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs)
+
+
+@named(cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen")
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """As flash_attn_varlen_func, of queries, keys and values in one tensor.
+
+    qkv  (T, 3, H, D): queries, keys, values; read where they lie
+    cu_seqlens, max_seqlen  (B + 1,) int32, the sequences' first rows; the longest one's rows
+
+    Returns out (T, H, D); with return_attn_probs, (out, lse, S_dmask).
+
+    Raises ArgumentError as flash_attn_func does.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_varlen_qkvpacked_func
+    >>> lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> flash_attn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 16), lengths, 3).shape
+    torch.Size([5, 2, 16])
+    """
+    op = "flash_attn_varlen_qkvpacked_func"
+    check_packed(op, "qkv", qkv, 1, 3, "tokens, 3, heads, head_dim")
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    beginnings, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
+    q, k, v = qkv.unbind(1)
+    return varlen(op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs)
+
+
+@named(page_table="block_table", k_pages="k_cache", v_pages="v_cache")
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Append k and v to a cache in place, and attend the cache. It has no gradients.
+
+    q         (B, Sq, Hq, D)
+    k_cache, v_cache  (B, Smax, Hk, D) and (B, Smax, Hk, Dv); with cache_batch_idx of any number of sequences; with
+              block_table pages (P, page, Hk, D) of any page size
+    k, v      (B, S, Hk, D) and (B, S, Hk, Dv): written to rows cache_seqlens[b] on; both or neither
+    rotary_cos, rotary_sin  (positions, R/2), float32 or q's dtype: k and q are rotated in their first R columns. A key
+              by its row in the cache; query i by cache_seqlens + i where the call is causal or has a window, else by
+              cache_seqlens. They go with k and v
+    cache_seqlens  (B,) int32, or one integer: rows of each sequence before the call, its left padding included; None
+              for full caches. Where one is negative and k is given, nothing is written and out is 0
+    cache_batch_idx  (B,) int32: which sequences of the cache these are; not with block_table
+    cache_leftpad  (B,) int32: rows before a sequence's first key
+    block_table  (B, pages a sequence) int32: page ids of each sequence
+    rotary_interleaved  columns 2i and 2i + 1 are rotated together; False: i and i + R/2
+    num_splits  programs that share a row's keys; up to 0 for what fits the chip best
+    return_softmax_lse  also return the LSE, float32 (B, Hq, Sq), +inf where a row has nothing to attend
+
+    The other arguments are flash_attn_func's. Under autocast q, k and v are cast to the cache's dtype.
+
+    Returns out (B, Sq, Hq, Dv); with return_softmax_lse, (out, lse).
+
+    Raises ArgumentError as flash_attn_func does. Nothing is written then.
+
+    >>> import torch
+    >>> from portattn.integrations.flash_attn import flash_attn_with_kvcache
+    >>> k_cache, v_cache = torch.zeros(2, 100, 2, 64), torch.zeros(2, 100, 2, 64)
+    >>> q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+    >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=30, causal=True)
+    >>> out.shape, torch.equal(k_cache[:, 30], k[:, 0])
+    (torch.Size([2, 1, 8, 64]), True)
+    """
+    op = "flash_attn_with_kvcache"
+    wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
+    found = attend_cached(
+        Cached(
+            op, "block_table", q, k_cache, v_cache, k, v,
+            scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes), rotary_cos, rotary_sin,
+            check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, num_splits=splits_of(op, num_splits), return_lse=wanted,
+        )
+    )  # fmt: skip
+    return (found[0], infinite(found[1])) if wanted else found

@@ -1,0 +1,130 @@
+"""What a kernel of the Hugging Face Hub exports for transformers: flash_attn's functions, with attention sinks.
+
+transformers looks at the parameters of these functions to find out what they can do. Without `s_aux` it leaves a
+model's sinks out of the call, and the results are wrong without a word; so they have it here, beside flash_attn's own
+arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.integrations.flash_attn.cache import attend_cached
+from portattn.integrations.flash_attn.cached_call import Cached
+from portattn.integrations.flash_attn.calls import dense, scores_of, varlen
+from portattn.integrations.flash_attn.naming import named
+from portattn.integrations.flash_attn.options import check_bool, infinite, splits_of
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+Window = tuple[int, int]
+
+
+@named(sinks="s_aux")
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> Any:
+    """flash_attn's flash_attn_func, with sinks.
+
+    s_aux  (Hq,): one more score of each row, without a value
+
+    Returns and raises as portattn.integrations.flash_attn.flash_attn_func does.
+    """
+    op = "flash_attn_func"
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return dense(op, q, k, v, dropout_p, scores, deterministic, return_attn_probs, _sinks(s_aux, q))
+
+
+@named(sinks="s_aux", page_table="block_table", seqlens_k="cu_seqlens_k", k_pages="k", v_pages="v")
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> Any:
+    """flash_attn's flash_attn_varlen_func, with sinks.
+
+    s_aux  (Hq,): one more score of each row, without a value
+
+    Returns and raises as portattn.integrations.flash_attn.flash_attn_varlen_func does.
+    """
+    op = "flash_attn_varlen_func"
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    beginnings, longest, sinks = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), _sinks(s_aux, q)
+    return varlen(
+        op, q, k, v, beginnings, longest, dropout_p, scores, deterministic, return_attn_probs, block_table, sinks
+    )
+
+
+@named(sinks="s_aux", page_table="block_table", k_pages="k_cache", v_pages="v_cache")
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> Any:
+    """flash_attn's flash_attn_with_kvcache, with sinks.
+
+    s_aux  (Hq,): one more score of each row, without a value
+
+    Returns and raises as portattn.integrations.flash_attn.flash_attn_with_kvcache does.
+    """
+    op = "flash_attn_with_kvcache"
+    wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
+    scores = scores_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    found = attend_cached(
+        Cached(
+            op, "block_table", q, k_cache, v_cache, k, v, scores, rotary_cos, rotary_sin,
+            check_bool(op, "rotary_interleaved", rotary_interleaved), cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, num_splits=splits_of(op, num_splits), return_lse=wanted, sinks=_sinks(s_aux, q),
+        )
+    )  # fmt: skip
+    return (found[0], infinite(found[1])) if wanted else found
+
+
+def _sinks(s_aux: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Sinks in a dtype that the operations take. Models have them in their own."""
+    if s_aux is None or not isinstance(s_aux, torch.Tensor) or s_aux.dtype in (q.dtype, torch.float32):
+        return s_aux
+    return s_aux.to(torch.float32)

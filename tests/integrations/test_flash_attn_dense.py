@@ -1,0 +1,228 @@
+"""portattn.integrations.flash_attn: the functions of dense tensors, against the definition in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_oracle import check_one, one, strided, within
+
+import portattn
+from portattn.errors import ArgumentError
+from portattn.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
+
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"softmax_scale": 0.3},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 2)},
+    "left_window": {"window_size": (4, -1)},
+    "right_window": {"window_size": (-1, 2)},
+    "causal_window": {"causal": True, "window_size": (3, 3)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06])},
+    "causal_alibi": {"causal": True, "alibi_slopes": torch.tensor([[0.5, 0.25, 0.125, 0.06], [0.1, 0.2, 0.3, 0.4]])},
+    "all": {"softmax_scale": 0.4, "causal": True, "window_size": (5, 0), "softcap": 2.0},
+}
+
+
+def of(scores: dict[str, Any], b: int) -> dict[str, Any]:
+    """One sequence's part of the arguments."""
+    slopes = scores.get("alibi_slopes")
+    return scores if slopes is None or slopes.ndim == 1 else {**scores, "alibi_slopes": slopes[b]}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("sizes", [(7, 12), (12, 7), (1, 9)], ids=str)
+def test_every_argument(name: str, sizes: tuple[int, int]) -> None:
+    scores = SCORES[name]
+    torch.manual_seed(1)
+    q, k, v = strided(2, sizes[0], 4, 16), strided(2, sizes[1], 2, 16), strided(2, sizes[1], 2, 24)  # GQA, Dv ≠ D
+    out, lse, masked = flash_attn_func(q, k, v, **scores, return_attn_probs=True)
+    assert lse.shape == (2, 4, sizes[0])
+    assert lse.dtype is torch.float32
+    assert masked.shape == (0,)
+    assert torch.equal(out, flash_attn_func(q, k, v, **scores))
+    for b in range(2):
+        check_one(out[b], lse[b], q[b], k[b], v[b], math.inf, **of(scores, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(2, 33, heads, 32).to(dtype) for heads in (6, 2, 2))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert out.dtype is dtype
+    for b in range(2):
+        check_one(out[b], lse[b], q[b], k[b], v[b], math.inf, causal=True)
+
+
+def test_the_kernels_give_the_same_as_the_reference() -> None:
+    torch.manual_seed(3)
+    q, k, v = torch.randn(1, 20, 4, 16), torch.randn(1, 33, 2, 16), torch.randn(1, 33, 2, 16)
+    given: dict[str, Any] = {"causal": True, "window_size": (9, 0), "softcap": 2.0}
+    with portattn.settings(backend="interpreter"):
+        out, lse, _ = flash_attn_func(q, k, v, **given, return_attn_probs=True)
+    check_one(out[0], lse[0], q[0], k[0], v[0], math.inf, **given)
+
+
+def test_no_keys_and_no_queries() -> None:
+    out, lse, _ = flash_attn_func(
+        torch.randn(2, 3, 4, 16), torch.randn(2, 0, 2, 16), torch.randn(2, 0, 2, 16), return_attn_probs=True
+    )
+    assert not out.any()
+    assert (lse == math.inf).all()
+    assert flash_attn_func(torch.randn(2, 0, 4, 16), *torch.randn(2, 2, 5, 2, 16).unbind()).shape == (2, 0, 4, 16)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_packed_tensors_are_read_where_they_lie(name: str) -> None:
+    torch.manual_seed(4)
+    q, kv, qkv = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 2, 16), torch.randn(2, 8, 3, 4, 16)
+    scores = SCORES[name]
+    for packed, parts in (
+        (flash_attn_kvpacked_func(q, kv, **scores, return_attn_probs=True), (q, kv[:, :, 0], kv[:, :, 1])),
+        (flash_attn_qkvpacked_func(qkv, **scores, return_attn_probs=True), tuple(qkv.unbind(2))),
+    ):
+        out, lse, masked = packed
+        assert masked.numel() == 0
+        for b in range(2):
+            check_one(out[b], lse[b], *(part[b] for part in parts), math.inf, **scores)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal_window", "causal_alibi", "softcap"])
+def test_dropout_and_its_mask(name: str) -> None:
+    """S_dmask holds the probabilities, and its signs are those with which the definition gives the same output."""
+    scores = SCORES[name]
+    torch.manual_seed(5)
+    q, k, v = torch.randn(2, 9, 4, 16), torch.randn(2, 13, 2, 16), torch.randn(2, 13, 2, 16)
+    out, lse, masked = flash_attn_func(q, k, v, 0.3, **scores, return_attn_probs=True)
+    assert masked.shape == (2, 4, 9, 13)
+    kept = ~torch.signbit(masked)
+    assert 0.55 < kept.float().mean() < 0.85
+    for b in range(2):
+        check_one(out[b], lse[b], q[b], k[b], v[b], math.inf, **of(scores, b), kept=kept[b], dropout_p=0.3)
+        _, _, probabilities = one(q[b], k[b], v[b], **of(scores, b))
+        assert (masked[b].abs() - probabilities).abs().max() < 2e-6
+    torch.manual_seed(6)
+    first = flash_attn_func(q, k, v, 0.3)
+    assert not torch.equal(first, flash_attn_func(q, k, v, 0.3))
+    torch.manual_seed(6)
+    assert torch.equal(first, flash_attn_func(q, k, v, 0.3))
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "causal_alibi"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_gradients(name: str, dropout_p: float) -> None:
+    scores = SCORES[name]
+    torch.manual_seed(7)
+    q, k, v = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    out, _, masked = flash_attn_func(*leaves, dropout_p, **scores, return_attn_probs=True)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    kept = ~torch.signbit(masked) if dropout_p else [None, None]
+    results: list[list[Any]] = []
+    for exact in (True, False):
+        theirs = [t.double().requires_grad_() if exact else t.clone().requires_grad_() for t in (q, k, v)]
+        for b in range(2):
+            given = {**of(scores, b), "kept": kept[b], "dropout_p": dropout_p, "exact": exact}
+            (one(*(t[b] for t in theirs), **given)[0] * weight[b]).sum().backward()
+        results.append([t.grad for t in theirs])
+    for ours, right, same in zip(leaves, *results, strict=True):
+        within(ours.grad, right, same)
+
+
+def test_the_lse_has_a_gradient() -> None:
+    """Of rows with nothing to attend, whose LSE is +inf, it is 0."""
+    torch.manual_seed(9)
+    q, k = torch.randn(1, 5, 2, 16, requires_grad=True), torch.randn(1, 3, 2, 16)
+    _, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    lse.masked_fill(lse == math.inf, 0.0).square().sum().backward()
+    results = []
+    for exact in (True, False):
+        leaf = q.detach().double().requires_grad_() if exact else q.detach().clone().requires_grad_()
+        right = one(leaf[0, 2:], k[0], k[0], causal=True, exact=exact)[1]  # rows from 2 on see keys
+        right.square().sum().backward()
+        results.append(leaf.grad)
+    within(q.grad, *results)
+    assert not q.grad[:, :2].any()
+
+
+def test_gradients_of_packed_tensors() -> None:
+    torch.manual_seed(8)
+    qkv, kv, q = torch.randn(1, 6, 3, 2, 16), torch.randn(1, 7, 2, 2, 16), torch.randn(1, 6, 4, 16)
+    packed = qkv.clone().requires_grad_()
+    flash_attn_qkvpacked_func(packed, causal=True).square().sum().backward()
+    parts = [t.clone().requires_grad_() for t in qkv.unbind(2)]
+    flash_attn_func(*parts, causal=True).square().sum().backward()
+    assert torch.allclose(packed.grad, torch.stack([t.grad for t in parts], 2), atol=1e-6)
+    pair, query = kv.clone().requires_grad_(), q.clone().requires_grad_()
+    flash_attn_kvpacked_func(query, pair).square().sum().backward()
+    parts = [t.clone().requires_grad_() for t in (q, *kv.unbind(2))]
+    flash_attn_func(*parts).square().sum().backward()
+    assert torch.allclose(query.grad, parts[0].grad, atol=1e-6)
+    assert torch.allclose(pair.grad, torch.stack([t.grad for t in parts[1:]], 2), atol=1e-6)
+
+
+def test_deterministic_goes_with_torch_s_setting() -> None:
+    q = torch.randn(1, 4, 2, 16)
+    assert torch.equal(flash_attn_func(q, q, q, deterministic=True), flash_attn_func(q, q, q))  # forward always is
+    leaf = q.clone().requires_grad_()
+    with pytest.raises(
+        ArgumentError, match=r"^flash_attn_func: deterministic is True, but goes with torch\.use_determ"
+    ):
+        flash_attn_func(leaf, q, q, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash_attn_func(leaf, q, q, deterministic=True).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert leaf.grad is not None
+
+
+Q, K = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"q": Q[0]}, r"q\.ndim is 3, but must be 4"),
+        ({"k": K[..., :8]}, r"k's head_dim is 8, but must be q's, 16"),
+        ({"k": K.half()}, r"k\.dtype is torch\.float16, but must be q's"),
+        ({"k": K[:1]}, r"k's batch is 1, but must be q's, 2"),
+        ({"q": Q[:, :, :3]}, r"heads_q is 3, but must be a multiple of the 2 key/value heads"),
+        ({"dropout_p": 1.0}, r"dropout_p is 1\.0, but must be in \[0, 1\)"),
+        ({"softmax_scale": math.nan}, r"softmax_scale is nan, but must be a finite number"),
+        ({"causal": "top_left"}, r"causal is 'top_left', but must be True or False"),
+        ({"window_size": 5}, r"window_size is 5, but must be two integers"),
+        ({"window_size": (1.5, 0)}, r"window_size is \(1\.5, 0\), but must be two integers"),
+        ({"softcap": "1"}, r"softcap is '1', but must be a finite number"),
+        ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes\.shape is \(3,\)"),
+        ({"alibi_slopes": torch.zeros(4).half()}, r"alibi_slopes\.dtype is torch\.float16"),
+        ({"deterministic": 2}, r"deterministic is 2, but must be True or False"),
+        ({"return_attn_probs": None}, r"return_attn_probs is None, but must be True or False"),
+    ],
+)
+def test_bad_input_is_one_error_in_flash_attn_s_names(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^flash_attn_func: {text}") as caught:
+        flash_attn_func(**{"q": Q, "k": K, "v": K, **given})
+    assert caught.value.op == "flash_attn_func"
+    assert caught.value.__cause__ is None
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        flash_attn_func(Q, K, K, scale=1.0)
+
+
+def test_packed_tensors_of_another_shape_are_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"^flash_attn_qkvpacked_func: qkv\.shape is \(2, 5, 2, 4, 16\), but must be"
+    ):
+        flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 16))
+    with pytest.raises(ArgumentError, match=r"^flash_attn_kvpacked_func: kv\.shape is \(2, 5, 4, 16\), but must be"):
+        flash_attn_kvpacked_func(Q, Q)

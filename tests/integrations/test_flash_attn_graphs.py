@@ -1,0 +1,108 @@
+"""flash_attn's functions under torch.compile (whole graphs) and autocast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_oracle import beginnings, check_one, ints
+
+from portattn.integrations import flash_attn, flash_attn_interface
+
+CU = beginnings((5, 9))
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(4, 4), return_attn_probs=True)[:2]
+
+
+def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+
+
+def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    q, k, v = (t[0] for t in (q, k, v))
+    return flash_attn.flash_attn_varlen_func(q, k, v, CU, CU, 9, 9, causal=True)
+
+
+def used(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    q, k, v = (t[0] for t in (q, k, v))
+    return flash_attn_interface.flash_attn_varlen_func(q, k, v, CU, CU, 9, 9, ints(2, 9), ints(5, 3), causal=True)
+
+
+def tensors(grad: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(1, 14, heads, 16, requires_grad=grad) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("function", [dense, varlen, used])
+def test_compiled_in_one_graph_with_gradients(function: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    eager, compiled = tensors(True), tensors(True)
+    first, second = function(*eager), torch.compile(function, backend="aot_eager", fullgraph=True)(*compiled)
+    outs = [found[0] if isinstance(found, tuple) else found for found in (first, second)]
+    assert torch.allclose(*outs, atol=1e-6)
+    if isinstance(first, tuple):
+        assert torch.allclose(first[1], second[1], atol=1e-6)
+    for out in outs:
+        out.square().sum().backward()
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
+
+
+def test_compiled_dropout() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    out, lse, masked = torch.compile(dropped, backend="aot_eager", fullgraph=True)(q, k, v)
+    kept = ~torch.signbit(masked)
+    assert 0.4 < kept.float().mean() < 0.6
+    check_one(out[0], lse[0], q[0], k[0], v[0], math.inf, kept=kept[0], dropout_p=0.5)
+
+
+@pytest.mark.parametrize("form", ["own", "batch_idx", "pages"])
+def test_compiled_with_a_cache(form: str) -> None:
+    """A whole graph that writes in place and takes new lengths without being compiled again."""
+    torch._dynamo.reset()
+    torch.manual_seed(2)
+    given: dict[str, Any] = {
+        "own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0)}, "pages": {"block_table": ints(3, 1, 0, 2).view(2, 2)},
+    }[form]  # fmt: skip
+    sizes = {"own": (2, 32), "batch_idx": (3, 32), "pages": (4, 16)}[form]
+    angles = torch.randn(40, 8)
+    cos, sin = angles.cos(), angles.sin()
+
+    def step(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, return_softmax_lse=True, **given
+        )
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    eager_caches = [torch.randn(*sizes, 2, 16) for _ in range(2)]
+    caches = [cache.clone() for cache in eager_caches]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in (ints(3, 17), ints(4, 18)):
+            q, k, v = (torch.randn(2, 1, heads, 16) for heads in (4, 2, 2))
+            right = step(q, *eager_caches, k, v, lengths)
+            found = compiled(q, *caches, k, v, lengths)
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, right, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(caches, eager_caches, strict=True))
+
+
+def test_autocast() -> None:
+    """Dense calls run in autocast's dtype; a cache keeps its own, and what is computed of it has that one."""
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse, masked = flash_attn.flash_attn_func(q, k, v, 0.2, return_attn_probs=True)
+        assert out.dtype is masked.dtype is torch.bfloat16
+        kept = ~torch.signbit(masked[0])
+        narrow = (t[0].bfloat16() for t in (q, k, v))
+        check_one(out[0], lse[0], *narrow, math.inf, kept=kept, dropout_p=0.2)
+        for dtype in (torch.float32, torch.bfloat16):
+            k_cache, v_cache = torch.zeros(1, 20, 2, 16, dtype=dtype), torch.zeros(1, 20, 2, 16, dtype=dtype)
+            out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0, causal=True)
+            assert out.dtype is dtype
+            assert torch.equal(k_cache[:, :14], k.to(dtype))
+            check_one(out[0], None, *(t[0].to(dtype) for t in (q, k, v)), math.inf, causal=True)
