@@ -1,0 +1,35 @@
+"""Attention over several ranks of torch.distributed: `portattn.distributed`.
+
+Each public name is loaded on its first use, and nothing of it by `import portattn`. docs/context-parallel.md says how it
+is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+# Public name -> module.
+_PUBLIC = {
+    "context_parallel": "portattn.distributed.context_parallel",
+    "ContextParallel": "portattn.distributed.context_parallel",
+}
+
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from portattn.distributed.context_parallel import ContextParallel as ContextParallel
+    from portattn.distributed.context_parallel import context_parallel as context_parallel
+
+
+def __getattr__(name: str) -> object:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'portattn.distributed' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
