@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 _PUBLIC = {
     "context_parallel": "portattn.distributed.context_parallel",
     "ContextParallel": "portattn.distributed.context_parallel",
+    "decode_parallel": "portattn.distributed.decode",
+    "DecodeParallel": "portattn.distributed.decode",
+    "CacheShard": "portattn.distributed.cache_shard",
 }
 
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
+    from portattn.distributed.cache_shard import CacheShard as CacheShard
     from portattn.distributed.context_parallel import ContextParallel as ContextParallel
     from portattn.distributed.context_parallel import context_parallel as context_parallel
+    from portattn.distributed.decode import DecodeParallel as DecodeParallel
+    from portattn.distributed.decode import decode_parallel as decode_parallel
 
 
 def __getattr__(name: str) -> object:

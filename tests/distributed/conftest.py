@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import rank_processes
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], rank_processes.Ranks]]:
+    """`ranks(4)`: processes of a gloo group, started once."""
+    with rank_processes.pools() as found:
+        yield found
