@@ -1,7 +1,7 @@
 """Attention over several ranks of torch.distributed: `portattn.distributed`.
 
-Each public name is loaded on its first use, and nothing of it by `import portattn`. docs/context-parallel.md says how it
-is used.
+Each public name is loaded on its first use, and nothing of it by `import portattn`. docs/context-parallel.md says how
+it is used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _PUBLIC = {
     "decode_parallel": "portattn.distributed.decode",
     "DecodeParallel": "portattn.distributed.decode",
     "CacheShard": "portattn.distributed.cache_shard",
+    "torch_context_parallel": "portattn.distributed.torch_ring",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from portattn.distributed.context_parallel import context_parallel as context_parallel
     from portattn.distributed.decode import DecodeParallel as DecodeParallel
     from portattn.distributed.decode import decode_parallel as decode_parallel
+    from portattn.distributed.torch_ring import torch_context_parallel as torch_context_parallel
 
 
 def __getattr__(name: str) -> object:

@@ -17,8 +17,8 @@ class CacheShard(NamedTuple):
 
     rank        whose part it is, 0 … world_size − 1
     world_size  ranks that share each sequence
-    interleave  consecutive tokens on one rank. Token t of a sequence lies on rank (t // interleave) % world_size, as row
-                (t // (interleave·world_size))·interleave + t % interleave of the sequence's part there. 1: token by
+    interleave  consecutive tokens on one rank. Token t of a sequence lies on rank (t // interleave) % world_size, as
+                row (t // (interleave·world_size))·interleave + t % interleave of the sequence's part there. 1: token by
                 token. The page size: every world_size-th page. Longest sequence / world_size: each rank has one stretch
 
     The rows of a part are in the order of the sequence, without gaps. All methods are arithmetic on the device: nothing
@@ -134,4 +134,3 @@ def new_positions(seqlens_k: torch.Tensor, count: int) -> torch.Tensor:
     number is negative."""
     first = seqlens_k.long()[:, None]
     return torch.where(first < 0, NOT_HERE, first + torch.arange(count, device=seqlens_k.device))
-

@@ -71,16 +71,16 @@ class DecodeParallel:
     """portattn's cache operations over sequences shared by ranks. `decode_parallel` makes one.
 
     Each method takes what the operation of its name takes, with these differences: `seqlens_k` counts the keys of whole
-    sequences, alike on every rank, and must be given; caches, page tables and per-token scales are this rank's own; bias
-    and mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence, sinks count once.
+    sequences, alike on every rank, and must be given; caches, page tables and per-token scales are this rank's own;
+    bias and mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence, sinks count once.
 
     A rank whose part of a sequence is empty contributes nothing, whatever its cache holds. Every rank gets the same
     result, bit for bit.
 
     Where queries of one call see different keys of a rank (causal with Sq > 1, a window), a bool mask (B, 1, Sq, rows)
     is made on the device, and for ALiBi a float32 bias (B, Hq, Sq, rows), rows being this rank's rows a sequence; of
-    packed queries each is attended as a sequence of its own then. Otherwise memory beyond the operation's own is that of
-    the partial results: (N + 1)·B·Hq·Sq rows of Dv elements and 4 bytes; with heads="shard" 2·B·Hq·Sq rows.
+    packed queries each is attended as a sequence of its own then. Otherwise memory beyond the operation's own is that
+    of the partial results: (N + 1)·B·Hq·Sq rows of Dv elements and 4 bytes; with heads="shard" 2·B·Hq·Sq rows.
 
     Nothing is read back without `validate`, and no shape depends on data: CUDA graphs can capture a call.
 
@@ -162,8 +162,8 @@ class DecodeParallel:
 
         k, v              (B, Hk, S, D) and (B, Hk, S, Dv), the new rows of each sequence, alike on every rank
         k_cache, v_cache  (B, Hk, rows, D) and (B, Hk, rows, Dv): this rank's part
-        seqlens_k         (B,) int32: keys that each whole sequence has before the call. Nothing is written of a sequence
-                          whose number is negative
+        seqlens_k         (B,) int32: keys that each whole sequence has before the call. Nothing is written of a
+                          sequence whose number is negative
         options           the keywords of portattn.write_pages but slot_mapping, positions and page_layout. Keys are
                           rotated by their places in the whole sequence
 
@@ -352,7 +352,9 @@ class _LocalCall:
                 raise ArgumentError(op, "alibi_slopes.dtype", slopes.dtype, "must be torch.float32")
         tensors = (*self.queries, *self.caches, slopes, options.get("sinks"))
         if wants_gradients(*(t for t in tensors if isinstance(t, torch.Tensor))):
-            limit = "has no gradient over a sharded cache; use torch.no_grad(), or portattn.distributed.context_parallel"
+            limit = (
+                "has no gradient over a sharded cache; use torch.no_grad(), or portattn.distributed.context_parallel"
+            )
             raise ArgumentError(op, "requires_grad", True, limit)
         if heads == "shard" and count % self.shard.world_size:
             limit = f'must be a multiple of the {self.shard.world_size} ranks for heads="shard"'

@@ -1,8 +1,8 @@
 """What one rank's keys are to each query: how many it sees of them, and which, where positions matter.
 
 A rank's keys are some of the sequence's, in its order. So a causal mask shows a query a prefix of them, and a plain
-length says it all where there is one query a sequence. Else, and with windows and ALiBi, which go by the distance in the
-whole sequence, a mask or a bias is made for this rank's keys, on the device.
+length says it all where there is one query a sequence. Else, and with windows and ALiBi, which go by the distance in
+the whole sequence, a mask or a bias is made for this rank's keys, on the device.
 """
 
 from __future__ import annotations

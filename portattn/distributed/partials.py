@@ -1,7 +1,7 @@
 """Partial results of all ranks, exchanged in one collective and merged by their log-sum-exps.
 
-A row of a partial result travels as 32-bit words: its elements as they are in memory, then its LSE. Words are copied, so
-that neither NaN nor -inf changes on the way.
+A row of a partial result travels as 32-bit words: its elements as they are in memory, then its LSE. Words are copied,
+so that neither NaN nor -inf changes on the way.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""What the ranks of the tests of sharded caches run: each makes the whole call by the same seed, keeps its own part of the
-cache, and judges the merged result against the float64 oracle of the whole."""
+"""What the ranks of the tests of sharded caches run: each makes the whole call by the same seed, keeps its own part of
+the cache, and judges the merged result against the float64 oracle of the whole."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import opcalls
 import torch
 import torch.distributed as dist
 
-import portattn
 from portattn.distributed import CacheShard, decode_parallel
-from portattn.errors import ArgumentError
 from portattn.testing import tolerance
 
 GARBAGE_PAGE = 5  # the page size of a rank's pages is its own: other than that of the whole cache
@@ -88,7 +85,9 @@ def repaged(
         pad.fill_(float("nan"))
     mine = torch.cat([mine, pad], 1).unflatten(1, (-1, GARBAGE_PAGE))  # (B, pages, page, …)
     count = mine.shape[1]
-    order = torch.randperm(batch * count + 3, generator=torch.Generator().manual_seed(shard.rank + page))[: batch * count]
+    order = torch.randperm(batch * count + 3, generator=torch.Generator().manual_seed(shard.rank + page))[
+        : batch * count
+    ]
     found = torch.full((batch * count + 3, *mine.shape[2:]), 0).to(mine.dtype)
     if found.is_floating_point() and found.dtype.itemsize > 1:
         found.fill_(float("nan"))

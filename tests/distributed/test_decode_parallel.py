@@ -12,6 +12,7 @@ from rank_processes import Ranks
 Start = Callable[[int], Ranks]
 
 PLAIN: dict[str, Any] = {"seq_q": 1}
+BOTH = {"alibi_slopes": True, "sinks": True}
 CASES: list[tuple[str, int, str, dict[str, Any], int, str]] = [
     # id, ranks, call, fields, interleave, heads
     ("tokens", 2, "decode", PLAIN, 1, "all"),
@@ -34,7 +35,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], int, str]] = [
     ("paged-alibi", 2, "paged", {"alibi_slopes": True, "layout": "bshd", "sinks": True}, 5, "all"),
     ("ragged", 2, "ragged", {}, 1, "all"),
     ("ragged-causal", 4, "ragged", {"causal": "bottom_right"}, 3, "shard"),
-    ("ragged-window", 2, "ragged", {"window_left": 7, "causal": "bottom_right", "alibi_slopes": True, "sinks": True}, 3, "all"),
+    ("ragged-window", 2, "ragged", {"window_left": 7, "causal": "bottom_right"} | BOTH, 3, "all"),
     ("ragged-top-left", 2, "ragged", {"causal": "top_left"}, 2, "all"),
     ("mla", 2, "mla", PLAIN, 1, "all"),
     ("mla-causal", 4, "mla", {"causal": "bottom_right", "softcap": True}, 8, "shard"),
@@ -50,7 +51,9 @@ def assert_all_right(found: list[dict[str, Any]]) -> None:
     assert len({facts["bits"] for facts in found}) == 1, "ranks have different results"
 
 
-@pytest.mark.parametrize(("world", "name", "fields", "interleave", "heads"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("world", "name", "fields", "interleave", "heads"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_merged_parts_are_the_whole(
     ranks: Start, world: int, name: str, fields: dict[str, Any], interleave: int, heads: str, seed: int
