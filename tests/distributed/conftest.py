@@ -9,5 +9,8 @@ import rank_processes
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], rank_processes.Ranks]]:
     """`ranks(4)`: processes of a gloo group, started once."""
-    with rank_processes.pools() as found:
-        yield found
+    pools = rank_processes.Pools()
+    try:
+        yield pools.of
+    finally:
+        pools.close()

@@ -1,24 +1,22 @@
-"""Processes that are the ranks of a gloo group, kept for many tests: `Ranks(4).run(function, *arguments)`.
+"""Processes that are the ranks of a gloo group, kept for many tests: `Pools().of(4).run(function, *arguments)`.
 
-A server imports torch once, and the ranks are its forks: a rank costs no import.
+They are forks of one server (rank_server.py), which has imported what they need: a rank costs no import.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import multiprocessing
-import os
+import subprocess
+import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 SECONDS = 60  # of a test's function on all ranks: more is a hang
 COLLECTIVE = datetime.timedelta(seconds=30)
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "portattn", "opcalls"])
+SERVER = Path(__file__).with_name("rank_server.py")
 
 
 class RankFailed(AssertionError):
@@ -26,20 +24,10 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """`world_size` processes."""
+    """The ranks of one group, by their pipes."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._folder = tempfile.TemporaryDirectory()
-        place = str(Path(self._folder.name) / "store")
-        self._pipes, self._processes = [], []
-        for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world_size, place, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, pipes: list[Connection]) -> None:
+        self.world_size, self._pipes = len(pipes), pipes
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What function(*arguments) returned on each rank."""
@@ -48,7 +36,6 @@ class Ranks:
         found, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(SECONDS):
-                self.close()
                 raise RankFailed(f"rank {rank} of {self.world_size} did not answer in {SECONDS} s")
             good, value = pipe.recv()
             found.append(value)
@@ -60,49 +47,34 @@ class Ranks:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._folder.cleanup()
+            pipe.close()
 
 
-def _serve(rank: int, world_size: int, place: str, pipe: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch
-    import torch.distributed as dist
+class Pools:
+    """Groups of several world sizes, each started when it is first wanted."""
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=rank, world_size=world_size, timeout=COLLECTIVE
-    )  # fmt: skip
-    while True:
-        task = pipe.recv()
-        if task is None:
-            return
-        function, arguments = task
-        try:
-            answer = (True, function(*arguments))
-        except BaseException:  # noqa: BLE001 - told to the test, which raises
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        address = str(Path(self._folder.name) / "socket")
+        self._listener = Listener(address)
+        self._server = subprocess.Popen([sys.executable, str(SERVER), address])
+        self._pipe = self._listener.accept()
+        self._started: dict[int, Ranks] = {}
 
+    def of(self, world_size: int) -> Ranks:
+        if world_size not in self._started:
+            self._pipe.send((world_size, str(Path(self._folder.name) / f"store{world_size}")))
+            pipes = {}
+            for _ in range(world_size):
+                pipe = self._listener.accept()
+                pipes[pipe.recv()] = pipe
+            self._started[world_size] = Ranks([pipes[rank] for rank in range(world_size)])
+        return self._started[world_size]
 
-@contextlib.contextmanager
-def pools() -> Iterator[Callable[[int], Ranks]]:
-    """A function that starts the ranks of a world size when they are first wanted."""
-    started: dict[int, Ranks] = {}
-
-    def of(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    try:
-        yield of
-    finally:
-        for ranks in started.values():
+    def close(self) -> None:
+        for ranks in self._started.values():
             ranks.close()
+        self._pipe.close()
+        self._listener.close()
+        self._server.wait(20)
+        self._folder.cleanup()
