@@ -1,7 +1,7 @@
 """Attention over several ranks of torch.distributed: `portattn.distributed`.
 
-Each public name is loaded on its first use, and nothing of it by `import portattn`. docs/context-parallel.md says how
-it is used.
+Each public name is loaded on its first use, and nothing of it by `import portattn`. docs/context-parallel.md says
+how it is used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 # Public name -> module.
 _PUBLIC = {
-    "context_parallel": "portattn.distributed.context_parallel",
-    "ContextParallel": "portattn.distributed.context_parallel",
+    "context_parallel": "portattn.distributed.parallel",
+    "ContextParallel": "portattn.distributed.parallel",
     "decode_parallel": "portattn.distributed.decode",
     "DecodeParallel": "portattn.distributed.decode",
     "CacheShard": "portattn.distributed.cache_shard",
@@ -23,10 +23,10 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from portattn.distributed.cache_shard import CacheShard as CacheShard
-    from portattn.distributed.context_parallel import ContextParallel as ContextParallel
-    from portattn.distributed.context_parallel import context_parallel as context_parallel
     from portattn.distributed.decode import DecodeParallel as DecodeParallel
     from portattn.distributed.decode import decode_parallel as decode_parallel
+    from portattn.distributed.parallel import ContextParallel as ContextParallel
+    from portattn.distributed.parallel import context_parallel as context_parallel
     from portattn.distributed.torch_ring import torch_context_parallel as torch_context_parallel
 
 

@@ -1,9 +1,16 @@
+"""Modules beside the tests, which ranks import too, and processes that are ranks."""
+
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-import rank_processes
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rank_processes  # noqa: E402
 
 
 @pytest.fixture(scope="session")
