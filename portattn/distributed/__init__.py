@@ -17,12 +17,20 @@ _PUBLIC = {
     "DecodeParallel": "portattn.distributed.decode",
     "CacheShard": "portattn.distributed.cache_shard",
     "torch_context_parallel": "portattn.distributed.torch_ring",
+    "context_parallel_cost": "portattn.distributed.cost",
+    "decode_parallel_cost": "portattn.distributed.cost",
+    "Rates": "portattn.distributed.cost_report",
+    "Cost": "portattn.distributed.cost_report",
 }
 
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from portattn.distributed.cache_shard import CacheShard as CacheShard
+    from portattn.distributed.cost import context_parallel_cost as context_parallel_cost
+    from portattn.distributed.cost import decode_parallel_cost as decode_parallel_cost
+    from portattn.distributed.cost_report import Cost as Cost
+    from portattn.distributed.cost_report import Rates as Rates
     from portattn.distributed.decode import DecodeParallel as DecodeParallel
     from portattn.distributed.decode import decode_parallel as decode_parallel
     from portattn.distributed.parallel import ContextParallel as ContextParallel

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import rank_processes  # noqa: E402
+import rank_processes
 
 
 @pytest.fixture(scope="session")

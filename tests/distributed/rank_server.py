@@ -2,8 +2,8 @@
 
     python rank_server.py ADDRESS
 
-It connects to ADDRESS and gets (world size, path of a file store). Each fork connects as well, says its rank, and serves:
-it gets (function, arguments) and answers (whether it returned, its value or a traceback).
+It connects to ADDRESS and gets (world size, path of a file store). Each fork connects as well, says its rank, and
+serves: it gets (function, arguments) and answers (whether it returned, its value or a traceback).
 """
 
 from __future__ import annotations
