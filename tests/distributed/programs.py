@@ -22,7 +22,9 @@ def shared(key: tuple[tuple[str, Any], ...]) -> ContextParallel:
     how = dict(key)
     mesh = how.pop("mesh", None)
     names = ("ring", "ulysses")
-    return context_parallel(None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=names[: len(mesh)]), **how)
+    return context_parallel(
+        None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=names[: len(mesh)]), **how
+    )
 
 
 def all_cases(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
