@@ -21,7 +21,7 @@ REFUSED = {
 
 
 def test_dtensors_and_what_is_sent(tmp_path: Path) -> None:
-    found = run("users", 4, tmp_path, "dtensors", "refused_dtensors", "traffic")
+    found = run("users", 4, tmp_path, "dtensors", "refused_dtensors", "traffic", "memory")
     for by_placement in found["dtensors"].values():
         assert len(by_placement) == 7
         assert max(by_placement.values()) < 2e-6, by_placement
@@ -39,6 +39,11 @@ def test_dtensors_and_what_is_sent(tmp_path: Path) -> None:
         assert sent[rank]["zigzag: causal"] == rank + (3 - rank) / 2
         neighbours = {0: 1, 1: 2, 2: 2, 3: 1}[rank]
         assert sent[rank]["zigzag: window"] == pytest.approx(neighbours * 7 / 32)
+    for most in found["memory"].values():
+        # Three blocks of k and v, and the partial results (an LSE of 1/32 of them, twice while it is added to).
+        assert 6 < most["forward"] < 7.5, most
+        # The blocks; gradients of the own rows (3), of the block (2), of messages (4) and of a local call (3).
+        assert 12 < most["backward"] < 18.5, most
 
 
 def test_compiled_calls_autocast_plans_and_shards(tmp_path: Path) -> None:
