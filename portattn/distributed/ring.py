@@ -7,11 +7,12 @@ places before. Each of these messages is on its way while the step before is com
 In the backward pass keys and values are sent once more in the same order, and each block's gradients go back to the
 rank that has the keys while the next step is computed.
 
-Memory of a rank beyond its own q, k, v and out, with C = the rows received in one step (at most a shard):
-  forward   two blocks of keys and values (one attended, one in flight), what is sent of its own, and the partial
-            results in float32: B·Hq·S·(Dv + 1)
-  backward  the same blocks, dQ, dK and dV of its own rows in float32, and one block's gradients in float32 and in the
-            dtype in which they travel, k's
+Memory of a rank beyond its own q, k, v and out, beside what its local calls need; a block is what is received in one
+step, at most a shard of keys and values:
+  forward   three blocks (one attended, one in flight, a copy of its own that is sent), and the partial results in
+            float32, B·Hq·S·(Dv + 1); one local result at a time
+  backward  the same blocks; dQ, dK and dV of its own rows in float32; one block's gradients in float32, and in k's
+            dtype, in which they are sent, twice (its own on their way out, others' on their way in)
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> tuple[torch.Tens
     for _, block, keys, values in _blocks(ring, k, v):
         for span in block.spans:
             merged.add(span.rows, *attend(span, q, keys, values, ring.scores))
+        del keys, values  # before the next but one is received
     if sinks is not None:
         merged.count_sinks(sinks, ring.real_rows())
     return merged.out.to(q.dtype), merged.lse
@@ -113,8 +115,10 @@ def _backward(ring: Ring, rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple
             of_q[:, :, slice(*span.rows)] += parts[0]
             of_keys[:, :, at] += parts[1]
             of_values[:, :, at] += parts[2]
+            del parts
         if distance:
             home.send(distance, (mine - distance) % ring.ranks.size, of_keys.to(k.dtype), of_values.to(v.dtype))
+        del keys, values, of_keys, of_values  # before the next but one is received
     home.finish()
     return of_q.to(rows.q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
@@ -142,7 +146,7 @@ class _Moving:
         """What was received. Raises what torch.distributed raises where a rank is gone or does not answer in time."""
         for work in self._works:
             work.wait()
-        self._sent = None
+        self._works, self._sent = (), None  # works keep what they have sent
         return self.parts
 
 

@@ -55,10 +55,10 @@ WORLDS: dict[int, list[tuple[str, dict[str, Any], list[str]]]] = {
     ],
     4: [
         ("ring, zigzag", RING | {"layout": "zigzag"}, list(FEATURES)),
-        ("ring, contiguous", RING | {"layout": "contiguous"}, ["causal", "window", "full", "packed", "padded", "alibi"]),
+        ("ring, contiguous", RING | {"layout": "contiguous"}, ["causal", "window", "full", "packed", "padded"]),
         ("both, zigzag", {"mesh": (2, 2), "layout": "zigzag"}, list(FEATURES)),
         ("both, contiguous", {"mesh": (2, 2), "layout": "contiguous"}, ["causal", "packed, window", "sinks"]),
-        ("ulysses", {"method": "ulysses", "sizes": HEADS}, ["causal", "gradient of the LSE", "packed", "alibi", "bf16"]),
+        ("ulysses", {"method": "ulysses", "sizes": HEADS}, ["causal", "gradient of the LSE", "packed", "alibi"]),
         ("ulysses, uneven groups", {"method": "ulysses", "sizes": {"heads_q": 12, "heads_k": 6}}, ["causal"]),
         ("ulysses, groups cut", {"method": "ulysses", "sizes": {"heads_q": 12, "heads_k": 3}}, ["causal"]),
         ("ulysses, heads cut unevenly", {"method": "ulysses", "sizes": {"heads_q": 20, "heads_k": 5}}, ["causal"]),

@@ -28,12 +28,14 @@ def attended(length: int, causal: bool, window: tuple[int | None, int | None] | 
 
 
 def definition(case: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """{out, lse, and the gradients} of a case in a dtype. tensors: by name, (B, H, S, D) of float64, and grad_out, grad_lse.
+    """{out, lse, and the gradients} of a case in a dtype.
+
+    tensors  by name, (B, H, S, D) of float64; grad_out and grad_lse among them
 
     In less than float64, products are in the dtype and what comes on top of them in float32, as kernels compute.
     """
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    leaves = {n: tensors[n].to(dtype if n in "qkv" else wide).requires_grad_() for n in NAMES if n in tensors}
+    leaves = {n: tensors[n].clone().to(dtype if n in "qkv" else wide).requires_grad_() for n in NAMES if n in tensors}
     q, k, v = (leaves[name] for name in "qkv")
     length, group = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
