@@ -8,6 +8,7 @@ serves: it gets (function, arguments) and answers (whether it returned, its valu
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import traceback
@@ -27,6 +28,8 @@ import portattn.distributed.decode  # noqa: E402
 
 
 def main(address: str) -> None:
+    if importlib.util.find_spec("transformers"):
+        importlib.import_module("llama_ranks")
     torch.set_num_threads(1)  # a thread would not be there after the fork
     q = torch.zeros(1, 1, 1, 8)
     portattn.decode_attention(q, q, q, torch.ones(1, dtype=torch.int32), return_lse=True)
