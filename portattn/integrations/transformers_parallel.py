@@ -113,8 +113,8 @@ def shard_batch(
     labels     (B, S) int64 as transformers takes them, -100 for none; None without a loss
 
     A row's label is the next token, which may be another rank's: labels are shifted before they are cut, and the loss
-    of a rank is the sum over its rows divided by the labels of the whole batch. So the losses of the ranks add up to that
-    of one process, and gradients of parameters to its gradients: all-reduce them with a sum.
+    of a rank is the sum over its rows divided by the labels of the whole batch. So the losses of the ranks add up to
+    that of one process, and gradients of parameters to its gradients: all-reduce them with a sum.
 
     Returns input_ids, position_ids, use_cache=False, and with labels also labels, shift_labels and num_items_in_batch.
 
