@@ -22,6 +22,7 @@ SDPA = (
 )  # fmt: skip
 # Nothing on every machine gives them.
 NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning")
+SHARED = ("attention", "varlen_attention", "shard", "unshard", "positions", "documents")
 METHODS = {"PageTable": ("from_csr", "check", "seqlens"), "Prepared": ("run",)}
 NAMES = [name for name in portattn.__all__ if not name.startswith("__")]
 SHAPE = re.compile(r"\((?:[A-Z]\w*|\.\.\.)(?: \+ 1)?,[^)]*\)")  # (B, Hq, Sq, D), (Tq, Hq, D), (B + 1,), (..., Sq)
@@ -45,7 +46,9 @@ def found(name: str) -> Any:
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(found(name))]
 FUNCTIONS += [f"{name}.{method}" for name, methods in METHODS.items() for method in methods]
 FUNCTIONS += [f"integrations.sdpa.{name}" for name in SDPA]
+FUNCTIONS += ["distributed.context_parallel", *(f"distributed.ContextParallel.{name}" for name in SHARED)]
 CLASSES = [name for name in NAMES if inspect.isclass(found(name)) and name not in NO_EXAMPLE]
+CLASSES += ["distributed.ContextParallel"]
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

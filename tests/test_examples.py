@@ -16,6 +16,7 @@ import portattn
 EXAMPLES = ROOT / "examples"
 EXPECTED = {
     "compare_with_sdpa.py": ["causal, GQA: True", "top-left: True", "mask: True", "LSE: (2, 8, 64)"],
+    "context_parallel.py": ["ring: out True, gradient True", "ulysses: out True, gradient True"],
     "generate.py": ["prompt: (2, 8, 17, 64) True", "token 0: [18, 10] True", "token 3: [21, 13] True"],
     "replace_sdpa.py": ["layer: True portattn", "because query is torch.float64", "flash kernel: True portattn"],
     "serve_pages.py": ["warmed up: ['", "prepared: True", "path: "],

@@ -92,6 +92,13 @@ class ContextParallel:
 
     shards  how a sequence is cut (portattn.distributed.sharding.Shards)
     dims    the ranks, by dimension (portattn.distributed.groups.Ranks)
+
+    >>> import torch, torch.distributed as dist
+    >>> from portattn.distributed import context_parallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> context_parallel(method="ulysses").shards
+    Shards(layout='zigzag', ring=1, inner=1)
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, dims: Sequence[Ranks], shards: Shards, check: str) -> None:
@@ -121,10 +128,19 @@ class ContextParallel:
         """Positions in the whole sequence of this rank's rows, in the order in which they lie: for rotary embeddings.
 
         length  of the whole sequence
+        device  of the result; None for torch's default
 
         Returns (length / ranks,) int64.
 
         Raises ArgumentError where the length does not divide.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> shared.positions(4)
+        tensor([0, 1, 2, 3])
+        >>> dist.destroy_process_group()
         """
         self._check_length("positions", "length", length)
         return torch.cat([torch.arange(*rows, device=device) for rows in self._rows(length)])
@@ -132,11 +148,20 @@ class ContextParallel:
     def shard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
         """This rank's rows of a tensor that every rank has whole. Nothing is sent.
 
-        tensor  any shape and dtype, as q (B, H, S, D); its rows along `dim` are the sequence's, packed or not
+        tensor  any shape and dtype, as q (B, H, S, D)
+        dim     the axis that the sequence's rows lie along; of packed rows (T, H, D) that is 0
 
         Returns (…, S / ranks, …), contiguous; differentiable.
 
         Raises ArgumentError where the length does not divide.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> shared.shard(torch.zeros(1, 8, 64, 32)).shape
+        torch.Size([1, 8, 64, 32])
+        >>> dist.destroy_process_group()
         """
         dim = _axis("shard", tensor, dim)
         self._check_length("shard", f"tensor.shape[{dim}]", tensor.shape[dim])
@@ -145,11 +170,21 @@ class ContextParallel:
     def unshard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
         """The whole tensor of what each rank has of it: to look at results. Every rank must make this call.
 
-        tensor  this rank's, (…, S / ranks, …); without gradients: call it under torch.no_grad() or detach
+        tensor  this rank's, as out (B, H, S / ranks, D); without gradients: call it under torch.no_grad() or detach
+        dim     the axis that the sequence's rows lie along
 
         Returns (…, S, …), contiguous, on every rank.
 
         Raises ArgumentError where gradients are asked of it, or ranks disagree.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> x = torch.randn(1, 8, 64, 32)
+        >>> torch.equal(shared.unshard(shared.shard(x)), x)
+        True
+        >>> dist.destroy_process_group()
         """
         op, problem = f"{OP}.unshard", None
         try:
@@ -205,13 +240,14 @@ class ContextParallel:
     ) -> Result:
         """Attention of this rank's rows over the keys of all ranks, as `portattn.attention` of the whole sequence.
 
-        q           (B, Hq, S, D) of this rank's S rows, as `shard` cuts them; with layout="bshd" (B, S, Hq, D)
+        q           (B, Hq, S, D) of this rank's S rows, as `shard` cuts them
         k, v        (B, Hk, S, D) and (B, Hk, S, Dv) of the same rows. Or q, k and v are DTensors, Shard(rows) over
                     these ranks, or Shard(heads): then nothing needs to be sent
         scale, causal, window, softcap, return_lse, backend  as of portattn.attention; distances are the whole
                     sequence's. Keys that a rank does not attend are not sent to it
         alibi_slopes  (Hq,) or (B, Hq) float32. A ring refuses to compute their gradient
         sinks       (Hq,): counted once, whatever number of ranks
+        layout      "bhsd", or "bshd": q, k, v and out are (B, S, H, D)
         bias, mask, seqlens_q, seqlens_k, dropout_p  refused
 
         Gradients of q, k and v are those of the whole call. Of sinks and slopes each rank has the part of its own
@@ -221,6 +257,15 @@ class ContextParallel:
 
         Raises ArgumentError, on every rank where ranks disagree or one of them refuses its call; what
         torch.distributed raises where a rank is gone or does not answer within the process group's time-out.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> q, k, v = torch.randn(1, 8, 64, 32), torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32)
+        >>> shared.attention(q, k, v, causal=True).shape
+        torch.Size([1, 8, 64, 32])
+        >>> dist.destroy_process_group()
         """
         given = {
             "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
@@ -261,6 +306,15 @@ class ContextParallel:
         Returns out (T, Hq, Dv) in q's dtype; with return_lse, (out, lse (Hq, T) float32). Padding gives 0 and -inf.
 
         Raises as `attention` does.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> q, k, v = torch.randn(45, 8, 32), torch.randn(45, 2, 32), torch.randn(45, 2, 32)
+        >>> shared.varlen_attention(q[:44], k[:44], v[:44], [0, 5, 40], causal=True).shape
+        torch.Size([44, 8, 32])
+        >>> dist.destroy_process_group()
         """
         given = {
             "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
@@ -270,11 +324,21 @@ class ContextParallel:
         return left_out["context parallel"](self, given, (cu_seqlens,))
 
     def documents(self, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
-        """cu_seqlens (documents + 1,) read and checked once, for the calls of all layers.
+        """cu_seqlens, read and checked once for the calls of all layers.
+
+        cu_seqlens  (B + 1,) int32 or int64, or integers: as of `varlen_attention`
 
         Returns a Documents, which `varlen_attention` takes as its cu_seqlens.
 
         Raises ArgumentError where it does not begin with 0, or falls.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> shared.documents(torch.tensor([0, 5, 40])).cu
+        (0, 5, 40)
+        >>> dist.destroy_process_group()
         """
         return documents_of(f"{OP}.documents", cu_seqlens)
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="r
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_feature_and_layout(ranks: int, tmp_path: Path) -> None:
-    found = run("programs", ranks, tmp_path, "all_cases")["all_cases"]
+    found = run("rank_cases", ranks, tmp_path, "all_cases")["all_cases"]
     assert len(found) == ranks
     judged = {name: wrong for rank in found.values() for name, wrong in rank.items()}
     assert sorted(judged) == sorted(case["name"] for case in cases(ranks))
