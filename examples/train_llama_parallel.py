@@ -1,7 +1,7 @@
 """A small Llama of random weights whose sequences two processes share: the losses are those of one process.
 
-Run it as it is, and it starts two processes on the CPU; or with torchrun --nproc-per-node 2, on GPUs with NCCL. It needs
-transformers.
+Run it as it is, and it starts two processes on the CPU; or with torchrun --nproc-per-node 2, on GPUs with NCCL. It
+needs transformers.
 """
 
 import os

@@ -51,7 +51,14 @@ class CacheShard(NamedTuple):
 
         seqlens_k  keys of each whole sequence, int32 or int64, of any shape; negative counts as 0
 
-        Returns integers of seqlens_k's shape and dtype, on its device.
+        Returns integers of seqlens_k's shape, as (B,), and dtype, on its device.
+
+        Raises nothing: bad numbers are refused where a DecodeParallel is made.
+
+        >>> import torch
+        >>> from portattn.distributed import CacheShard
+        >>> CacheShard(1, world_size=2).lengths(torch.tensor([0, 1, 2, 5]))
+        tensor([0, 0, 1, 2])
         """
         cycle = self.interleave * self.world_size
         total = seqlens_k.clamp(min=0)
@@ -61,7 +68,16 @@ class CacheShard(NamedTuple):
     def positions(self, rows: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Positions in the sequence of the first rows of this rank's part.
 
+        rows    how many
+        device  of the result; None for torch's default
+
         Returns (rows,) int64.
+
+        Raises nothing.
+
+        >>> from portattn.distributed import CacheShard
+        >>> CacheShard(1, world_size=2, interleave=2).positions(4)
+        tensor([2, 3, 6, 7])
         """
         row = torch.arange(rows, device=device)
         cycle, inside = row // self.interleave, row % self.interleave

@@ -120,8 +120,10 @@ def decode_parallel_cost(
     dim_v   v's head_dim, where it is not D
     latent  whether values are a part of the keys (mla_attention): read once
     dtype   "bf16", "fp16" or "fp32", of queries and cache
+    ranks   that share each sequence
+    rates   of the machine; None for Rates()
 
-    The rest is as of `context_parallel_cost`. In the model a rank reads its part of the cache at Rates.memory, and then
+    In the model a rank reads its part of the cache at Rates.memory, and then
     comes the collective, which nothing hides.
 
     Returns a Cost.

@@ -19,6 +19,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     network   bytes that a GPU sends to other hosts: one adapter of 400 Gb/s. Not measured here
     latency   seconds until a message begins to arrive: assumed
     per_host  GPUs of one host; ranks are numbered host by host
+
+    >>> from portattn.distributed import Rates
+    >>> Rates(link=300e9).link
+    300000000000.0
     """
 
     forward: float = 640e12
@@ -85,7 +89,12 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     ranks     in all; inner: of each Ulysses group
     calls     local calls of the busiest rank's forward
     memory    bytes of a rank beyond its q, k, v and out: blocks in flight, messages, and float32 partial results
-    forward, backward
+    forward, backward  a Phase each; without gradients backward is None
+
+    >>> from portattn.distributed import context_parallel_cost
+    >>> found = context_parallel_cost((1, 8, 4096, 64), (1, 2, 4096, 64), ranks=4, causal=True, backward=False)
+    >>> found.method, found.forward.messages, found.backward
+    ('ring', 3, None)
     """
 
     method: str

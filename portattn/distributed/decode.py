@@ -3,7 +3,7 @@ partial results are merged by their log-sum-exps, which travel with them in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,23 +11,12 @@ import torch
 from portattn.api import ops
 from portattn.distributed.cache_shard import CacheShard, new_positions
 from portattn.distributed.groups import Ranks, agree, dimensions
-from portattn.distributed.local_keys import (
-    Reach,
-    Rows,
-    alibi_bias,
-    dense_rows,
-    packed_rows,
-    reach_of,
-    seen_lengths,
-    visible,
-)
+from portattn.distributed.partial_call import LAYOUTS, PartialCall, check_choice, check_lengths, check_tensor
 from portattn.distributed.partials import Heads, exchanged, merged, packed, unpacked
 from portattn.errors import ArgumentError, PortattnError
-from portattn.validate import wants_gradients
 
 WHO = "decode_parallel"
 HEADS = ("all", "shard")
-LAYOUTS = ("bhsd", "bshd")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -50,6 +39,17 @@ def decode_parallel(
     Returns a DecodeParallel.
 
     Raises ArgumentError, on every rank: what is out of its limits, or differs between ranks.
+
+    >>> import torch, portattn, torch.distributed as dist
+    >>> from portattn.distributed import decode_parallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more processes
+    >>> shared = decode_parallel(interleave=16)
+    >>> q, k_cache, v_cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
+    >>> seqlens_k = torch.tensor([30, 100], dtype=torch.int32)  # of whole sequences; the caches are this rank's part
+    >>> out = shared.decode_attention(q, k_cache, v_cache, seqlens_k)
+    >>> torch.allclose(out, portattn.decode_attention(q, k_cache, v_cache, seqlens_k), atol=1e-5)
+    True
+    >>> dist.destroy_process_group()
     """
     dims = dimensions(WHO, mesh)
     problem: ArgumentError | None = None
@@ -58,7 +58,7 @@ def decode_parallel(
         raise ArgumentError(WHO, "mesh", names, "must have one dimension: give mesh[name]")
     try:
         CacheShard(dims[0].rank, dims[0].size, interleave).check()
-        _check_choice(WHO, "heads", heads, HEADS)
+        check_choice(WHO, "heads", heads, HEADS)
         if validate is not None and not isinstance(validate, bool):
             raise ArgumentError(WHO, "validate", validate, "must be True, False or None")
     except ArgumentError as error:
@@ -87,6 +87,13 @@ class DecodeParallel:
     ranks  the process group, this process's place in it and the others
     shard  the CacheShard of this rank: lengths, positions and slots
     heads  what results hold
+
+    >>> import torch.distributed as dist
+    >>> from portattn.distributed import decode_parallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> decode_parallel(heads="shard")
+    DecodeParallel(rank 0 of 1, interleave=1, heads='shard')
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, ranks: Ranks, interleave: int, heads: Heads, validate: bool | None) -> None:
@@ -115,6 +122,15 @@ class DecodeParallel:
 
         Raises ArgumentError, with validation on every rank; what portattn.decode_attention raises; and torch's own
         error where a rank has gone.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import decode_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = decode_parallel(interleave=16)
+        >>> q, cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64)
+        >>> shared.decode_attention(q, cache, cache, torch.tensor([30, 100], dtype=torch.int32)).shape
+        torch.Size([2, 8, 1, 64])
+        >>> dist.destroy_process_group()
         """
         return self._call("decode_attention", (q,), (k_cache, v_cache), None, seqlens_k, options)
 
@@ -133,6 +149,16 @@ class DecodeParallel:
         Returns out like q with Dv columns; with return_lse, (out, lse). With heads="shard" Hq / N heads.
 
         Raises as decode_attention.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import decode_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = decode_parallel(interleave=16)
+        >>> q, pages = torch.randn(1, 8, 1, 64), torch.randn(12, 16, 2, 64)
+        >>> table, seqlens_k = torch.tensor([[3, 1, 7]], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+        >>> shared.paged_attention(q, pages, pages, table, seqlens_k).shape
+        torch.Size([1, 8, 1, 64])
+        >>> dist.destroy_process_group()
         """
         return self._call("paged_attention", (q,), (k_pages, v_pages), page_table, seqlens_k, options)
 
@@ -151,6 +177,16 @@ class DecodeParallel:
         Returns out (B, H, Sq, R); with return_lse, (out, lse). With heads="shard" H / N heads.
 
         Raises as decode_attention.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import decode_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = decode_parallel(interleave=16)
+        >>> q_nope, q_rope, pages = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 1, 16), torch.randn(3, 16, 80)
+        >>> table, seqlens_k = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+        >>> shared.mla_attention(q_nope, q_rope, pages, table, seqlens_k, scale=192**-0.5).shape
+        torch.Size([1, 4, 1, 64])
+        >>> dist.destroy_process_group()
         """
         return self._call("mla_attention", (q_nope, q_rope), (kv_pages,), page_table, seqlens_k, options)
 
@@ -167,19 +203,31 @@ class DecodeParallel:
         options           the keywords of portattn.write_pages but slot_mapping, positions and page_layout. Keys are
                           rotated by their places in the whole sequence
 
+        layout            "bhsd", or "bshd": the order of the axes of k, v and both caches
+
         Returns None.
 
         Raises ArgumentError for rows that lie beyond a part (on a CPU), and what portattn.write_pages raises. No
         collective runs.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import decode_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = decode_parallel(interleave=16)
+        >>> k_cache, v_cache, k = torch.zeros(2, 2, 100, 64), torch.zeros(2, 2, 100, 64), torch.randn(2, 2, 1, 64)
+        >>> shared.append_kv(k, k, k_cache, v_cache, torch.tensor([30, -1], dtype=torch.int32))
+        >>> torch.equal(k_cache[0, :, 30], k[0, :, 0]), int(k_cache[1].count_nonzero())
+        (True, 0)
+        >>> dist.destroy_process_group()
         """
         op = "append_kv"
-        _check_choice(op, "layout", layout, LAYOUTS)
+        check_choice(op, "layout", layout, LAYOUTS)
         for name in ("slot_mapping", "positions", "page_layout"):
             if name in options:
                 raise ArgumentError(op, name, options[name], "follows from seqlens_k and layout here")
         for name, tensor in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_tensor(op, name, tensor, 4)
-        _check_lengths(op, seqlens_k, k.shape[0])
+            check_tensor(op, name, tensor, 4)
+        check_lengths(op, seqlens_k, k.shape[0])
         tokens, rows = (2, 2) if layout == "bhsd" else (1, 1)
         places = new_positions(seqlens_k, k.shape[tokens])
         if options.get("cos") is not None:
@@ -197,7 +245,7 @@ class DecodeParallel:
         page_table: torch.Tensor | None, seqlens_k: torch.Tensor, options: dict[str, Any],
     ) -> Result:  # fmt: skip
         return_lse = options.pop("return_lse", False)
-        call = _LocalCall(op, self.shard, queries, caches, page_table, seqlens_k, options)
+        call = PartialCall(op, self.shard, queries, caches, page_table, seqlens_k, options)
         if self._validating(queries[0] if queries else None):
             out, lse = self._agreed(call)
         else:
@@ -212,7 +260,7 @@ class DecodeParallel:
             return False
         return (not isinstance(q, torch.Tensor) or q.device.type == "cpu") if self._validate is None else self._validate
 
-    def _agreed(self, call: _LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def _agreed(self, call: PartialCall) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's partial result, once all ranks are known to make the same call."""
         problem, found = None, None
         try:
@@ -225,161 +273,3 @@ class DecodeParallel:
         agree(call.op, (self.ranks,), {} if problem else call.facts(), problem)
         assert found is not None
         return found
-
-
-class _LocalCall:
-    """One operation over this rank's part of the keys."""
-
-    def __init__(
-        self, op: str, shard: CacheShard, queries: Sequence[Any], caches: Sequence[Any], page_table: Any,
-        seqlens_k: Any, options: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.op, self.shard, self.queries, self.caches = op, shard, queries, caches
-        self.page_table, self.seqlens_k, self.options = page_table, seqlens_k, options
-        self.layout = options.get("layout", "bhsd")
-        self.is_packed = options.get("cu_seqlens_q") is not None
-        self._function: Callable[..., Any] = getattr(ops, op)
-
-    def facts(self) -> dict[str, object]:
-        """What must be the same on every rank, by argument."""
-        found: dict[str, object] = {
-            "q": [(tuple(q.shape), q.dtype) for q in self.queries],
-            "seqlens_k": self.seqlens_k.tolist(),
-            "Dv": self.caches[-1].shape[-1],
-        }
-        for name, value in self.options.items():
-            if name in ("k_scale", "v_scale", "kv_scale", "num_splits", "backend", "validate"):
-                continue  # each rank's own
-            if isinstance(value, torch.Tensor):
-                value = value.tolist()
-            found[name] = value
-        return found
-
-    def run(self, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
-        """The partial result, heads first: out (Hq, B, Sq, Dv), packed (Hq, Tq, Dv), and lse without the last axis."""
-        self._check(heads)
-        op, options = self.op, dict(self.options)
-        reach = reach_of(op, options.pop("causal", False), options.pop("window", None))
-        slopes = options.pop("alibi_slopes", None)
-        if self.shard.rank:
-            options.pop("sinks", None)  # one more score of a row: one rank has it
-        table, lengths = self.page_table, self.seqlens_k
-        queries = self.queries
-        count = self._queries_a_sequence()
-        by_row = reach.limited and not (count == 1 and reach.causal == "bottom_right" and reach.left < 0)
-        by_row = by_row or slopes is not None
-        unpack = self.is_packed and by_row
-        if unpack:
-            cu_seqlens_q = options.pop("cu_seqlens_q")
-            options.pop("max_seqlen_q", None)
-            rows, sequence = packed_rows(reach, lengths, cu_seqlens_q, queries[0].shape[0])
-            queries = [q[:, :, None] for q in queries]  # (Tq, Hq, 1, D)
-            options["layout"] = "bhsd"
-            table = table.index_select(0, sequence)
-            count = 1
-            if slopes is not None and slopes.ndim == 2:
-                slopes = slopes.index_select(0, sequence)
-        elif by_row:
-            rows = dense_rows(reach, lengths, count)
-        if by_row:
-            options |= self._by_position(reach, rows, slopes, count)
-            lengths = seen_lengths(reach, rows)
-        found = self._function(
-            *queries, *self.caches, *(() if table is None else (table,)), self.shard.lengths(lengths),
-            return_lse=True, **options,
-        )  # fmt: skip
-        out, lse = found
-        if unpack:
-            return out[:, :, 0].transpose(0, 1), lse[:, :, 0].transpose(0, 1)
-        if self.is_packed:
-            return out.transpose(0, 1), lse
-        out = out.transpose(1, 2) if self.layout == "bshd" else out
-        return out.transpose(0, 1), lse.transpose(0, 1)
-
-    def in_layout(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads-first results as the operation gives them."""
-        if self.is_packed:
-            return out.transpose(0, 1).contiguous(), lse
-        out = out.permute(1, 2, 0, 3) if self.layout == "bshd" else out.transpose(0, 1)
-        return out.contiguous(), lse.transpose(0, 1).contiguous()
-
-    def _by_position(self, reach: Reach, rows: Rows, slopes: torch.Tensor | None, count: int) -> dict[str, Any]:
-        """The mask or bias of what depends on where keys are in the whole sequence. One query a sequence needs no mask
-        where only later keys are hidden: a length says that."""
-        masked = reach.left >= 0 or (reach.right >= 0 and count > 1)
-        keys = self._rows()
-        seen = visible(self.shard, reach, rows, keys) if masked else None
-        if slopes is None:
-            return {} if seen is None else {"mask": seen}
-        bias = alibi_bias(self.shard, slopes, rows, keys)
-        return {"bias": bias if seen is None else bias.masked_fill(~seen, float("-inf"))}
-
-    def _rows(self) -> int:
-        """Rows of this rank's part of a sequence that there is memory for."""
-        cache = self.caches[0]
-        if self.page_table is None:
-            return cache.shape[2 if self.layout == "bhsd" else 1]
-        return self.page_table.shape[1] * cache.shape[2 if self.options.get("page_layout", "phd") == "hpd" else 1]
-
-    def _queries_a_sequence(self) -> int | None:
-        """None of packed queries, whose numbers are on the device, but where there is at most one."""
-        if self.is_packed:
-            return 1 if self.options.get("max_seqlen_q") == 1 else None
-        return self.queries[0].shape[2 if self.layout == "bhsd" else 1]
-
-    def _check(self, heads: Heads) -> None:
-        op, options = self.op, self.options
-        for name in ("bias", "mask", "leftpad_k"):
-            if options.get(name) is not None:
-                limit = "is not supported over a sharded cache: it would have to be cut as the keys are"
-                raise ArgumentError(op, name, _shape(options[name]), limit)
-        _check_choice(op, "layout", self.layout, LAYOUTS)
-        for name, q in zip(("q",) if len(self.queries) == 1 else ("q_nope", "q_rope"), self.queries, strict=True):
-            _check_tensor(op, name, q, 3 if self.is_packed else 4)
-        names = {1: ("kv_pages",), 2: ("k_cache", "v_cache") if self.page_table is None else ("k_pages", "v_pages")}
-        for name, cache in zip(names[len(self.caches)], self.caches, strict=True):
-            _check_tensor(op, name, cache, 3 if len(self.caches) == 1 else 4)
-        if op != "decode_attention":
-            _check_tensor(op, "page_table", self.page_table, 2)
-        batch = self.page_table.shape[0] if self.page_table is not None else self.queries[0].shape[0]
-        _check_lengths(op, self.seqlens_k, batch)
-        slopes, q = options.get("alibi_slopes"), self.queries[0]
-        count = q.shape[1] if self.is_packed or self.layout == "bhsd" else q.shape[2]
-        if slopes is not None:
-            if not isinstance(slopes, torch.Tensor) or tuple(slopes.shape) not in ((count,), (batch, count)):
-                raise ArgumentError(op, "alibi_slopes", _shape(slopes), f"must be ({count},) or ({batch}, {count})")
-            if slopes.dtype is not torch.float32:
-                raise ArgumentError(op, "alibi_slopes.dtype", slopes.dtype, "must be torch.float32")
-        tensors = (*self.queries, *self.caches, slopes, options.get("sinks"))
-        if wants_gradients(*(t for t in tensors if isinstance(t, torch.Tensor))):
-            limit = (
-                "has no gradient over a sharded cache; use torch.no_grad(), or portattn.distributed.context_parallel"
-            )
-            raise ArgumentError(op, "requires_grad", True, limit)
-        if heads == "shard" and count % self.shard.world_size:
-            limit = f'must be a multiple of the {self.shard.world_size} ranks for heads="shard"'
-            raise ArgumentError(op, "heads_q", count, limit)
-
-
-def _check_choice(op: str, name: str, value: Any, known: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise ArgumentError(op, name, value, f"must be one of {', '.join(known)}")
-
-
-def _check_tensor(op: str, name: str, value: Any, axes: int) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentError(op, name, type(value).__name__, "must be a torch.Tensor: this rank's own")
-    if value.ndim != axes:
-        raise ArgumentError(op, f"{name}.shape", tuple(value.shape), f"must have {axes} axes")
-
-
-def _check_lengths(op: str, seqlens_k: Any, batch: int) -> None:
-    if not isinstance(seqlens_k, torch.Tensor):
-        raise ArgumentError(op, "seqlens_k", seqlens_k, "must be given: the keys of each whole sequence, (B,) int32")
-    if seqlens_k.shape != (batch,) or seqlens_k.dtype is not torch.int32:
-        given = (tuple(seqlens_k.shape), seqlens_k.dtype)
-        raise ArgumentError(op, "seqlens_k", given, f"must be ({batch},) int32: the keys of each whole sequence")
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

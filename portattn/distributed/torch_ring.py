@@ -63,10 +63,17 @@ def torch_context_parallel(backend: str | None = None) -> Iterator[None]:
     F.scaled_dot_product_attention raises ArgumentError for attn_mask and dropout_p, and torch's RuntimeError for what
     none of its fused kernels takes, which torch would compute with a mask that does not know the shards' order.
 
-    >>> import torch
+    >>> import torch, torch.distributed as dist
+    >>> from torch.distributed.tensor.experimental import context_parallel
     >>> from portattn.distributed import torch_context_parallel
-    >>> with torch_context_parallel():
-    ...     pass  # with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]): ...
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh, q = dist.init_device_mesh("cpu", (1,)), torch.randn(1, 4, 64, 32)
+    >>> whole = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> with torch_context_parallel(), context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
+    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> torch.allclose(out, whole, atol=1e-5)  # of one rank; each of several has its rows
+    True
+    >>> dist.destroy_process_group()
     """
     private = _private()
     handlers = {}
