@@ -8,13 +8,15 @@ sequences, caches of keys, masks of other kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import masking_utils
 
-from portattn.distributed.parallel import ContextParallel
+from portattn.distributed.groups import agree
+from portattn.distributed.parallel import OP, ContextParallel
 from portattn.errors import ArgumentError
 from portattn.integrations.transformers import Registration, check_free, check_name
 from portattn.integrations.transformers_mask import CompactMask, reads_back, refuse
@@ -47,8 +49,8 @@ def register_parallel(
 
     Returns a Registration, a handle with remove().
 
-    Raises ArgumentError for a name that is taken. In a forward it is raised for what is not done, and where
-    position_ids are not those of the rank's rows (read back once a forward).
+    Raises ArgumentError for a name that is taken. In a forward it is raised, on every rank, for what is not done, and
+    where position_ids are not those of the rank's rows (read back once a forward).
     """
     if not isinstance(shared, ContextParallel):
         limit = "must be what portattn.distributed.context_parallel returns"
@@ -71,6 +73,19 @@ def register_parallel(
         position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        with _told(shared):
+            check(query, key, attention_mask, dropout, sliding_window, position_ids, kwargs)
+        out: Any = shared.attention(
+            query, key, value, scale=scaling, causal=attention_mask.causal, window=attention_mask.window,
+            softcap=softcap, sinks=s_aux, backend=backend,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+
+    def check(
+        query: torch.Tensor, key: torch.Tensor, attention_mask: Any, dropout: float, sliding_window: int | None,
+        position_ids: torch.Tensor | None, kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Raise ArgumentError for what is not done."""
         if not isinstance(attention_mask, _ShardMask):
             raise refuse("attention_mask", attention_mask, f"must be made by AttentionMaskInterface; {HINT}")
         for feature in _OTHERS:
@@ -86,11 +101,6 @@ def register_parallel(
         if position_ids is not None and not attention_mask.checked:
             _check_positions(shared, position_ids, query.shape[2])
             attention_mask.checked = True
-        out: Any = shared.attention(
-            query, key, value, scale=scaling, causal=attention_mask.causal, window=attention_mask.window,
-            softcap=softcap, sinks=s_aux, backend=backend,
-        )  # fmt: skip
-        return out.transpose(1, 2).contiguous(), None
 
     registration = Registration(name, f"{shared!r}", forward, _mask_of(shared))
     registration.install()
@@ -139,7 +149,11 @@ def shard_batch(
 
 
 def _mask_of(shared: ContextParallel) -> Callable[..., _ShardMask]:
-    def shard_mask(
+    def shard_mask(*args: Any, **kwargs: Any) -> _ShardMask:
+        with _told(shared):
+            return made(*args, **kwargs)
+
+    def made(
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -171,6 +185,18 @@ def _mask_of(shared: ContextParallel) -> Callable[..., _ShardMask]:
         return mask
 
     return shard_mask
+
+
+@contextlib.contextmanager
+def _told(shared: ContextParallel) -> Iterator[None]:
+    """Whatever this rank refuses, the others learn of in the message with which their next attention begins, and raise
+    it too. Where ranks exchange none, they wait until the process group's time-out."""
+    try:
+        yield
+    except ArgumentError as error:
+        if shared._check == "always":
+            agree(f"{OP}.attention", shared.dims, {}, error)
+        raise
 
 
 def _places(shared: ContextParallel, rows: int) -> torch.Tensor:

@@ -84,6 +84,11 @@ def refused(change: str) -> str:
                 del given["labels"]
         elif change == "packed":
             given["position_ids"] = torch.arange(8).remainder(5).expand(2, -1)
+        elif change == "padding of one" and dist.get_rank() == 1:
+            given["attention_mask"] = torch.ones(2, 8, dtype=torch.int64)
+            given["attention_mask"][0, 0] = 0
+        elif change == "positions of one" and dist.get_rank() == 1:
+            given["position_ids"] = given["position_ids"] + 1
         elif change == "padding":
             given["attention_mask"] = torch.ones(2, 8, dtype=torch.int64)
             given["attention_mask"][0, 0] = 0

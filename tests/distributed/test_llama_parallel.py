@@ -40,6 +40,8 @@ def test_loss_and_gradients_are_those_of_one_process(
     [
         ("packed", "position_ids"),
         ("padding", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
+        ("padding of one", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
+        ("positions of one", "must be those of this rank's rows"),
         ("dropout", "attention_dropout is 0.1, but must be 0"),
         ("length", "must be a multiple of 4"),
         ("cache", "past_key_values is 3, but must be empty: use_cache=False"),
