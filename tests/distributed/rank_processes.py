@@ -76,5 +76,9 @@ class Pools:
             ranks.close()
         self._pipe.close()
         self._listener.close()
-        self._server.wait(20)
+        try:
+            self._server.wait(20)
+        except subprocess.TimeoutExpired:  # ranks that wait for one another end by the group's time-out
+            self._server.kill()
+            self._server.wait()
         self._folder.cleanup()
