@@ -168,7 +168,8 @@ def description(given: dict[str, Any], documents: Documents | None, fixed: Seque
     tensors = [given[name] for name in ("q", "k", "v", "sinks", "alibi_slopes") if given[name] is not None]
     said["whether gradients are asked for"] = grad and any(tensor.requires_grad for tensor in tensors)
     if documents is not None:
-        said["cu_seqlens"] = documents.cu if len(documents.cu) <= _SHOWN else (*documents.cu[:_SHOWN], hash(documents))
+        cu, more = documents.cu, len(documents.cu) - _SHOWN
+        said["cu_seqlens"] = cu if more <= 0 else (*cu[:_SHOWN], f"{more} more, which hash to {hash(documents):x}")
     return said | dict(fixed)
 
 

@@ -166,7 +166,7 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = []
+    parts: list[str] = []
     for run in runs:
-        parts += [str(run[0])] if len(run) == 1 else [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

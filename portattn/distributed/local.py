@@ -143,7 +143,8 @@ def differentiate(
         out, lse = out[0].transpose(0, 1), lse[0]
         grad_out = None if grad_out is None else grad_out[0].transpose(0, 1)
         grad_lse = None if grad_lse is None else grad_lse[0]
-    row, given = ROWS[call.op], _UNSET | call.given
+    row = ROWS[call.op]
+    given: dict[str, Any] = _UNSET | call.given
     # Where no kernel takes the shapes or runs here, the reference computes them of the same LSE.
     if not may_have_kernels(call.op, given["q"], given["v"], given["backend"]):
         given["backend"] = "reference"

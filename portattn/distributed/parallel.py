@@ -430,8 +430,9 @@ def _whole(
         return found
     cu = torch.tensor(call.documents.cu, dtype=torch.int32).to(q.device, non_blocking=True)
     longest = max((b - a for a, b in itertools.pairwise(call.documents.cu)), default=0)
-    rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
-    out, lse = varlen_attention(*rows, cu, cu, longest, longest, **given)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+    packed: Any = varlen_attention(q, k, v, cu, cu, longest, longest, **given)
+    out, lse = packed
     return out.transpose(0, 1)[None], lse[None]
 
 
