@@ -49,15 +49,15 @@ def context_parallel(
     from portattn.distributed.cost import context_parallel_cost, decode_parallel_cost
 
     op = "context-parallel"
-    sizes = shape(op, "--q", q), shape(op, "--kv", kv)
-    given: dict[str, Any] = {"ranks": ranks, "dim_v": dv, "dtype": dtype, "rates": _rates(rate)}
+    given: dict[str, Any] = {"q": shape(op, "--q", q), "kv": shape(op, "--kv", kv)}
+    given |= {"ranks": ranks, "dim_v": dv, "dtype": dtype, "rates": _rates(rate)}
     if options.pop("decode"):
         for name in ("inner", "layout", "causal", "window", "forward_only"):
             if options.pop(name):
                 raise click.UsageError(f"--{name.replace('_', '-')} does not go with --decode")
         if options["heads"] is None:
             del options["heads"]
-        found = decode_parallel_cost(*sizes, **given, **options)
+        found = decode_parallel_cost(**given, **options)
     else:
         for name in ("heads", "latent"):
             if options.pop(name):
@@ -65,7 +65,7 @@ def context_parallel(
         window = _window(options.pop("window"))
         backward = not options.pop("forward_only")
         some = {name: value for name, value in options.items() if value is not None}
-        found = context_parallel_cost(*sizes, window=window, backward=backward, **given, **some)
+        found = context_parallel_cost(window=window, backward=backward, **given, **some)
     if as_json:
         emit_json(found.data())
     else:

@@ -116,7 +116,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         for name, phase in (("forward", self.forward), ("backward", self.backward)):
             if phase is not None:
                 found[name] |= {"exposed": phase.exposed, "hidden": phase.hidden, "speedup": phase.speedup}
-        return found  # type: ignore[no-any-return]
+        return found
 
     def explain(self) -> str:
         """The text of `portattn context-parallel`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from portattn.api import ops
-from portattn.distributed.cache_shard import CacheShard, new_positions
+from portattn.distributed.cache_shard import NOT_HERE, CacheShard, new_positions
 from portattn.distributed.groups import Ranks, agree, dimensions
 from portattn.distributed.partial_call import LAYOUTS, PartialCall, check_choice, check_lengths, check_tensor
 from portattn.distributed.partials import Heads, exchanged, merged, packed, unpacked
@@ -232,13 +232,12 @@ class DecodeParallel:
         places = new_positions(seqlens_k, k.shape[tokens])
         if options.get("cos") is not None:
             options["positions"] = places.clamp(min=0).reshape(-1)
-        new = [(t.transpose(1, 2) if layout == "bhsd" else t).flatten(0, 1) for t in (k, v)]
+        rows_k, rows_v = ((t.transpose(1, 2) if layout == "bhsd" else t).flatten(0, 1) for t in (k, v))
         slots = self.shard.slots(places, max(k_cache.shape[rows], 1))
         if not k_cache.shape[rows]:
-            slots = torch.full_like(slots, -1)
-        ops.write_pages(
-            *new, k_cache, v_cache, slots, page_layout="hpd" if layout == "bhsd" else "phd", **options
-        )  # fmt: skip
+            slots = torch.full_like(slots, NOT_HERE)
+        page_layout = "hpd" if layout == "bhsd" else "phd"
+        ops.write_pages(rows_k, rows_v, k_cache, v_cache, slots, page_layout=page_layout, **options)
 
     def _call(
         self, op: str, queries: Sequence[torch.Tensor], caches: Sequence[torch.Tensor],

@@ -79,8 +79,10 @@ class PartialCall:
             if slopes is not None and slopes.ndim == 2:
                 slopes = slopes.index_select(0, sequence)
         elif by_row:
+            assert count is not None
             rows = dense_rows(reach, lengths, count)
         if by_row:
+            assert count is not None
             options |= self._by_position(reach, rows, slopes, count)
             lengths = seen_lengths(reach, rows)
         found = self._function(

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60  # of a test's function on all ranks: more is a hang
-COLLECTIVE = datetime.timedelta(seconds=30)
+SECONDS = 120  # of a test's function on all ranks: more is a hang
+COLLECTIVE = datetime.timedelta(seconds=60)
 SERVER = Path(__file__).with_name("rank_server.py")
 
 
@@ -28,6 +28,7 @@ class Ranks:
 
     def __init__(self, pipes: list[Connection]) -> None:
         self.world_size, self._pipes = len(pipes), pipes
+        self.lost = False  # whether one did not answer: the others may wait for it
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What function(*arguments) returned on each rank."""
@@ -36,6 +37,8 @@ class Ranks:
         found, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(SECONDS):
+                self.lost = True
+                self.close()
                 raise RankFailed(f"rank {rank} of {self.world_size} did not answer in {SECONDS} s")
             good, value = pipe.recv()
             found.append(value)
@@ -60,10 +63,12 @@ class Pools:
         self._server = subprocess.Popen([sys.executable, str(SERVER), address])
         self._pipe = self._listener.accept()
         self._started: dict[int, Ranks] = {}
+        self._stores = 0
 
     def of(self, world_size: int) -> Ranks:
-        if world_size not in self._started:
-            self._pipe.send((world_size, str(Path(self._folder.name) / f"store{world_size}")))
+        if world_size not in self._started or self._started[world_size].lost:
+            self._stores += 1
+            self._pipe.send((world_size, str(Path(self._folder.name) / f"store{self._stores}")))
             pipes = {}
             for _ in range(world_size):
                 pipe = self._listener.accept()
