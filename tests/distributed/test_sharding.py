@@ -43,6 +43,7 @@ def test_every_pair_is_attended_once(layout: str, ring: int) -> None:
             for span in made.spans:
                 pairs = list(attended(span))
                 assert len(pairs) == span.pairs
+                assert min(span.left or 0, span.right or 0) >= 0  # portattn takes no other window
                 found += [(rows[place][i], keys[j]) for i, j in pairs]
                 if not join and span.cu is None:
                     assert span.shift == rows[place][span.rows[0]] - keys[span.keys[0]]
