@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one document": {"batch": 1, "cu": (0, 48), "causal": True},
     "no rows": {"length": 0, "causal": True},
 }  # fmt: skip
+# By portattn's kernels, interpreted: their gradients take the result and the LSE of all ranks' keys.
+KERNELS = {"batch": 1, "length": 16, "causal": True, "sinks": True, "grad_lse": True, "backend": "interpreter"}
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 HEADS = {"heads_q": 8, "heads_k": 2}  # fewer key/value heads than ranks
 # (ranks, name, what the ranks are)
 RING = {"method": "ring"}
@@ -77,6 +82,8 @@ WORLDS: dict[int, list[tuple[str, dict[str, Any], list[str]]]] = {
 def cases(world: int) -> list[dict[str, Any]]:
     """All cases of so many ranks."""
     found = []
+    if world == 2 and INTERPRETED:
+        found.append(SIZES | {"name": "ring, zigzag: kernels"} | KERNELS | {"how": RING | {"layout": "zigzag"}})
     for name, how, features in WORLDS[world]:
         for feature in features:
             case = SIZES | {"name": f"{name}: {feature}"} | how.get("sizes", {}) | FEATURES[feature]
