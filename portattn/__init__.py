@@ -115,6 +115,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name == "distributed":
+        return importlib.import_module("portattn.distributed")
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'portattn' has no attribute {name!r}")

@@ -47,7 +47,14 @@ def _begins(line: str, whole: str) -> bool:
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("operations", 7), ("serving", 3), ("training", 6), ("choosing-a-backend", 2), ("flash-attn", 2)],
+    [
+        ("operations", 7),
+        ("serving", 3),
+        ("training", 6),
+        ("choosing-a-backend", 2),
+        ("flash-attn", 2),
+        ("context-parallel", 1),
+    ],
 )
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:
     """In a process that sees no accelerator, whatever this machine has: the page shows what a CPU does."""

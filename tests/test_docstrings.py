@@ -22,6 +22,8 @@ SDPA = (
 )  # fmt: skip
 # Nothing on every machine gives them.
 NO_EXAMPLE = ("CompileWarning", "FallbackWarning", "PluginWarning")
+SHARED = ("attention", "varlen_attention", "shard", "unshard", "positions", "documents")
+DECODING = ("decode_attention", "paged_attention", "mla_attention", "append_kv")
 METHODS = {"PageTable": ("from_csr", "check", "seqlens"), "Prepared": ("run",)}
 NAMES = [name for name in portattn.__all__ if not name.startswith("__")]
 SHAPE = re.compile(r"\((?:[A-Z]\w*|\.\.\.)(?: \+ 1)?,[^)]*\)")  # (B, Hq, Sq, D), (Tq, Hq, D), (B + 1,), (..., Sq)
@@ -45,7 +47,13 @@ def found(name: str) -> Any:
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(found(name))]
 FUNCTIONS += [f"{name}.{method}" for name, methods in METHODS.items() for method in methods]
 FUNCTIONS += [f"integrations.sdpa.{name}" for name in SDPA]
+FUNCTIONS += ["distributed.context_parallel", *(f"distributed.ContextParallel.{name}" for name in SHARED)]
 CLASSES = [name for name in NAMES if inspect.isclass(found(name)) and name not in NO_EXAMPLE]
+FUNCTIONS += [f"distributed.{name}" for name in ("decode_parallel", "torch_context_parallel")]
+FUNCTIONS += [f"distributed.{name}" for name in ("context_parallel_cost", "decode_parallel_cost")]
+FUNCTIONS += [f"distributed.DecodeParallel.{name}" for name in DECODING]
+FUNCTIONS += [f"distributed.CacheShard.{name}" for name in ("lengths", "positions", "slots")]
+CLASSES += [f"distributed.{name}" for name in ("ContextParallel", "DecodeParallel", "CacheShard", "Rates", "Cost")]
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

@@ -16,11 +16,13 @@ import portattn
 EXAMPLES = ROOT / "examples"
 EXPECTED = {
     "compare_with_sdpa.py": ["causal, GQA: True", "top-left: True", "mask: True", "LSE: (2, 8, 64)"],
+    "context_parallel.py": ["ring: out True, gradient True", "ulysses: out True, gradient True"],
     "generate.py": ["prompt: (2, 8, 17, 64) True", "token 0: [18, 10] True", "token 3: [21, 13] True"],
     "replace_sdpa.py": ["layer: True portattn", "because query is torch.float64", "flash kernel: True portattn"],
     "serve_pages.py": ["warmed up: ['", "prepared: True", "path: "],
     "serve_quantised.py": ["bf16          1024            0 of 512  - - - - - - - -", "e4m3           576  ", "int8 "],
     "train_llama.py": ["plain, eager: loss 2.692 -> 0.9", "plain, portattn: loss 2.692 -> 0.9", "and eager at most "],
+    "train_llama_parallel.py": ["rank 0 of 2 has rows 0 to 63, 32 of 64", "alike: True, falling: True"],
     "which_path.py": ["attention q (1,8,128,64)", "cuda:sm_90: gluon_forward", "rocm:gfx942: triton; quirks: rocm-"],
 }
 

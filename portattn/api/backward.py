@@ -37,7 +37,7 @@ def max_width(op: str) -> int:
 
 def gradients(
     op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any], out: torch.Tensor,
-    lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str],
+    lse: torch.Tensor, grad_out: Any, grad_lse: Any, asked: Collection[str], otherwise: str | None = None,
 ) -> Gradients | None:  # fmt: skip
     """The gradients that are asked for, by name; None where no kernel of portattn's runs here.
 
@@ -45,12 +45,13 @@ def gradients(
     out, lse            of the forward, with every row's LSE
     grad_out, grad_lse  of the results, either None
     asked               names of tensors
+    otherwise           a path that computes them where no kernel runs: "reference"
 
     Extra memory: delta (B, Hq, Sq) float32, and what a variant declares (the float32 dQ of gluon_backward); with a bias
     whose gradient is asked for another one in float32.
     """
     way = _WAYS[op]
-    fixed = way.values(tuple(values), tensors[0].device.type, current())
+    fixed = way.values(tuple(values), tensors[0].device.type, current(), otherwise)
     if fixed is None:
         return None
     if grad_out is None:
@@ -115,15 +116,17 @@ class _Way:
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
         self._known: dict[Any, Any] = {}
 
-    def values(self, values: tuple[Any, ...], device_type: str, settings: Settings) -> tuple[Any, ...] | None:
-        """Its values for those of the forward; None where these name a path that has no kernel."""
+    def values(
+        self, values: tuple[Any, ...], device_type: str, settings: Settings, otherwise: str | None = None
+    ) -> tuple[Any, ...] | None:
+        """Its values for those of the forward; without `otherwise` None where these name a path that has no kernel."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        key = (values, tuple(map(type, values)), device_type, settings.backend, deterministic)
+        key = (values, tuple(map(type, values)), device_type, settings.backend, deterministic, otherwise)
         found = self._known.get(key, self)
         if found is self:
             named = dict(zip(self._forward, values, strict=True))
             named |= {"deterministic": deterministic, "return_lse": False, "validate": False}
-            named["backend"] = own_path(named["backend"] or settings.backend, device_type)
+            named["backend"] = own_path(named["backend"] or settings.backend, device_type) or otherwise
             found = tuple(named[name] for name in (*self._fixed, "backend", "validate"))
             found = None if named["backend"] is None else found
             if len(self._known) >= _MOST_KNOWN:

@@ -33,6 +33,10 @@ Every command takes --json: one JSON document on standard output, errors include
 COMMANDS = {
     "doctor": ("portattn.cli.doctor:doctor", "What is installed here, what works, and which quirks apply."),
     "plan": ("portattn.cli.plan:plan", "How a problem would run on any target, and why."),
+    "context-parallel": (
+        "portattn.cli.context_parallel:context_parallel",
+        "What attention over several GPUs costs each of them, and a model of its time.",
+    ),
     "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, why, audit, new, probe, …"),
     "matrix": ("portattn.cli.matrix:matrix", "Ops × targets: plan, compile, check and report every cell."),
     "ci": ("portattn.cli.ci:ci", "What breaks with another compiler, for a library's CI."),

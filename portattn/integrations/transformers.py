@@ -65,8 +65,17 @@ _SPECIAL = {
 class Registration:
     """What register() returns: the name and backend, and remove()."""
 
-    def __init__(self, name: str, backend: str | None, forward: Callable[..., Any]) -> None:
-        self.name, self.backend, self._forward = name, backend, forward
+    def __init__(
+        self, name: str, backend: str | None, forward: Callable[..., Any], mask: Callable[..., Any] = compact_mask
+    ) -> None:
+        self.name, self.backend, self._forward, self._mask = name, backend, forward, mask
+
+    def install(self) -> None:
+        """Put it into transformers. Both, or transformers hands every layer a mask of None."""
+        AttentionMaskInterface.register(self.name, self._mask)
+        AttentionInterface.register(self.name, self._forward)
+        _registered[self.name] = self
+        transformers_hooks.install(_registered.keys())
 
     def remove(self) -> None:
         """Take the name out of transformers again. Models set to it raise from then on. Twice is once."""
@@ -74,7 +83,7 @@ class Registration:
             return
         del _registered[self.name]
         # transformers offers no way to unregister. Whoever has put another function there since keeps it.
-        for interface, ours in ((AttentionInterface, self._forward), (AttentionMaskInterface, compact_mask)):
+        for interface, ours in ((AttentionInterface, self._forward), (AttentionMaskInterface, self._mask)):
             if interface._global_mapping.get(self.name) is ours:
                 del interface._global_mapping[self.name]
         if not _registered:
@@ -110,8 +119,7 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     Registration(name='portattn_reference', backend='reference', registered)
     >>> registered.remove()
     """
-    if not isinstance(name, str) or not name or any(word in name for word in RESERVED):
-        raise ArgumentError(WHO, "name", name, f"must be a string that holds none of {', '.join(RESERVED)}")
+    check_name(name)
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(WHO, "backend", backend, "must be None or a string")
     known = _registered.get(name)
@@ -121,8 +129,7 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
                 WHO, "backend", backend, f"{name!r} is registered with {known.backend!r}: remove() it, or name another"
             )
         return known
-    if name in AttentionInterface._global_mapping or name in AttentionMaskInterface._global_mapping:
-        raise ArgumentError(WHO, "name", name, "is taken in transformers' AttentionInterface")
+    check_free(name)
 
     def forward(
         module: torch.nn.Module,
@@ -173,12 +180,20 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         return _attend(query, key, value, mask, _acceptable(bias, query), dropout, options), None
 
     registration = Registration(name, backend, forward)
-    # Both, or transformers hands every layer a mask of None.
-    AttentionMaskInterface.register(name, compact_mask)
-    AttentionInterface.register(name, forward)
-    _registered[name] = registration
-    transformers_hooks.install(_registered.keys())
+    registration.install()
     return registration
+
+
+def check_name(name: Any) -> None:
+    """Raise ArgumentError for a name that transformers would read in another way."""
+    if not isinstance(name, str) or not name or any(word in name for word in RESERVED):
+        raise ArgumentError(WHO, "name", name, f"must be a string that holds none of {', '.join(RESERVED)}")
+
+
+def check_free(name: str) -> None:
+    """Raise ArgumentError for a name that is in use."""
+    if name in AttentionInterface._global_mapping or name in AttentionMaskInterface._global_mapping:
+        raise ArgumentError(WHO, "name", name, "is taken in transformers' AttentionInterface")
 
 
 def _special(feature: str, value: Any, cache: Any) -> Any:

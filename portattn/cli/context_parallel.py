@@ -1,0 +1,112 @@
+"""`portattn context-parallel`: what a call over several ranks computes, sends and keeps, and a model of its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from portattn.cli.output import emit_json, json_option
+from portattn.tools.problem_text import shape
+
+
+@click.command("context-parallel")
+@click.option("--q", required=True, metavar="B,H,S,D", help="Shape of the whole queries.")
+@click.option("--kv", required=True, metavar="B,H,S,D", help="Shape of the whole keys.")
+@click.option("--dv", type=int, metavar="N", help="Width of the values; D by default.")
+@click.option("--dtype", default="bf16", metavar="DTYPE", help="bf16, fp16 or fp32; bf16 by default.")
+@click.option("--ranks", required=True, type=int, metavar="N", help="GPUs, in all.")
+@click.option(
+    "--inner",
+    type=int,
+    metavar="N",
+    help="Ranks of each Ulysses group: 1 (by default) for a ring alone, as many as --ranks for Ulysses alone.",
+)
+@click.option("--layout", metavar="LAYOUT", help="How a sequence is cut: zigzag (by default) or contiguous.")
+@click.option("--causal", is_flag=True, help="A row sees no later key.")
+@click.option("--window", metavar="L,R", help="Keys seen before and after a row's own; -1 for all.")
+@click.option("--forward-only", is_flag=True, help="Without gradients.")
+@click.option("--decode", is_flag=True, help="Decoding over a sharded cache: S of --kv is its length.")
+@click.option("--heads", metavar="HEADS", help="With --decode, what each rank gets: all (by default) or shard.")
+@click.option("--latent", is_flag=True, help="With --decode, values are a part of the keys (mla_attention).")
+@click.option(
+    "--rate", multiple=True, metavar="NAME=NUMBER", help="A rate of the model, such as link=450e9; repeatable."
+)
+@json_option
+def context_parallel(
+    q: str, kv: str, dv: int | None, dtype: str, ranks: int, rate: tuple[str, ...], as_json: bool, **options: Any
+) -> None:  # fmt: skip
+    """What attention over several GPUs costs each of them.
+
+    Operations and bytes are exact: those of portattn.distributed. Times are a model of the rates that it prints, whose
+    defaults were measured on an H200, but for the links'. Nothing is run, and no GPU is needed.
+
+    \b
+    portattn context-parallel --q 1,32,131072,128 --kv 1,8,131072,128 --ranks 8 --causal
+    portattn context-parallel --q 1,32,8388608,128 --kv 1,8,8388608,128 --ranks 2048 --inner 8 --causal
+    portattn context-parallel --decode --q 1,64,1,128 --kv 1,8,1048576,128 --ranks 2 --rate link=300e9
+    """
+    from portattn.distributed.cost import context_parallel_cost, decode_parallel_cost
+
+    op = "context-parallel"
+    given: dict[str, Any] = {"q": shape(op, "--q", q), "kv": shape(op, "--kv", kv)}
+    given |= {"ranks": ranks, "dim_v": dv, "dtype": dtype, "rates": _rates(rate)}
+    if options.pop("decode"):
+        for name in ("inner", "layout", "causal", "window", "forward_only"):
+            if options.pop(name):
+                raise click.UsageError(f"--{name.replace('_', '-')} does not go with --decode")
+        if options["heads"] is None:
+            del options["heads"]
+        found = decode_parallel_cost(**given, **options)
+    else:
+        for name in ("heads", "latent"):
+            if options.pop(name):
+                raise click.UsageError(f"--{name} goes with --decode alone")
+        window = _window(options.pop("window"))
+        backward = not options.pop("forward_only")
+        some = {name: value for name, value in options.items() if value is not None}
+        found = context_parallel_cost(window=window, backward=backward, **given, **some)
+    if as_json:
+        emit_json(found.data())
+    else:
+        click.echo(found.explain())
+
+
+def _rates(given: tuple[str, ...]) -> Any:
+    import msgspec
+
+    from portattn.distributed.cost_report import Rates
+    from portattn.errors import ArgumentError
+
+    rates, known = Rates(), Rates.__struct_fields__
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in known:
+            raise ArgumentError(
+                "context-parallel", "--rate", text, f"must be one of {', '.join(known)}, = and a number"
+            )
+        try:
+            value = float(number)
+        except ValueError:
+            value = 0.0
+        if not 0.0 < value < float("inf"):
+            raise ArgumentError("context-parallel", "--rate", text, "must have a positive number behind =")
+        rates = msgspec.structs.replace(rates, **{name: int(value) if name == "per_host" else value})
+    if rates.per_host < 1:
+        raise ArgumentError("context-parallel", "--rate", f"per_host={rates.per_host}", "must be at least 1")
+    return rates
+
+
+def _window(text: str | None) -> tuple[int | None, int | None]:
+    from portattn.errors import ArgumentError
+
+    if text is None:
+        return None, None
+    try:
+        left, right = (int(side) for side in text.split(","))
+    except ValueError:
+        raise ArgumentError("context-parallel", "--window", text, "must be two integers, L,R") from None
+    for side in (left, right):
+        if side < -1:
+            raise ArgumentError("context-parallel", "--window", text, "must be integers ≥ 0, or -1 for all keys")
+    return tuple(None if side < 0 else side for side in (left, right))  # type: ignore[return-value]

@@ -1,0 +1,176 @@
+"""The arguments of one call over several ranks: what is refused, in which form they are used, what ranks compare."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from portattn.api.request import request_of
+from portattn.distributed.sharding import Documents, Mask, Shards
+from portattn.errors import ArgumentError
+
+_AXES = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # of sequences, of heads, of rows
+_UNSET = {
+    "q_scale": None, "k_scale": None, "v_scale": None, "bias": None, "mask": None, "seqlens_q": None, "seqlens_k": None,
+    "leftpad_q": None, "leftpad_k": None, "dropout_p": 0.0, "dropout_seed": None, "out_dtype": None, "validate": None,
+}  # fmt: skip
+_WHOLE = "portattn.attention takes it where one device has the whole sequence"
+
+
+def axes(op: str, layout: Any) -> tuple[int, int, int]:
+    """Axes of sequences, of heads and of rows in a layout. Raises ArgumentError for an unknown one."""
+    if layout not in _AXES:
+        raise ArgumentError(op, "layout", layout, "must be one of bhsd, bshd")
+    return _AXES[layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the caller gave, q, k and v as views (B, H, S, D); packed rows have B = 1.
+
+    length     rows of the whole sequence
+    documents  of packed rows
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    length: int
+    mask: Mask
+    documents: Documents | None
+    scale: float | None
+    causal: bool | str
+    window: Any
+    softcap: float | None
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    backend: str | None
+
+
+def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
+    """Raise ArgumentError where q, k and v are no tensors of the same rows, or something is asked for that no rank
+    can compute of its own rows."""
+    for name in "qkv":
+        tensor = given[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+        if tensor.ndim != (3 if packed else 4):
+            limit = "must be (rows, heads, head_dim)" if packed else "must have four axes"
+            raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), limit)
+        if tensor.dtype != given["q"].dtype:
+            limit = f"must be q's, {given['q'].dtype}: quantised operands are not taken over several ranks"
+            raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit)
+    if given["dropout_p"]:
+        limit = "must be 0: dropout is not computed over several ranks, whose masks would have to be parts of one"
+        raise ArgumentError(op, "dropout_p", given["dropout_p"], limit)
+    for name in ("bias", "mask", "seqlens_q", "seqlens_k"):
+        if given.get(name) is not None:
+            raise ArgumentError(op, name, "given", f"must be None over several ranks: {_WHOLE}")
+
+
+def checked(op: str, shards: Shards, given: dict[str, Any], documents: Documents | None, by_heads: bool) -> Arguments:
+    """The arguments of a call. Raises ArgumentError.
+
+    given     after check_rows; q, k, v of this rank
+    by_heads  q, k and v have all rows already, and some of the heads
+    """
+    packed = documents is not None
+    q, k, v = given["q"], given["k"], given["v"]
+    row_axis = 0 if packed else axes(op, given["layout"])[2]
+    local = q.shape[row_axis]
+    for name in "kv":
+        if given[name].shape[row_axis] != local:
+            limit = f"must be q's, {local}: queries and keys are of the same rows, cut alike"
+            raise ArgumentError(op, f"{name}.shape[{row_axis}]", given[name].shape[row_axis], limit)
+    if packed:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    elif given["layout"] == "bshd":
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    slopes = given["alibi_slopes"]
+    sequences = q.shape[0] if documents is None else len(documents.cu) - 1
+    if isinstance(slopes, torch.Tensor) and slopes.ndim == 2 and packed:
+        if tuple(slopes.shape) != (sequences, q.shape[1]):
+            limit = f"must be ({q.shape[1]},) or ({sequences}, {q.shape[1]}), of documents and heads"
+            raise ArgumentError(op, "alibi_slopes.shape", tuple(slopes.shape), limit)
+        slopes = slopes[:1] if sequences else None
+    views = {"q": q, "k": k, "v": v, "layout": "bhsd", "alibi_slopes": slopes, "return_lse": given["return_lse"]}
+    try:
+        request_of("attention", _UNSET | {n: x for n, x in given.items() if n not in views} | views).build()
+    except ArgumentError as error:
+        raise ArgumentError(op, error.argument, error.value, error.limit) from None
+    length = local if by_heads else local * shards.ranks
+    if length % shards.unit and not by_heads:
+        each = shards.unit // shards.ranks
+        limit = f"must be a multiple of {each}: {shards.layout} shards over {shards.ranks} ranks are of sequences that "
+        limit += f"{shards.unit} divides"
+        raise ArgumentError(op, f"q.shape[{row_axis}]", local, limit)
+    if documents is not None and documents.cu[-1] > length:
+        limit = f"must be at most {length}, the rows of all ranks together"
+        raise ArgumentError(op, "cu_seqlens[-1]", documents.cu[-1], limit)
+    if not by_heads:
+        _check_heads(op, shards, q.shape[1], given["alibi_slopes"])
+    return Arguments(
+        q, k, v, length, mask_of(given["causal"], given["window"]), documents, given["scale"], given["causal"],
+        given["window"], given["softcap"], given["alibi_slopes"], given["sinks"], given["backend"],
+    )  # fmt: skip
+
+
+def _check_heads(op: str, shards: Shards, heads: int, slopes: Any) -> None:
+    if heads % shards.inner:
+        limit = f"must be a multiple of {shards.inner}, the ranks that Ulysses shares them out to"
+        raise ArgumentError(op, "q's heads", heads, limit)
+    if shards.ring > 1 and isinstance(slopes, torch.Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+        limit = "must be False: a ring does not compute the slopes' gradient (hint: method='ulysses' does, or detach())"
+        raise ArgumentError(op, "alibi_slopes.requires_grad", True, limit)
+
+
+def mask_of(causal: Any, window: Any) -> Mask:
+    """The window that a causal mask and a window are together, for as many queries as keys."""
+    left, right = (None if side is None or side < 0 else side for side in window or (None, None))
+    return Mask(left, 0 if causal else right)
+
+
+def documents_of(op: str, cu_seqlens: Any) -> Documents:
+    """The documents of cu_seqlens, read back where it lies on a device. Raises ArgumentError."""
+    if isinstance(cu_seqlens, Documents):
+        return cu_seqlens
+    if not isinstance(cu_seqlens, (torch.Tensor, list, tuple)):
+        raise ArgumentError(op, "cu_seqlens", type(cu_seqlens).__name__, "must be a torch.Tensor (documents + 1,)")
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            what = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+            raise ArgumentError(op, "cu_seqlens", what, "must be (documents + 1,) of int32 or int64")
+        cu_seqlens = cu_seqlens.tolist()
+    cu = tuple(cu_seqlens)
+    if not all(isinstance(place, int) for place in cu):
+        raise ArgumentError(op, "cu_seqlens", cu, "must be integers")
+    if not cu or cu[0] != 0 or any(stop < start for start, stop in itertools.pairwise(cu)):
+        raise ArgumentError(op, "cu_seqlens", cu, "must begin with 0 and never fall")
+    return Documents(cu)
+
+
+def description(given: dict[str, Any], documents: Documents | None, fixed: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """What must be the same on every rank, by the argument's name."""
+    grad = torch.is_grad_enabled()
+    said: dict[str, Any] = {}
+    for name in "qkv":
+        said[f"{name}.shape"] = tuple(given[name].shape)
+    said["dtype"], said["device"] = given["q"].dtype, given["q"].device.type
+    for name in ("alibi_slopes", "sinks"):
+        tensor = given[name]
+        said[f"{name}.shape"] = None if tensor is None else tuple(tensor.shape)
+    for name in ("scale", "causal", "window", "softcap", "backend", "layout"):
+        said[name] = given.get(name)
+    tensors = [given[name] for name in ("q", "k", "v", "sinks", "alibi_slopes") if given[name] is not None]
+    said["whether gradients are asked for"] = grad and any(tensor.requires_grad for tensor in tensors)
+    if documents is not None:
+        cu, more = documents.cu, len(documents.cu) - _SHOWN
+        said["cu_seqlens"] = cu if more <= 0 else (*cu[:_SHOWN], f"{more} more, which hash to {hash(documents):x}")
+    return said | dict(fixed)
+
+
+_SHOWN = 16  # beginnings of documents that an error shows

@@ -1,0 +1,167 @@
+"""What a call over several ranks costs, as data and as text: its local calls, its passes, and the rates behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine does in a second. The defaults are an H200's, and those of links are their makers' figures.
+
+    forward   operations of attention, forward: docs/performance/results.json has 633 to 661 TFLOP/s at D = 128 and 64k
+              to 128k tokens
+    backward  the same, backward: docs/performance/training.md has 583 and 598 TFLOP/s at D = 128 and 16k
+    memory    bytes read by decoding: docs/performance/results.json has 4.2 to 4.5 TB/s of long caches
+    link      bytes that a GPU sends to others of its host: NVLink 4 has 450 GB/s each way. Not measured here
+    network   bytes that a GPU sends to other hosts: one adapter of 400 Gb/s. Not measured here
+    latency   seconds until a message begins to arrive: assumed
+    per_host  GPUs of one host; ranks are numbered host by host
+
+    >>> from portattn.distributed import Rates
+    >>> Rates(link=300e9).link
+    300000000000.0
+    """
+
+    forward: float = 640e12
+    backward: float = 590e12
+    memory: float = 4.3e12
+    link: float = 450e9
+    network: float = 50e9
+    latency: float = 10e-6
+    per_host: int = 8
+
+    def bandwidth(self, rank: int, other: int) -> float:
+        return self.link if rank // self.per_host == other // self.per_host else self.network
+
+
+class LocalCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that one rank makes, and how often: query rows over keys, with the window that its operation gets."""
+
+    rows: int
+    keys: int
+    heads_q: int
+    heads_k: int
+    window: tuple[int | None, int | None]
+    count: int
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass of the busiest rank.
+
+    flop           its operations; flop_mean: of all ranks
+    sent, messages  bytes that it sends to others, and in how many messages (of a collective: 1)
+    compute, communication  seconds of each by itself
+    seconds        of the pass, with what is sent while something is computed
+    exposed        seconds of it in which nothing is computed
+    one            seconds of the whole call on one GPU
+    """
+
+    flop: float
+    flop_mean: float
+    sent: int
+    messages: int
+    compute: float
+    communication: float
+    seconds: float
+    one: float
+
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.seconds - self.compute)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether all but a hundredth of the pass is computing."""
+        return self.exposed <= 0.01 * self.seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.one / self.seconds if self.seconds else float("nan")
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What `context_parallel_cost` and `decode_parallel_cost` found.
+
+    method    "ring", "ulysses", "ring of ulysses" or "decode"
+    ranks     in all; inner: of each Ulysses group
+    calls     local calls of the busiest rank's forward
+    memory    bytes of a rank beyond its q, k, v and out: blocks in flight, messages, and float32 partial results
+    forward, backward  a Phase each; without gradients backward is None
+
+    >>> from portattn.distributed import context_parallel_cost
+    >>> found = context_parallel_cost((1, 8, 4096, 64), (1, 2, 4096, 64), ranks=4, causal=True, backward=False)
+    >>> found.method, found.forward.messages, found.backward
+    ('ring', 3, None)
+    """
+
+    method: str
+    layout: str
+    ranks: int
+    inner: int
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    dtype: str
+    rates: Rates
+    calls: tuple[LocalCall, ...]
+    memory: int
+    forward: Phase
+    backward: Phase | None = None
+
+    def data(self) -> dict[str, Any]:
+        """All of it as plain numbers and texts, with what follows from them: the command line's --json."""
+        found = msgspec.to_builtins(self)
+        for name, phase in (("forward", self.forward), ("backward", self.backward)):
+            if phase is not None:
+                found[name] |= {"exposed": phase.exposed, "hidden": phase.hidden, "speedup": phase.speedup}
+        return found
+
+    def explain(self) -> str:
+        """The text of `portattn context-parallel`."""
+        by = "" if self.inner in (1, self.ranks) else f", {self.ranks // self.inner} × {self.inner}"
+        lines = [f"{self.method} over {self.ranks} ranks{by}, {self.layout}: q {_shape(self.q)} kv {_shape(self.kv)} "
+                 f"{self.dtype}, whole"]  # fmt: skip
+        for call in self.calls:
+            seen = "" if call.window == (None, None) else f" window {call.window}"
+            heads = f"{call.heads_q}/{call.heads_k} heads"
+            lines.append(f"  a rank   {call.count} × ({heads}) {call.rows} rows × {call.keys} keys{seen}")
+        lines.append(f"  memory   {_bytes(self.memory)} beyond a rank's own q, k, v and out")
+        for name, phase in (("forward", self.forward), ("backward", self.backward)):
+            if phase is not None:
+                lines += _explained(name, phase)
+        lines.append("  a model: " + ", ".join(
+            f"{name} {value:.3g}" for name, value in msgspec.structs.asdict(self.rates).items()
+        ))  # fmt: skip
+        return "\n".join(lines)
+
+
+def _explained(name: str, phase: Phase) -> list[str]:
+    even = phase.flop / phase.flop_mean if phase.flop_mean else 1.0
+    lines = [f"  {name:<8} {phase.flop:.3g} FLOP a rank ({even:.2f} × the mean), {_bytes(phase.sent)} sent in "
+             f"{phase.messages} message{'' if phase.messages == 1 else 's'}"]  # fmt: skip
+    said = "hidden" if phase.hidden else f"{_time(phase.exposed)} of it not hidden"
+    if not phase.communication:
+        said = "nothing to send"
+    sending = f"{_time(phase.communication)} ({said})"
+    lines.append(f"           {_time(phase.seconds)}: computing {_time(phase.compute)}, sending {sending}; "
+                 f"{phase.speedup:.2f} × one GPU's {_time(phase.one)}")  # fmt: skip
+    return lines
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return f"({','.join(map(str, sizes))})"
+
+
+def _time(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1.0:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _bytes(count: int) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    place = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{count / 1024**place:.4g} {units[place]}"

@@ -1,0 +1,455 @@
+"""Context parallel: attention of sequences that several ranks share, for training and for prefill."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from portattn.api.autocast import is_on
+from portattn.api.left_out import leave_out, left_out
+from portattn.api.ops import attention, varlen_attention
+from portattn.api.request import Result, Window
+from portattn.distributed.arguments import Arguments, axes, check_rows, checked, description, documents_of
+from portattn.distributed.groups import Ranks, agree, dimensions
+from portattn.distributed.local import Scores
+from portattn.distributed.placements import Placed, are_placed, placed
+from portattn.distributed.ring import Ring
+from portattn.distributed.sharding import LAYOUTS, Documents, Shards
+from portattn.distributed.ulysses import Ulysses
+from portattn.errors import ArgumentError
+
+OP = "context_parallel"
+METHODS = ("ring", "ulysses")
+CHECKS = ("always", "first")
+
+
+def context_parallel(
+    mesh: Any = None, *, method: str | None = None, layout: str | None = None, check: str = "always"
+) -> ContextParallel:
+    """Share sequences among the ranks of a process group or a mesh. Every rank must make this call.
+
+    mesh    a torch.distributed ProcessGroup, a DeviceMesh of one or two dimensions, or None for all processes. Of two
+            dimensions the inner one exchanges heads (Ulysses) and the outer one is the ring
+    method  of one dimension: "ring" (None is that too), where keys and values go round, or "ulysses", where heads are
+            exchanged for rows. Two dimensions are both together
+    layout  "zigzag" (None is that too): each rank has one piece of the first half of a sequence and its counterpart of
+            the second half, so that causal work is even; or "contiguous"
+    check   "always": before each call ranks compare what they are about to do, in one small message from host to host;
+            "first": before the first call of each kind only. Then ranks that disagree later on wait for one another
+            until the process group's time-out
+
+    Returns a ContextParallel: what cuts sequences, and attends.
+
+    Raises ArgumentError where torch.distributed is not initialised, an argument is unknown, or ranks disagree.
+
+    >>> import torch, portattn, torch.distributed as dist
+    >>> from portattn.distributed import context_parallel
+    >>> store = dist.HashStore()
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # of one process; torchrun starts more
+    >>> shared = context_parallel(layout="contiguous")
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 32).unbind()
+    >>> out = shared.unshard(shared.attention(shared.shard(q), shared.shard(k), shared.shard(v), causal=True))
+    >>> torch.allclose(out, portattn.attention(q, k, v, causal=True), atol=1e-5)
+    True
+    >>> dist.destroy_process_group()
+    """
+    dims = dimensions(OP, mesh)
+    problem = None
+    try:
+        shards = _shards(dims, method, layout)
+        if check not in CHECKS:
+            raise ArgumentError(OP, "check", check, f"must be one of {', '.join(CHECKS)}")
+    except ArgumentError as error:
+        problem = error
+    agree(OP, dims, {"method": method, "layout": layout, "check": check}, problem)
+    return ContextParallel(dims, shards, check)
+
+
+def _shards(dims: Sequence[Ranks], method: str | None, layout: str | None) -> Shards:
+    layout = "zigzag" if layout is None else layout
+    if layout not in LAYOUTS:
+        raise ArgumentError(OP, "layout", layout, f"must be one of {', '.join(LAYOUTS)}")
+    if method not in (None, *METHODS):
+        raise ArgumentError(OP, "method", method, f"must be one of {', '.join(METHODS)}")
+    if len(dims) > 2:
+        raise ArgumentError(
+            OP, "mesh", f"of {len(dims)} dimensions", "must have one or two (hint: a slice of the mesh)"
+        )
+    if len(dims) == 2:
+        if method is not None:
+            limit = "must be None of a mesh of two dimensions, which is a ring of Ulysses groups"
+            raise ArgumentError(OP, "method", method, limit)
+        return Shards(layout, dims[0].size, dims[1].size)
+    return Shards(layout, 1, dims[0].size) if method == "ulysses" else Shards(layout, dims[0].size)
+
+
+class ContextParallel:
+    """Sequences that several ranks share: made by `context_parallel`.
+
+    shards  how a sequence is cut (portattn.distributed.sharding.Shards)
+    dims    the ranks, by dimension (portattn.distributed.groups.Ranks)
+
+    >>> import torch, torch.distributed as dist
+    >>> from portattn.distributed import context_parallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> context_parallel(method="ulysses").shards
+    Shards(layout='zigzag', ring=1, inner=1)
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, dims: Sequence[Ranks], shards: Shards, check: str) -> None:
+        self.dims, self.shards, self._check = tuple(dims), shards, check
+        self._seen: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"ContextParallel({self.shards}, rank {self._place} of {self.shards.ring, self.shards.inner})"
+
+    @property
+    def _ring(self) -> Ranks | None:
+        return self.dims[0] if self.shards.ring > 1 else None
+
+    @property
+    def _inner(self) -> Ranks | None:
+        return self.dims[-1] if self.shards.inner > 1 else None
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This rank's place in the ring, and among the ranks that share a shard."""
+        return (self._ring.rank if self._ring else 0), (self._inner.rank if self._inner else 0)
+
+    def _rows(self, length: int, place: tuple[int, int] | None = None) -> list[tuple[int, int]]:
+        return list(self.shards.rows(length, *(self._place if place is None else place)))
+
+    def positions(self, length: int, device: Any = None) -> torch.Tensor:
+        """Positions in the whole sequence of this rank's rows, in the order in which they lie: for rotary embeddings.
+
+        length  of the whole sequence
+        device  of the result; None for torch's default
+
+        Returns (length / ranks,) int64.
+
+        Raises ArgumentError where the length does not divide.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> shared.positions(4)
+        tensor([0, 1, 2, 3])
+        >>> dist.destroy_process_group()
+        """
+        self._check_length("positions", "length", length)
+        return torch.cat([torch.arange(*rows, device=device) for rows in self._rows(length)])
+
+    def shard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
+        """This rank's rows of a tensor that every rank has whole. Nothing is sent.
+
+        tensor  any shape and dtype, as q (B, H, S, D)
+        dim     the axis that the sequence's rows lie along; of packed rows (T, H, D) that is 0
+
+        Returns (…, S / ranks, …), contiguous; differentiable.
+
+        Raises ArgumentError where the length does not divide.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> shared.shard(torch.zeros(1, 8, 64, 32)).shape
+        torch.Size([1, 8, 64, 32])
+        >>> dist.destroy_process_group()
+        """
+        dim = _axis("shard", tensor, dim)
+        self._check_length("shard", f"tensor.shape[{dim}]", tensor.shape[dim])
+        return torch.cat([tensor.narrow(dim, a, b - a) for a, b in self._rows(tensor.shape[dim])], dim)
+
+    def unshard(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
+        """The whole tensor of what each rank has of it: to look at results. Every rank must make this call.
+
+        tensor  this rank's, as out (B, H, S / ranks, D); without gradients: call it under torch.no_grad() or detach
+        dim     the axis that the sequence's rows lie along
+
+        Returns (…, S, …), contiguous, on every rank.
+
+        Raises ArgumentError where gradients are asked of it, or ranks disagree.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> x = torch.randn(1, 8, 64, 32)
+        >>> torch.equal(shared.unshard(shared.shard(x)), x)
+        True
+        >>> dist.destroy_process_group()
+        """
+        op, problem = f"{OP}.unshard", None
+        try:
+            dim = _axis("unshard", tensor, dim)
+            length = tensor.shape[dim] * self.shards.ranks
+            self._check_length("unshard", f"tensor.shape[{dim}]·ranks", length)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                limit = "must be False: call it under torch.no_grad(), or detach() (a loss is computed of local rows)"
+                raise ArgumentError(op, "tensor.requires_grad", True, limit)
+        except ArgumentError as error:
+            problem = error
+        same = {} if problem else {"tensor.shape": tuple(tensor.shape), "tensor.dtype": tensor.dtype, "dim": dim}
+        agree(op, self.dims, same, problem)
+        found = {self._place: tensor.detach().contiguous()}
+        for axis, ranks in ((1, self._inner), (0, self._ring)):
+            if ranks is not None:
+                found = _gathered(found, ranks, axis)
+        whole = tensor.new_empty((*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]))
+        for place, part in found.items():
+            at = 0
+            for start, stop in self._rows(length, place):
+                whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
+                at += stop - start
+        return whole
+
+    def _check_length(self, name: str, argument: str, length: int) -> None:
+        if length % self.shards.unit:
+            limit = (
+                f"must be a multiple of {self.shards.unit}: {self.shards.layout} shards over {self.shards.ranks} ranks"
+            )
+            raise ArgumentError(f"{OP}.{name}", argument, length, limit)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool | str = False,
+        window: Window | None = None,
+        softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        bias: None = None,
+        mask: None = None,
+        seqlens_q: None = None,
+        seqlens_k: None = None,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
+        layout: str = "bhsd",
+        backend: str | None = None,
+    ) -> Result:
+        """Attention of this rank's rows over the keys of all ranks, as `portattn.attention` of the whole sequence.
+
+        q           (B, Hq, S, D) of this rank's S rows, as `shard` cuts them
+        k, v        (B, Hk, S, D) and (B, Hk, S, Dv) of the same rows. Or q, k and v are DTensors, Shard(rows) over
+                    these ranks, or Shard(heads): then nothing needs to be sent
+        scale, causal, window, softcap, return_lse, backend  as of portattn.attention; distances are the whole
+                    sequence's. Keys that a rank does not attend are not sent to it
+        alibi_slopes  (Hq,) or (B, Hq) float32. A ring refuses to compute their gradient
+        sinks       (Hq,): counted once, whatever number of ranks
+        layout      "bhsd", or "bshd": q, k, v and out are (B, S, H, D)
+        bias, mask, seqlens_q, seqlens_k, dropout_p  refused
+
+        Gradients of q, k and v are those of the whole call. Of sinks and slopes each rank has the part of its own
+        rows or heads: they add up over the ranks, as those of any parameter that all ranks have.
+
+        Returns out as q, (B, Hq, S, Dv) of q's dtype; with return_lse, (out, lse (B, Hq, S) float32).
+
+        Raises ArgumentError, on every rank where ranks disagree or one of them refuses its call; what
+        torch.distributed raises where a rank is gone or does not answer within the process group's time-out.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> q, k, v = torch.randn(1, 8, 64, 32), torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32)
+        >>> shared.attention(q, k, v, causal=True).shape
+        torch.Size([1, 8, 64, 32])
+        >>> dist.destroy_process_group()
+        """
+        given = {
+            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
+            "seqlens_k": seqlens_k, "dropout_p": dropout_p, "return_lse": return_lse, "layout": layout,
+            "backend": backend,
+        }  # fmt: skip
+        return left_out["context parallel"](self, given, None)
+
+    def varlen_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Sequence[int] | Documents,
+        *,
+        scale: float | None = None,
+        causal: bool | str = False,
+        window: Window | None = None,
+        softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
+        backend: str | None = None,
+    ) -> Result:
+        """Attention of packed documents that are cut across ranks, as `portattn.varlen_attention` of all their rows.
+
+        q           (T, Hq, D): this rank's T of the packed rows, as `shard(packed, dim=0)` cuts them
+        k, v        (T, Hk, D) and (T, Hk, Dv) of the same rows
+        cu_seqlens  (documents + 1,) of all packed rows, the same on every rank, int32 or int64: document b is rows
+                    cu_seqlens[b] to cu_seqlens[b + 1] of the whole. Rows behind the last one are padding, which may
+                    hold anything. Best on the host: one on a device is read back in each call. `documents` makes
+                    what all layers can share
+        scale, causal, window, softcap, sinks, dropout_p, return_lse, backend  as of `attention`
+        alibi_slopes  (Hq,) or (documents, Hq) float32
+
+        Returns out (T, Hq, Dv) in q's dtype; with return_lse, (out, lse (Hq, T) float32). Padding gives 0 and -inf.
+
+        Raises as `attention` does.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> q, k, v = torch.randn(45, 8, 32), torch.randn(45, 2, 32), torch.randn(45, 2, 32)
+        >>> shared.varlen_attention(q[:44], k[:44], v[:44], [0, 5, 40], causal=True).shape
+        torch.Size([44, 8, 32])
+        >>> dist.destroy_process_group()
+        """
+        given = {
+            "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p, "return_lse": return_lse,
+            "backend": backend,
+        }  # fmt: skip
+        return left_out["context parallel"](self, given, (cu_seqlens,))
+
+    def documents(self, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
+        """cu_seqlens, read and checked once for the calls of all layers.
+
+        cu_seqlens  (B + 1,) int32 or int64, or integers: as of `varlen_attention`
+
+        Returns a Documents, which `varlen_attention` takes as its cu_seqlens.
+
+        Raises ArgumentError where it does not begin with 0, or falls.
+
+        >>> import torch, torch.distributed as dist
+        >>> from portattn.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shared = context_parallel()
+        >>> shared.documents(torch.tensor([0, 5, 40])).cu
+        (0, 5, 40)
+        >>> dist.destroy_process_group()
+        """
+        return documents_of(f"{OP}.documents", cu_seqlens)
+
+    def _call(self, given: dict[str, Any], packed: tuple[Any] | None) -> Result:
+        op = f"{OP}.attention" if packed is None else f"{OP}.varlen_attention"
+        problem = lying = documents = None
+        said: dict[str, Any] = {}
+        try:
+            given, lying = self._local(op, given, packed is not None)
+            documents = None if packed is None else documents_of(op, packed[0])
+            found = checked(op, self.shards, given, documents, lying is not None and lying.by_heads)
+            said = description(given, documents, (("placements", None if lying is None else lying.by_heads),))
+        except ArgumentError as error:
+            problem = error
+            if problem.op != op:
+                problem = ArgumentError(op, error.argument, error.value, error.limit)
+        kind = repr((op, said))
+        if problem is not None or self._check == "always" or kind not in self._seen:
+            agree(op, self.dims, said, problem)
+            self._seen.add(kind)
+        out, lse = _by_heads(found) if lying is not None and lying.by_heads else self._over_ranks(found)
+        if packed is not None:
+            out, lse = out[0].transpose(0, 1), lse[0]
+        elif given["layout"] == "bshd":
+            out = out.transpose(1, 2)
+        if lying is not None:
+            out, lse = lying.out(out), lying.lse(lse)
+        return (out, lse) if given["return_lse"] else out
+
+    def _local(self, op: str, given: dict[str, Any], packed: bool) -> tuple[dict[str, Any], Placed | None]:
+        """The arguments with local tensors, in autocast's dtype; how they lie where they are DTensors."""
+        tensors = {name: given[name] for name in "qkv"}
+        lying = None
+        if are_placed(list(tensors.values())):
+            at = (-1, 1, 0) if packed else axes(op, given["layout"])
+            lying = placed(op, self.dims, tensors, at)
+            tensors = {name: tensor.to_local() for name, tensor in tensors.items()}
+        if is_on(tensors["q"]):
+            dtype = torch.get_autocast_dtype(tensors["q"].device.type)
+            tensors = {n: t.to(dtype) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
+        if not packed:
+            axes(op, given["layout"])
+        given = given | tensors
+        check_rows(op, given, packed)
+        return given, lying
+
+    def _over_ranks(self, call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, LSE) as (B, Hq, S, Dv) and (B, Hq, S)."""
+        inner = self._inner
+        if inner is None:
+            return self._around(call, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
+        run = Ulysses.over(inner, self.shards, call.length, call.q.shape[1], call.k.shape[1])
+        q, k, v = run.to_heads(call.q, call.k, call.v, of=(run.heads.q, run.heads.kv, run.heads.kv))
+        slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., run.mine]
+        sinks = None if call.sinks is None else call.sinks[run.mine]
+        out, lse = self._around(call, q, k, v, slopes, sinks)
+        return run.to_rows(out), run.to_rows(lse[..., None])[..., 0]
+
+    def _around(
+        self, call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a shard of the ring; without a ring, of the whole sequence."""
+        if self._ring is None:
+            return _whole(call, q, k, v, slopes, sinks)
+        scores = Scores(call.scale, call.softcap, call.backend, None if slopes is None else slopes.detach())
+        ring = Ring(self._ring, self.shards, call.length, call.mask, call.documents, scores)
+        return ring.attention(q, k, v, sinks)
+
+
+leave_out(
+    "context parallel",
+    lambda shared, given, packed: shared._call(given, packed),
+    "context parallel calls torch.distributed from host to host before it sends anything",
+)
+
+
+def _by_heads(call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    return _whole(call, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
+
+
+def _whole(
+    call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention where all rows are here: (B, H, S, Dv), and the LSE."""
+    given = {"scale": call.scale, "causal": call.causal, "window": call.window, "softcap": call.softcap}
+    given |= {"alibi_slopes": slopes, "sinks": sinks, "backend": call.backend, "return_lse": True}
+    if call.documents is None:
+        found: Any = attention(q, k, v, **given)
+        return found
+    cu = torch.tensor(call.documents.cu, dtype=torch.int32).to(q.device, non_blocking=True)
+    longest = max((b - a for a, b in itertools.pairwise(call.documents.cu)), default=0)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+    packed: Any = varlen_attention(q, k, v, cu, cu, longest, longest, **given)
+    out, lse = packed
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _axis(name: str, tensor: torch.Tensor, dim: int) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ArgumentError(f"{OP}.{name}", "dim", dim, f"must be an axis of the tensor, which has {tensor.ndim}")
+    return dim % tensor.ndim
+
+
+def _gathered(
+    parts: dict[tuple[int, int], torch.Tensor], ranks: Ranks, axis: int
+) -> dict[tuple[int, int], torch.Tensor]:
+    """What all ranks of a dimension have, by place; axis: of the place, this dimension's."""
+    found = {}
+    for place, part in parts.items():
+        several = [torch.empty_like(part) for _ in range(ranks.size)]
+        dist.all_gather(several, part, group=ranks.group)
+        for rank, one in enumerate(several):
+            found[(rank, place[1]) if axis == 0 else (place[0], rank)] = one
+    return found

@@ -1,0 +1,186 @@
+"""One rank's part of a call over a sharded cache: the operation over the keys that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from portattn.api import ops
+from portattn.distributed.cache_shard import CacheShard
+from portattn.distributed.local_keys import (
+    Reach,
+    Rows,
+    alibi_bias,
+    dense_rows,
+    packed_rows,
+    reach_of,
+    seen_lengths,
+    visible,
+)
+from portattn.distributed.partials import Heads
+from portattn.errors import ArgumentError
+from portattn.validate import wants_gradients
+
+LAYOUTS = ("bhsd", "bshd")
+
+
+class PartialCall:
+    """One operation over this rank's part of the keys."""
+
+    def __init__(
+        self, op: str, shard: CacheShard, queries: Sequence[Any], caches: Sequence[Any], page_table: Any,
+        seqlens_k: Any, options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.op, self.shard, self.queries, self.caches = op, shard, queries, caches
+        self.page_table, self.seqlens_k, self.options = page_table, seqlens_k, options
+        self.layout = options.get("layout", "bhsd")
+        self.is_packed = options.get("cu_seqlens_q") is not None
+        self._function: Callable[..., Any] = getattr(ops, op)
+
+    def facts(self) -> dict[str, object]:
+        """What must be the same on every rank, by argument."""
+        found: dict[str, object] = {
+            "q": [(tuple(q.shape), q.dtype) for q in self.queries],
+            "seqlens_k": self.seqlens_k.tolist(),
+            "Dv": self.caches[-1].shape[-1],
+        }
+        for name, value in self.options.items():
+            if name in ("k_scale", "v_scale", "kv_scale", "num_splits", "backend", "validate"):
+                continue  # each rank's own
+            if isinstance(value, torch.Tensor):
+                value = value.tolist()
+            found[name] = value
+        return found
+
+    def run(self, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+        """The partial result, heads first: out (Hq, B, Sq, Dv), packed (Hq, Tq, Dv), and lse without the last axis."""
+        self._check(heads)
+        op, options = self.op, dict(self.options)
+        reach = reach_of(op, options.pop("causal", False), options.pop("window", None))
+        slopes = options.pop("alibi_slopes", None)
+        if self.shard.rank:
+            options.pop("sinks", None)  # one more score of a row: one rank has it
+        table, lengths = self.page_table, self.seqlens_k
+        queries = self.queries
+        count = self._queries_a_sequence()
+        by_row = reach.limited and not (count == 1 and reach.causal == "bottom_right" and reach.left < 0)
+        by_row = by_row or slopes is not None
+        unpack = self.is_packed and by_row
+        if unpack:
+            cu_seqlens_q = options.pop("cu_seqlens_q")
+            options.pop("max_seqlen_q", None)
+            rows, sequence = packed_rows(reach, lengths, cu_seqlens_q, queries[0].shape[0])
+            queries = [q[:, :, None] for q in queries]  # (Tq, Hq, 1, D)
+            options["layout"] = "bhsd"
+            table = table.index_select(0, sequence)
+            count = 1
+            if slopes is not None and slopes.ndim == 2:
+                slopes = slopes.index_select(0, sequence)
+        elif by_row:
+            assert count is not None
+            rows = dense_rows(reach, lengths, count)
+        if by_row:
+            assert count is not None
+            options |= self._by_position(reach, rows, slopes, count)
+            lengths = seen_lengths(reach, rows)
+        found = self._function(
+            *queries, *self.caches, *(() if table is None else (table,)), self.shard.lengths(lengths),
+            return_lse=True, **options,
+        )  # fmt: skip
+        out, lse = found
+        if unpack:
+            return out[:, :, 0].transpose(0, 1), lse[:, :, 0].transpose(0, 1)
+        if self.is_packed:
+            return out.transpose(0, 1), lse
+        out = out.transpose(1, 2) if self.layout == "bshd" else out
+        return out.transpose(0, 1), lse.transpose(0, 1)
+
+    def in_layout(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads-first results as the operation gives them."""
+        if self.is_packed:
+            return out.transpose(0, 1).contiguous(), lse
+        out = out.permute(1, 2, 0, 3) if self.layout == "bshd" else out.transpose(0, 1)
+        return out.contiguous(), lse.transpose(0, 1).contiguous()
+
+    def _by_position(self, reach: Reach, rows: Rows, slopes: torch.Tensor | None, count: int) -> dict[str, Any]:
+        """The mask or bias of what depends on where keys are in the whole sequence. One query a sequence needs no mask
+        where only later keys are hidden: a length says that."""
+        masked = reach.left >= 0 or (reach.right >= 0 and count > 1)
+        keys = self._rows()
+        seen = visible(self.shard, reach, rows, keys) if masked else None
+        if slopes is None:
+            return {} if seen is None else {"mask": seen}
+        bias = alibi_bias(self.shard, slopes, rows, keys)
+        return {"bias": bias if seen is None else bias.masked_fill(~seen, float("-inf"))}
+
+    def _rows(self) -> int:
+        """Rows of this rank's part of a sequence that there is memory for."""
+        cache = self.caches[0]
+        if self.page_table is None:
+            return cache.shape[2 if self.layout == "bhsd" else 1]
+        return self.page_table.shape[1] * cache.shape[2 if self.options.get("page_layout", "phd") == "hpd" else 1]
+
+    def _queries_a_sequence(self) -> int | None:
+        """None of packed queries, whose numbers are on the device, but where there is at most one."""
+        if self.is_packed:
+            return 1 if self.options.get("max_seqlen_q") == 1 else None
+        return self.queries[0].shape[2 if self.layout == "bhsd" else 1]
+
+    def _check(self, heads: Heads) -> None:
+        op, options = self.op, self.options
+        for name in ("bias", "mask", "leftpad_k"):
+            if options.get(name) is not None:
+                limit = "is not supported over a sharded cache: it would have to be cut as the keys are"
+                raise ArgumentError(op, name, _shape(options[name]), limit)
+        check_choice(op, "layout", self.layout, LAYOUTS)
+        for name, q in zip(("q",) if len(self.queries) == 1 else ("q_nope", "q_rope"), self.queries, strict=True):
+            check_tensor(op, name, q, 3 if self.is_packed else 4)
+        names = {1: ("kv_pages",), 2: ("k_cache", "v_cache") if self.page_table is None else ("k_pages", "v_pages")}
+        for name, cache in zip(names[len(self.caches)], self.caches, strict=True):
+            check_tensor(op, name, cache, 3 if len(self.caches) == 1 else 4)
+        if op != "decode_attention":
+            check_tensor(op, "page_table", self.page_table, 2)
+        batch = self.page_table.shape[0] if self.page_table is not None else self.queries[0].shape[0]
+        check_lengths(op, self.seqlens_k, batch)
+        slopes, q = options.get("alibi_slopes"), self.queries[0]
+        count = q.shape[1] if self.is_packed or self.layout == "bhsd" else q.shape[2]
+        if slopes is not None:
+            if not isinstance(slopes, torch.Tensor) or tuple(slopes.shape) not in ((count,), (batch, count)):
+                raise ArgumentError(op, "alibi_slopes", _shape(slopes), f"must be ({count},) or ({batch}, {count})")
+            if slopes.dtype is not torch.float32:
+                raise ArgumentError(op, "alibi_slopes.dtype", slopes.dtype, "must be torch.float32")
+        tensors = (*self.queries, *self.caches, slopes, options.get("sinks"))
+        if wants_gradients(*(t for t in tensors if isinstance(t, torch.Tensor))):
+            limit = (
+                "has no gradient over a sharded cache; use torch.no_grad(), or portattn.distributed.context_parallel"
+            )
+            raise ArgumentError(op, "requires_grad", True, limit)
+        if heads == "shard" and count % self.shard.world_size:
+            limit = f'must be a multiple of the {self.shard.world_size} ranks for heads="shard"'
+            raise ArgumentError(op, "heads_q", count, limit)
+
+
+def check_choice(op: str, name: str, value: Any, known: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ArgumentError(op, name, value, f"must be one of {', '.join(known)}")
+
+
+def check_tensor(op: str, name: str, value: Any, axes: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(op, name, type(value).__name__, "must be a torch.Tensor: this rank's own")
+    if value.ndim != axes:
+        raise ArgumentError(op, f"{name}.shape", tuple(value.shape), f"must have {axes} axes")
+
+
+def check_lengths(op: str, seqlens_k: Any, batch: int) -> None:
+    if not isinstance(seqlens_k, torch.Tensor):
+        raise ArgumentError(op, "seqlens_k", seqlens_k, "must be given: the keys of each whole sequence, (B,) int32")
+    if seqlens_k.shape != (batch,) or seqlens_k.dtype is not torch.int32:
+        given = (tuple(seqlens_k.shape), seqlens_k.dtype)
+        raise ArgumentError(op, "seqlens_k", given, f"must be ({batch},) int32: the keys of each whole sequence")
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

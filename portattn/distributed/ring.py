@@ -1,0 +1,221 @@
+"""Ring attention: each rank attends its own rows, while keys and values of the others come one shard at a time.
+
+In step t a rank sends what the rank t places further attends of its keys and values, and receives from the rank t
+places before. Each of these messages is on its way while the step before is computed. Keys that a rank does not attend
+(later ones under a causal mask, those outside the window) are not sent to it, and where nothing is left no message is.
+
+In the backward pass keys and values are sent once more in the same order, and each block's gradients go back to the
+rank that has the keys while the next step is computed.
+
+Memory of a rank beyond its own q, k, v and out, beside what its local calls need; a block is what is received in one
+step, at most a shard of keys and values:
+  forward   three blocks (one attended, one in flight, a copy of its own that is sent), and the partial results in
+            float32, B·Hq·S·(Dv + 1); one local result at a time
+  backward  the same blocks; dQ, dK and dV of its own rows in float32; one block's gradients in float32, and in k's
+            dtype, in which they are sent, twice (its own on their way out, others' on their way in)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from portattn.distributed.groups import Ranks
+from portattn.distributed.local import Merged, Rows, Scores, attend, differentiate, of_sinks
+from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One call of ring attention.
+
+    ranks      the ring
+    shards     how the sequence is cut over it
+    length     of the whole sequence
+    documents  of a packed sequence, or None
+    """
+
+    ranks: Ranks
+    shards: Shards
+    length: int
+    mask: Mask
+    documents: Documents | None
+    scores: Scores
+
+    def step(self, place: int, source: int) -> Step:
+        """What the rank at `place` attends of the keys of that at `source`."""
+        join = self.scores.slopes is None
+        return step(self.shards, self.length, self.mask, self.documents, join, place, source)
+
+    def real_rows(self) -> tuple[int, int] | None:
+        """Rows of this rank that are part of a document: padding lies behind them, in the last piece that has rows."""
+        if self.documents is None:
+            return None
+        end, at = self.documents.cu[-1], 0
+        for start, stop in self.shards.pieces(self.length, self.ranks.rank):
+            at += max(0, min(stop, end) - start)
+        return 0, at
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, LSE) of this rank's rows over all keys, of views (B, H, S, D): contiguous, in q's dtype and float32.
+
+        Differentiable in q, k, v and sinks; the sinks' gradient is of this rank's rows.
+        """
+        found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(self, q, k, v, sinks)
+        return found
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out, lse = _forward(ring, q, k, v, sinks)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        rows = Rows(q, out, lse, grad_out, grad_lse)
+        of_q, of_k, of_v = _backward(ctx.ring, rows, k, v)
+        wanted = sinks is not None and ctx.needs_input_grad[4]
+        return None, of_q, of_k, of_v, of_sinks(sinks, rows) if wanted else None
+
+
+def _forward(ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    merged = Merged((*q.shape[:3], v.shape[3]), q.device)
+    for _, block, keys, values in _blocks(ring, k, v):
+        for span in block.spans:
+            merged.add(span.rows, *attend(span, q, keys, values, ring.scores))
+        del keys, values  # before the next but one is received
+    if sinks is not None:
+        merged.count_sinks(sinks, ring.real_rows())
+    return merged.out.to(q.dtype), merged.lse
+
+
+def _backward(ring: Ring, rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    mine = ring.ranks.rank
+    of_q, of_k, of_v = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (rows.q, k, v))
+    home = _Home(ring, of_k, of_v)
+    for distance, block, keys, values in _blocks(ring, k, v):
+        # Of the own block, the gradients are added where they belong.
+        of_keys = of_k if distance == 0 else torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
+        of_values = of_v if distance == 0 else torch.zeros(values.shape, dtype=torch.float32, device=v.device)
+        for span in block.spans:
+            parts = differentiate(span, rows, keys, values, ring.scores)
+            at = slice(*span.keys)
+            of_q[:, :, slice(*span.rows)] += parts[0]
+            of_keys[:, :, at] += parts[1]
+            of_values[:, :, at] += parts[2]
+            del parts
+        if distance:
+            home.send(distance, (mine - distance) % ring.ranks.size, of_keys.to(k.dtype), of_values.to(v.dtype))
+        del keys, values, of_keys, of_values  # before the next but one is received
+    home.finish()
+    return of_q.to(rows.q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _blocks(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """(Distance, step, keys, values) of each block, this rank's own first. The next one is on its way meanwhile."""
+    mine, count = ring.ranks.rank, ring.ranks.size
+    own, next_one = ring.step(mine, mine), _fetch(ring, k, v, 1)
+    yield 0, own, k, v
+    for distance in range(1, count):
+        keys, values = next_one.wait()
+        next_one = _fetch(ring, k, v, distance + 1)
+        yield distance, ring.step(mine, (mine - distance) % count), keys, values
+
+
+class _Moving:
+    """Keys and values, or their gradients, on their way from and to another rank."""
+
+    __slots__ = ("_sent", "_works", "parts")
+
+    def __init__(self, works: Sequence[Any], parts: tuple[torch.Tensor, torch.Tensor], sent: Any) -> None:
+        self._works, self.parts, self._sent = works, parts, sent
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was received. Raises what torch.distributed raises where a rank is gone or does not answer in time."""
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = (), None  # works keep what they have sent
+        return self.parts
+
+
+def _move(ranks: Ranks, to: int, sent: Sequence[torch.Tensor], source: int, into: torch.Tensor) -> list[Any]:
+    """Start sending tensors as one message, and receiving one. Both may be empty: then there is no message."""
+    operations = []
+    for tensor in sent:
+        if tensor.numel():
+            operations.append(dist.P2POp(dist.isend, tensor, ranks.members[to], ranks.group))
+    if into.numel():
+        operations.append(dist.P2POp(dist.irecv, into, ranks.members[source], ranks.group))
+    works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+    return works
+
+
+def _message(k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Rows of k and of v, one flat tensor."""
+    rows = [tensor[:, :, start:stop] for tensor in (k, v) for start, stop in parts]
+    if len(parts) > 1:
+        rows = [torch.cat(rows[: len(parts)], 2), torch.cat(rows[len(parts) :], 2)]
+    return torch.cat([part.reshape(-1) for part in rows]) if rows else k.new_empty(0)
+
+
+def _received(k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory of a message of so many rows, and its two parts (B, Hk, keys, D) and (B, Hk, keys, Dv)."""
+    sizes = [(*tensor.shape[:2], keys, tensor.shape[3]) for tensor in (k, v)]
+    whole = k.new_empty(sum(batch * heads * keys * width for batch, heads, keys, width in sizes))
+    first = sizes[0][0] * sizes[0][1] * sizes[0][2] * sizes[0][3]
+    return whole, whole[:first].view(sizes[0]), whole[first:].view(sizes[1])
+
+
+def _fetch(ring: Ring, k: torch.Tensor, v: torch.Tensor, distance: int) -> _Moving:
+    mine, count = ring.ranks.rank, ring.ranks.size
+    if distance >= count:
+        return _Moving((), (k, v), None)
+    to, source = (mine + distance) % count, (mine - distance) % count
+    sent = _message(k, v, ring.step(to, mine).ranges)
+    into, keys, values = _received(k, v, ring.step(mine, source).keys)
+    return _Moving(_move(ring.ranks, to, [sent], source, into), (keys, values), sent)
+
+
+class _Home:
+    """Gradients of keys and values that go back to the rank that has these, one step at a time."""
+
+    def __init__(self, ring: Ring, of_k: torch.Tensor, of_v: torch.Tensor) -> None:
+        self._ring, self._of_k, self._of_v = ring, of_k, of_v
+        self._moving: tuple[_Moving, Step] | None = None
+
+    def send(self, distance: int, source: int, of_keys: torch.Tensor, of_values: torch.Tensor) -> None:
+        """Gradients of the block that came from `source`; those of what this rank had sent in that step come."""
+        self.finish()
+        ranks = self._ring.ranks
+        user = (ranks.rank + distance) % ranks.size
+        used = self._ring.step(user, ranks.rank)
+        sent = torch.cat([of_keys.reshape(-1), of_values.reshape(-1)])
+        sizes = (of_keys.new_empty((*of_keys.shape[:2], 0, of_keys.shape[3])),
+                 of_values.new_empty((*of_values.shape[:2], 0, of_values.shape[3])))  # fmt: skip
+        into, keys, values = _received(*sizes, used.keys)
+        self._moving = _Moving(_move(ranks, source, [sent], user, into), (keys, values), sent), used
+
+    def finish(self) -> None:
+        """Add what has come to this rank's own."""
+        if self._moving is None:
+            return
+        moving, used = self._moving
+        self._moving, at = None, 0
+        keys, values = moving.wait()
+        for start, stop in used.ranges:
+            part = slice(at, at + stop - start)
+            self._of_k[:, :, start:stop] += keys[:, :, part]
+            self._of_v[:, :, start:stop] += values[:, :, part]
+            at += stop - start

@@ -1,0 +1,57 @@
+"""Models of transformers whose sequences gloo processes share: loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rank_processes import Ranks
+
+pytest.importorskip("transformers")
+
+import llama_ranks
+
+pytestmark = pytest.mark.transformers
+Start = Callable[[int], Ranks]
+FACTOR = 4.0  # our distance to float64 may be as many times that of one process in float32: sums run in another order
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "options", "checkpointing"),
+    [
+        (2, "llama", {}, False),
+        (2, "llama", {"layout": "contiguous"}, True),
+        (2, "llama", {"method": "ulysses"}, False),
+        (4, "mistral", {}, False),
+    ],
+    ids=["zigzag", "contiguous-checkpointing", "ulysses", "mistral-window"],
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    ranks: Start, world: int, kind: str, options: dict[str, Any], checkpointing: bool
+) -> None:
+    for found in ranks(world).run(llama_ranks.trained, kind, options, 32, checkpointing):
+        assert found["loss"] <= FACTOR * found["loss of one"] + 1e-6, found
+        assert found["gradients"] <= FACTOR * found["of one"] + 1e-6, found
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("packed", "position_ids"),
+        ("padding", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
+        ("padding of one", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
+        ("positions of one", "must be those of this rank's rows"),
+        ("dropout", "attention_dropout is 0.1, but must be 0"),
+        ("length", "must be a multiple of 4"),
+        ("cache", "past_key_values is 3, but must be empty: use_cache=False"),
+        ("no positions, zigzag", "must be those of this rank's rows"),
+    ],
+)
+def test_what_needs_other_ranks_rows_is_refused(ranks: Start, change: str, text: str) -> None:
+    for found in ranks(2).run(llama_ranks.refused, change):
+        assert text in found, found
+
+
+def test_the_name_is_given_back(ranks: Start) -> None:
+    assert ranks(2).run(llama_ranks.refused, "") == ["nothing"] * 2

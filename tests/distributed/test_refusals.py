@@ -1,0 +1,71 @@
+"""Ranks that disagree, calls that are refused, ranks that are gone: an error on every rank, and no endless wait."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from ranks import run
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
+
+UNEVEN = "q.shape is (1, 4, 16, 8) on ranks 0 to 2, (1, 4, 12, 8) on rank 3, but must be the same on every rank"
+DTYPE = "dtype is torch.float32 on ranks 0, 2, 3, torch.bfloat16 on rank 1, but must be the same on every rank"
+FLAT = "q.shape is (4, 16, 8), but must have four axes (rank 2)"
+EXPECTED = {
+    "ring: uneven shards": UNEVEN,
+    "ring: dtype": DTYPE,
+    "ring: one rank's own error": FLAT,
+    "both: uneven shards": UNEVEN,
+    "both: dtype": DTYPE,
+    "both: one rank's own error": FLAT,
+    "causal": "causal is True on ranks 0, 1, False on ranks 2, 3, but must be the same on every rank",
+    "key's rows": "k.shape[2] is 8, but must be q's, 16: queries and keys are of the same rows, cut alike",
+    "gradients": "whether gradients are asked for is True on rank 0, False on ranks 1 to 3",
+    "documents": "cu_seqlens is (0, 21, 64) on rank 0, (0, 20, 64) on ranks 1 to 3, but must be the same",
+    "documents too long": "cu_seqlens[-1] is 65, but must be at most 64, the rows of all ranks together",
+    "documents fall": "cu_seqlens is (0, 9, 5), but must begin with 0 and never fall",
+    "odd shards": "q.shape[2] is 15, but must be a multiple of 2: zigzag shards over 4 ranks",
+    "length": "shard: tensor.shape[2] is 60, but must be a multiple of 8: zigzag shards over 4 ranks",
+    "heads": "q's heads is 2, but must be a multiple of 4, the ranks that Ulysses shares them out to",
+    "dropout": "dropout_p is 0.1, but must be 0: dropout is not computed over several ranks",
+    "bias": "bias is 'given', but must be None over several ranks: portattn.attention takes it",
+    "mask": "mask is 'given', but must be None over several ranks",
+    "slopes": "alibi_slopes.requires_grad is True, but must be False: a ring does not compute the slopes' gradient",
+    "window": "window's left is -3, but must be an integer ≥ 0",
+    "layout": "layout is 'sbhd', but must be one of bhsd, bshd",
+    "no tensor": "k is 'NoneType', but must be a torch.Tensor",
+    "quantised": "k.dtype is torch.float8_e4m3fn, but must be q's, torch.float32",
+    "unshard with gradients": "tensor.requires_grad is True, but must be False",
+    "unshard of other shapes": "tensor.shape is (1, 4, 16, 8) on ranks 0, 1, 3, (1, 1, 16, 8) on rank 2",
+    "made differently": "layout is 'zigzag' on ranks 0, 2, 3, 'contiguous' on rank 1, but must be the same",
+    "unknown layout": "layout is 'striped', but must be one of zigzag, contiguous",
+    "unknown method": "method is 'alltoall', but must be one of ring, ulysses",
+    "two methods": "method is 'ring', but must be None of a mesh of two dimensions",
+    "no group": "mesh is 'cuda', but must be a ProcessGroup, a DeviceMesh or None",
+}
+
+
+def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
+    """And works on: each is followed by a right call."""
+    found = run("refusals", 4, tmp_path, "all_refusals")["all_refusals"]
+    assert found[0].keys() == EXPECTED.keys()
+    for name, text in EXPECTED.items():
+        said = {rank[name] for rank in found.values()}
+        assert len(said) == 1, (name, said)
+        assert text in said.pop(), (name, found[0][name])
+
+
+GONE = ("killed_between_calls", "killed_inside_a_call", "never_comes", "differ_after_the_first_check")
+LONG = 60.0  # seconds; the time-out of the process groups is 8
+
+
+def test_a_rank_that_is_gone_or_does_something_else_is_an_error_on_the_others(tmp_path: Path) -> None:
+    for name, found in run("refusals", 3, tmp_path, *GONE).items():
+        assert sorted(found) == ([0, 2] if name.startswith("killed") else [0, 1, 2])
+        for rank, said in found.items():
+            if (name, rank) == ("never_comes", 1):
+                continue
+            assert said["raised"] not in ("", "ArgumentError"), (name, rank, said)
+            assert said["seconds"] < LONG, (name, rank, said)
