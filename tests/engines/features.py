@@ -1,8 +1,8 @@
 """Which features of an engine its tests show: what is collected while they run, and the file that it is written to.
 
-A test names what it shows by `@pytest.mark.engine_feature("masks, boolean and added")`, or several such marks. A feature
-that all its tests show works. One that must be refused is marked `refused=True`; its test takes the fixture `refusal`,
-which expects the error and keeps its text as the reason.
+A test names what it shows by `@pytest.mark.engine_feature("masks, boolean and added")`, or several such marks. A
+feature that all its tests show works. One that must be refused is marked `refused=True`; its test takes the fixture
+`refusal`, which expects the error and keeps its text as the reason.
 """
 
 from __future__ import annotations
