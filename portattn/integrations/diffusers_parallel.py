@@ -73,6 +73,7 @@ class Parallel:
 
         is_causal and enable_gqa are False: `check`. The template calls it without recording gradients.
         """
+        query, key, value = _waited(query, key, value)
         ring = _parallel_config.context_parallel_config.ring_degree > 1
         if ring and key.shape[1] == 0:
             raise self._refuse("key.shape[1]", 0, "ring attention cannot merge a part without keys")
@@ -98,7 +99,8 @@ class Parallel:
         out, lse           of all keys together, (B, Sq, H, Dv) and (B, Sq, H)
         """
         own_q, own_k, own_v, attn_mask, seed, own_out, own_lse = ctx.saved_tensors
-        qkv = [own if given is None else given for own, given in ((own_q, query), (own_k, key), (own_v, value))]
+        pairs = ((own_q, query), (own_k, key), (own_v, value))
+        qkv = _waited(*(own if given is None else given for own, given in pairs))
         if out is None or lse is None:
             out, lse = own_out, own_lse
         else:
@@ -114,6 +116,13 @@ def masked(attn_mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
     if attn_mask is None:
         return {}
     return {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+
+
+def _waited(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What other processes sent, once it is here: templates hand over wrappers, whose memory no kernel may read yet."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # not in every build of torch
+
+    return [t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors]
 
 
 def _gradients(
