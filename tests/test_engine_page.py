@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def test_every_file_is_of_a_pinned_environment() -> None:
     files = {path.stem for path in (DOCS / "engines").glob("*.json")}
     assert files
     assert files <= pinned
+
+
+def test_both_ends_of_the_range_of_diffusers_ran() -> None:
+    """Of the extra, which is the range that register() takes (tests/engines/diffusers/test_diffusers_page.py)."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ends = re.search(r'"diffusers>=([\d.]+),<=([\d.]+)"', project)
+    assert ends is not None
+    assert {f"diffusers-{end}" for end in ends.groups()} <= {path.stem for path in (DOCS / "engines").glob("*.json")}
 
 
 def test_versions_are_in_order_and_features_that_all_refuse_come_last(tmp_path: Path) -> None:
