@@ -40,6 +40,14 @@ nothing about speed.
 
 A version that has no column was not tried. The adapters refuse versions outside the range that they name.
 
+To run an engine's tests again, and make this page of what they found:
+
+```
+python scripts/engine_env.py make diffusers==0.42.1
+python scripts/engine_env.py test diffusers-0.42.1 --engine-report docs/engines
+python scripts/engine_page.py
+```
+
 <!-- Made by scripts/engine_page.py from docs/engines/*.json. -->
 """
 

@@ -78,7 +78,7 @@ class Parallel:
         if ring and key.shape[1] == 0:
             raise self._refuse("key.shape[1]", 0, "ring attention cannot merge a part without keys")
         seed = new_seed(query) if dropout_p else None
-        named = {"scale": scale, "dropout_p": dropout_p, "dropout_seed": seed, "backend": self.backend}
+        named: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "dropout_seed": seed, "backend": self.backend}
         named |= masked(attn_mask)
         kept = _save_ctx and not ring  # the ring's own is merged, and the template has it
         found: Any = ops.attention(query, key, value, layout="bshd", return_lse=return_lse or kept, **named)
@@ -105,13 +105,18 @@ class Parallel:
             out, lse = own_out, own_lse
         else:
             lse = lse.transpose(1, 2).contiguous()
-        named = {"scale": ctx.scale, "dropout_p": ctx.dropout_p, "dropout_seed": seed, "backend": self.backend}
+        named: dict[str, Any] = {
+            "scale": ctx.scale,
+            "dropout_p": ctx.dropout_p,
+            "dropout_seed": seed,
+            "backend": self.backend,
+        }
         named |= masked(attn_mask)
         with using(ctx.settings):  # torch runs a backward pass in threads of its own
             return _gradients(qkv, named, out, lse, grad_out.to(qkv[0].dtype))
 
 
-def masked(attn_mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def masked(attn_mask: torch.Tensor | None) -> dict[str, Any]:
     """The argument of portattn.attention that a mask is."""
     if attn_mask is None:
         return {}
@@ -129,7 +134,7 @@ def _gradients(
     qkv: list[torch.Tensor], named: dict[str, Any], out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Of keys and values that are some of those of which out and lse are: kernels compute it of these two alone."""
-    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    leaves = q, k, v = [tensor.detach().requires_grad_() for tensor in qkv]
     request = request_of("attention", {**_DEFAULTS, **named, **dict(zip(_QKV, leaves, strict=True))})
     if training.planned(request):
         with torch.no_grad():
@@ -141,7 +146,7 @@ def _gradients(
     # are `share` of those there. The gradient of the scores, P·(dP − Σ dO·out), has the sum of the output of all keys;
     # what it differs by goes in as a gradient of the LSE.
     with torch.enable_grad():
-        found: Any = ops.attention(*leaves, layout="bshd", return_lse=True, **named)
+        found: Any = ops.attention(q, k, v, layout="bshd", return_lse=True, **named)
     own, own_lse = found
     share = torch.exp(own_lse.detach() - lse)  # [B, H, Sq]
     rows = (grad_out.float() * (own.detach().float() - out.float())).sum(-1).transpose(1, 2)  # [B, H, Sq]

@@ -16,6 +16,7 @@ import torch
 from calls import dispatch, qkv
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+from diffusers.utils import constants
 from places import ROOT
 from tiny_diffusers import flux, flux_inputs
 
@@ -78,6 +79,22 @@ def test_two_names_side_by_side(nothing_left: None) -> None:
     first.remove()
     assert _AttentionBackendRegistry._active_backend == "portattn_reference"
     second.remove()  # portattn was not active when it was registered: native was
+
+
+@pytest.mark.engine_feature(REGISTERED)
+@pytest.mark.parametrize("where", ["register", "set_active_backend"])
+def test_nothing_is_left_of_an_interrupted_one(
+    where: str, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(constants, "DIFFUSERS_ATTN_BACKEND", "portattn")
+        patched.setattr(_AttentionBackendRegistry, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            integration.register()
+    integration.register().remove()
 
 
 @pytest.mark.engine_feature(REGISTERED)
