@@ -70,7 +70,8 @@ def add(dispatch: Any, name: str, function: Callable[..., Any]) -> Any:
 
 
 def take_out(dispatch: Any, member: Any, before: Any) -> None:
-    """Undo `add`, also one that was interrupted. Where the member is the active backend, `before` becomes that; its own default, if that is gone."""
+    """Undo `add`, also one that was interrupted. Where the member is the active backend, `before` becomes that; or
+    diffusers' own default, if that is gone."""
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     for entries in (registry._backends, registry._constraints, registry._supported_arg_names):
         entries.pop(member, None)
