@@ -7,6 +7,7 @@ once for each part with the merged output and LSE. Ulysses attention calls eithe
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,12 +21,10 @@ from portattn.errors import ArgumentError
 
 _QKV = ("q", "k", "v")
 # Every other argument of portattn.attention, as a request of it wants them.
-_DEFAULTS: dict[str, Any] = {
-    "q_scale": None, "k_scale": None, "v_scale": None, "scale": None, "causal": False, "window": None, "softcap": None,
-    "alibi_slopes": None, "sinks": None, "bias": None, "mask": None, "seqlens_q": None, "seqlens_k": None,
-    "leftpad_q": None, "leftpad_k": None, "dropout_p": 0.0, "dropout_seed": None, "out_dtype": None,
-    "return_lse": False, "layout": "bshd", "backend": None, "validate": None,
-}  # fmt: skip
+_DEFAULTS = {
+    name: p.default for name, p in inspect.signature(ops.attention).parameters.items() if p.default is not p.empty
+}
+_DEFAULTS["layout"] = "bshd"
 
 
 class Parallel:

@@ -127,6 +127,20 @@ def autocast(handle: Registration, rank: int, world: int) -> None:
     assert all(torch.equal(ours, right.float()) for ours, right in pairs)
 
 
+def autocast_masked(handle: Registration, rank: int, world: int) -> None:
+    """An added mask in another half precision than autocast's, which the backward sees without autocast."""
+    config = parallel(world, ulysses_degree=world)
+    mine = [part(tensor, rank, world).detach().requires_grad_() for tensor in whole(24)]
+    mask = part(torch.randn(2, 24, generator=torch.Generator().manual_seed(5)), rank, world).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dispatch(handle, *mine, attn_mask=mask, parallel_config=config)
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in mine]
+    expected = dispatch(handle, *half, attn_mask=mask.bfloat16(), parallel_config=config)
+    assert torch.equal(out, expected)
+    pairs = zip(torch.autograd.grad(out.sum(), mine), torch.autograd.grad(expected.sum(), half), strict=True)
+    assert all(torch.equal(ours, right.float()) for ours, right in pairs)
+
+
 def dropout(handle: Registration, rank: int, world: int) -> None:
     """Gradients are those of the elements that the forward dropped: out is linear in value, and so known by them."""
     config = parallel(world, ulysses_degree=world)

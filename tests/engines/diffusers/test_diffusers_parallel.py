@@ -20,7 +20,7 @@ Outputs = Callable[[int, str], list[str]]
 # By torch's kernels, which the setting takes on a CPU: gradients of attention over some of the keys, computed anew.
 BY_SETTING = [
     "ring", "ring_in_half", "ring_lse", "ring_of_any_length", "ulysses", "ulysses_masked", "ulysses_lse",
-    "ulysses_of_any_length", "autocast", "dropout", "refusals", "flux_by_ring", "flux_by_heads",
+    "ulysses_of_any_length", "autocast", "autocast_masked", "dropout", "refusals", "flux_by_ring", "flux_by_heads",
 ]  # fmt: skip
 # By portattn's kernels, gradients included.
 BY_KERNELS = ["ring", "ring_in_half", "ring_lse", "ulysses", "ulysses_masked", "autocast", "dropout"]
@@ -77,6 +77,7 @@ SHOWN = {
     "ring_of_any_length": "context parallelism, ring_anything: forward",
     "ulysses_of_any_length": "context parallelism, ulysses_anything: forward",
     "ulysses_masked": "context parallelism, Ulysses: a mask of (B, Sk)", "autocast": "context parallelism: autocast",
+    "autocast_masked": "context parallelism: autocast",
     "dropout": "context parallelism, Ulysses: dropout_p",
     "flux_by_ring": "FluxTransformer2DModel.enable_parallelism", "flux_by_heads":
     "FluxTransformer2DModel.enable_parallelism",
