@@ -16,7 +16,7 @@ from portattn.integrations import diffusers as integration
 
 
 def test_the_examples_of_the_page(tmp_path: Path) -> None:
-    test_docs.assert_shown("diffusers", 5, tmp_path)
+    test_docs.assert_shown("diffusers", 4, tmp_path)
 
 
 def test_the_versions_of_the_page_and_of_the_extra() -> None:
