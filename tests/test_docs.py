@@ -57,6 +57,10 @@ def _begins(line: str, whole: str) -> bool:
     ],
 )
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:
+    assert_shown(page, least, tmp_path)
+
+
+def assert_shown(page: str, least: int, tmp_path: Path) -> None:
     """In a process that sees no accelerator, whatever this machine has: the page shows what a CPU does."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(python|text)\n(.*?)```", text, re.DOTALL)
