@@ -8,6 +8,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
+from portattn.errors import ArgumentError
 from portattn.integrations.vllm import NAME, caches
 from portattn.integrations.vllm.impl import PortattnImpl
 from portattn.integrations.vllm.metadata import PortattnMetadataBuilder
@@ -75,14 +76,14 @@ class PortattnBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Whether portattn has a file of the chip. Other vendors' numbers are no CUDA capabilities."""
+        """Whether kernels run on the chip, by its file. Other vendors' numbers are no CUDA capabilities."""
         if capability is None or not current_platform.is_cuda():
             return True
         try:
-            parse_target(f"cuda:sm_{capability.major}{capability.minor}")
-        except ValueError:
+            target = parse_target(f"cuda:sm_{capability.major}{capability.minor}")
+        except ArgumentError:  # a chip that portattn has no file of
             return False
-        return True
+        return not target.arch.refused
 
     @classmethod
     def supports_combination(

@@ -91,7 +91,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         if output_scale is not None or output_block_scale is not None:
             given = "output_scale" if output_scale is not None else "output_block_scale"
             limit = "must be None: the output is not quantised, as fused_output_quant_supported says"
-            raise ArgumentError(NAME, given, "a tensor", limit)
+            raise ArgumentError(NAME, given, "given", limit)
         if attn_metadata is None:
             return output.fill_(0)
         rows = attn_metadata.num_actual_tokens

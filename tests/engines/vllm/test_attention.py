@@ -244,10 +244,10 @@ def test_kernels(requests: list[tuple[int, int]]) -> None:
     check(out, batch, window=(11, 0))
 
 
-def test_scores_of_quantised_output_are_refused() -> None:
+def test_quantised_output_and_wrong_sinks_are_refused() -> None:
     layer, batch = Layer(), Batch(DECODE)
     metadata, q = layer.builder.build(0, batch.common()), torch.cat(batch.q)
-    with pytest.raises(ArgumentError, match="output_scale is a tensor, but must be None"):
+    with pytest.raises(ArgumentError, match="output_scale is 'given', but must be None"):
         layer.layer.impl.forward(
             layer.layer, q, None, None, layer.layer.kv_cache, metadata, torch.empty_like(q), torch.ones(1)
         )

@@ -134,6 +134,7 @@ def test_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.supports_compute_capability(DeviceCapability(9, 0))
     assert one.supports_compute_capability(DeviceCapability(8, 0))
     assert not one.supports_compute_capability(DeviceCapability(6, 1))
+    assert not one.supports_compute_capability(DeviceCapability(5, 0))
 
 
 @feature("latent attention (MLA), decoding")

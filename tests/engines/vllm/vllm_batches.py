@@ -67,6 +67,8 @@ class Layer:
                 self.heads, self.dim, self.dim**-0.5, self.kv_heads, cache_config=cache, prefix=self.name,
                 attn_backend=self.backend, per_layer_sliding_window=self.window, **self.arguments,
             )  # fmt: skip
+            if self.cache_dtype == "auto":  # the model's dtype, and there is no model
+                self.layer.kv_cache_torch_dtype = self.dtype
             spec = self.layer.get_kv_cache_spec(self.config) if self.keeps_keys else None
             self.spec = None if spec is None else self.backend.customize_spec(spec)
             make = self.backend.get_builder_cls()
