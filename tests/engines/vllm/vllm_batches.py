@@ -19,7 +19,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import compute_layout_strides
+from vllm.v1.kv_cache_interface import FullAttentionSpec, compute_layout_strides
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from portattn.integrations.vllm.backend import PortattnBackend
@@ -72,7 +72,11 @@ class Layer:
             spec = self.layer.get_kv_cache_spec(self.config) if self.keeps_keys else None
             self.spec = None if spec is None else self.backend.customize_spec(spec)
             make = self.backend.get_builder_cls()
-            self.builder = make(self.spec, [self.name], self.config, torch.device("cpu"))
+            # Encoders have none of their own; the runner gives their builder one like this.
+            nothing = FullAttentionSpec(
+                block_size=BLOCK, num_kv_heads=self.kv_heads, head_size=self.dim, dtype=self.dtype
+            )
+            self.builder = make(self.spec or nothing, [self.name], self.config, torch.device("cpu"))
         if self.spec is not None:
             self.layer.kv_cache = self.empty_cache()
 
