@@ -307,7 +307,7 @@ def _run(
         late.set()
         _kill(process)
 
-    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), end)
+    timer = threading.Timer(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX), end)
     timer.start()
     lines: list[str] = []
     try:
