@@ -139,6 +139,7 @@ def test_rows_of_different_numbers() -> None:
 def test_fp8_cache() -> None:
     layer, batch = Latent(cache_dtype="fp8"), Batch([(1, 20), (1, 33)])
     layer.layer._k_scale.fill_(0.5)
+    layer.layer._k_scale_float = 0.5  # by which vLLM decides whether there is a scale
     q, latent = inputs(batch, torch.bfloat16)
     out, _ = layer.run(batch, q, latent)
     cache = layer.layer.kv_cache.view(torch.float8_e4m3fn)
