@@ -146,7 +146,9 @@ def test_fp8_cache() -> None:
     for b, (_, keys) in enumerate(batch.requests):
         slots = batch.slots_of(b, 0, keys)
         stored = cache.flatten(0, 1).view(torch.uint8)[slots].view(torch.float8_e4m3fn).double() * 0.5
-        assert largest(stored - latent[b].double()) <= 0.2
+        exact = latent[b].double()
+        # Half a unit of three bits behind the point, and of the smallest numbers.
+        assert ((stored - exact).abs() <= exact.abs() / 16 + 2**-10).all()
         latent[b] = stored
     check(layer, batch, out, q, latent)
 
