@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -47,12 +48,19 @@ def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: 
     def refuse(*_: Any) -> None:
         raise ValueError("no such member")
 
-    old = SimpleNamespace(AttentionBackendEnum=SimpleNamespace(__members__={}), register_backend=refuse)
+    old = SimpleNamespace(
+        AttentionBackendEnum=SimpleNamespace(__members__={}, register=refuse), register_backend=refuse
+    )
     monkeypatch.setattr(integration, "import_module", lambda _: old)
     monkeypatch.setattr(integration.log, "propagate", True)
     with caplog.at_level(logging.WARNING):
         integration.register()
     assert "takes no new attention backend, so PORTATTN is not there: no such member" in caplog.text
+    monkeypatch.setattr(integration, "_REGISTRY", "vllm.no_such_module")
+    monkeypatch.setattr(integration, "import_module", importlib.import_module)
+    with caplog.at_level(logging.WARNING):
+        integration.register()
+    assert "PORTATTN is not there: No module named 'vllm.no_such_module'" in caplog.text
 
 
 @pytest.mark.parametrize(
