@@ -49,6 +49,10 @@ def _begins(line: str, whole: str) -> bool:
     ("page", "least"), [("operations", 7), ("serving", 3), ("training", 6), ("choosing-a-backend", 2)]
 )
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:
+    assert_shown(page, least, tmp_path)
+
+
+def assert_shown(page: str, least: int, tmp_path: Path) -> None:
     """In a process that sees no accelerator, whatever this machine has: the page shows what a CPU does."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(python|text)\n(.*?)```", text, re.DOTALL)

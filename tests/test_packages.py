@@ -55,7 +55,7 @@ def test_every_hint_names_an_extra_that_there_is() -> None:
         text = path.read_text(encoding="utf-8")
         named |= set(re.findall(r"install_extra\([\"'](\w+)[\"']", text))
         assert "pip install " not in text or path.name == "source_tree.py", path
-    assert {"triton", "tools", "transformers", "bench"} == named & extras == named
+    assert {"triton", "tools", "transformers", "diffusers", "bench"} == named & extras == named
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
         assert "pip install 'portattn[" not in text, page

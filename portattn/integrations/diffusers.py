@@ -128,12 +128,12 @@ def _function(dispatch: Any, backend: str | None) -> Callable[..., Any]:
                 query, key, value, layout="bshd", return_lse=return_lse, **named, **masked(attn_mask)
             )
             return (found[0], found[1].transpose(1, 2)) if return_lse else found
-        parallel.check(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, return_lse, config
-        )  # fmt: skip
+        parallel.check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, return_lse, config)
         if autocast.is_on(query):  # before the template, whose backward runs without autocast
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32):
+                attn_mask = attn_mask.to(dtype)
         return dispatch._templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
             forward_op=parallel.forward, backward_op=parallel.backward, _parallel_config=_parallel_config,

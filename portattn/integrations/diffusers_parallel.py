@@ -7,6 +7,7 @@ once for each part with the merged output and LSE. Ulysses attention calls eithe
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,12 +21,10 @@ from portattn.errors import ArgumentError
 
 _QKV = ("q", "k", "v")
 # Every other argument of portattn.attention, as a request of it wants them.
-_DEFAULTS: dict[str, Any] = {
-    "q_scale": None, "k_scale": None, "v_scale": None, "scale": None, "causal": False, "window": None, "softcap": None,
-    "alibi_slopes": None, "sinks": None, "bias": None, "mask": None, "seqlens_q": None, "seqlens_k": None,
-    "leftpad_q": None, "leftpad_k": None, "dropout_p": 0.0, "dropout_seed": None, "out_dtype": None,
-    "return_lse": False, "layout": "bshd", "backend": None, "validate": None,
-}  # fmt: skip
+_DEFAULTS = {
+    name: p.default for name, p in inspect.signature(ops.attention).parameters.items() if p.default is not p.empty
+}
+_DEFAULTS["layout"] = "bshd"
 
 
 class Parallel:
@@ -73,11 +72,12 @@ class Parallel:
 
         is_causal and enable_gqa are False: `check`. The template calls it without recording gradients.
         """
+        query, key, value = _waited(query, key, value)
         ring = _parallel_config.context_parallel_config.ring_degree > 1
         if ring and key.shape[1] == 0:
             raise self._refuse("key.shape[1]", 0, "ring attention cannot merge a part without keys")
         seed = new_seed(query) if dropout_p else None
-        named = {"scale": scale, "dropout_p": dropout_p, "dropout_seed": seed, "backend": self.backend}
+        named: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "dropout_seed": seed, "backend": self.backend}
         named |= masked(attn_mask)
         kept = _save_ctx and not ring  # the ring's own is merged, and the template has it
         found: Any = ops.attention(query, key, value, layout="bshd", return_lse=return_lse or kept, **named)
@@ -98,29 +98,42 @@ class Parallel:
         out, lse           of all keys together, (B, Sq, H, Dv) and (B, Sq, H)
         """
         own_q, own_k, own_v, attn_mask, seed, own_out, own_lse = ctx.saved_tensors
-        qkv = [own if given is None else given for own, given in ((own_q, query), (own_k, key), (own_v, value))]
+        pairs = ((own_q, query), (own_k, key), (own_v, value))
+        qkv = _waited(*(own if given is None else given for own, given in pairs))
         if out is None or lse is None:
             out, lse = own_out, own_lse
         else:
             lse = lse.transpose(1, 2).contiguous()
-        named = {"scale": ctx.scale, "dropout_p": ctx.dropout_p, "dropout_seed": seed, "backend": self.backend}
+        named: dict[str, Any] = {
+            "scale": ctx.scale,
+            "dropout_p": ctx.dropout_p,
+            "dropout_seed": seed,
+            "backend": self.backend,
+        }
         named |= masked(attn_mask)
         with using(ctx.settings):  # torch runs a backward pass in threads of its own
             return _gradients(qkv, named, out, lse, grad_out.to(qkv[0].dtype))
 
 
-def masked(attn_mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def masked(attn_mask: torch.Tensor | None) -> dict[str, Any]:
     """The argument of portattn.attention that a mask is."""
     if attn_mask is None:
         return {}
     return {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
 
 
+def _waited(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What other processes sent, once it is here: templates hand over wrappers, whose memory no kernel may read yet."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # not in every build of torch
+
+    return [t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors]
+
+
 def _gradients(
     qkv: list[torch.Tensor], named: dict[str, Any], out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Of keys and values that are some of those of which out and lse are: kernels compute it of these two alone."""
-    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    leaves = q, k, v = [tensor.detach().requires_grad_() for tensor in qkv]
     request = request_of("attention", {**_DEFAULTS, **named, **dict(zip(_QKV, leaves, strict=True))})
     if training.planned(request):
         with torch.no_grad():
@@ -132,7 +145,7 @@ def _gradients(
     # are `share` of those there. The gradient of the scores, P·(dP − Σ dO·out), has the sum of the output of all keys;
     # what it differs by goes in as a gradient of the LSE.
     with torch.enable_grad():
-        found: Any = ops.attention(*leaves, layout="bshd", return_lse=True, **named)
+        found: Any = ops.attention(q, k, v, layout="bshd", return_lse=True, **named)
     own, own_lse = found
     share = torch.exp(own_lse.detach() - lse)  # [B, H, Sq]
     rows = (grad_out.float() * (own.detach().float() - out.float())).sum(-1).transpose(1, 2)  # [B, H, Sq]

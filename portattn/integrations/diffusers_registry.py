@@ -51,29 +51,40 @@ def add(dispatch: Any, name: str, function: Callable[..., Any]) -> Any:
     member._name_, member._value_ = name.upper(), name
     member._sort_order_ = len(names._member_names_)
     member.__objclass__ = names
-    names._member_map_[member._name_] = member
-    names._value2member_map_[name] = member
-    names._member_names_.append(member._name_)
-    if hasattr(names, "_hashable_values_"):  # Python 3.12.3 and later ask this list whether a value is a member
-        names._hashable_values_.append(name)
-    # Past the enum's own __setattr__, which forbids it.
-    type.__setattr__(names, member._name_, member)
-    registry.register(member, constraints=[], supports_context_parallel=True)(function)
-    if name == constants.DIFFUSERS_ATTN_BACKEND:
-        registry.set_active_backend(member)
+    before = registry._active_backend
+    try:
+        names._member_map_[member._name_] = member
+        names._value2member_map_[name] = member
+        names._member_names_.append(member._name_)
+        if hasattr(names, "_hashable_values_"):  # later Pythons ask this list whether a value is a member's
+            names._hashable_values_.append(name)
+        # Past the enum's own __setattr__, which forbids it.
+        type.__setattr__(names, member._name_, member)
+        registry.register(member, constraints=[], supports_context_parallel=True)(function)
+        if name == constants.DIFFUSERS_ATTN_BACKEND:
+            registry.set_active_backend(member)
+    except BaseException:
+        take_out(dispatch, member, before)
+        raise
     return member
 
 
 def take_out(dispatch: Any, member: Any, before: Any) -> None:
-    """Undo `add`. Where the member is the active backend, `before` becomes that; its own default, if that is gone."""
+    """Undo `add`, also one that was interrupted. Where the member is the active backend, `before` becomes that; or
+    diffusers' own default, if that is gone."""
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     for entries in (registry._backends, registry._constraints, registry._supported_arg_names):
         entries.pop(member, None)
     registry._supports_context_parallel.discard(member.value)
     if registry._active_backend is member:
         registry.set_active_backend(before if before in registry._backends else names.NATIVE)
-    del names._member_map_[member.name], names._value2member_map_[member.value]
-    names._member_names_.remove(member.name)
-    if hasattr(names, "_hashable_values_"):
-        names._hashable_values_.remove(member.value)
-    type.__delattr__(names, member.name)
+    names._member_map_.pop(member.name, None)
+    names._value2member_map_.pop(member.value, None)
+    for entries, entry in (
+        (names._member_names_, member.name),
+        (getattr(names, "_hashable_values_", []), member.value),
+    ):
+        if entry in entries:
+            entries.remove(entry)
+    if member.name in vars(names):
+        type.__delattr__(names, member.name)

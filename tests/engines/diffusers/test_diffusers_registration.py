@@ -1,0 +1,211 @@
+"""portattn's name in diffusers' closed registry: every way to choose it, and nothing left once it is removed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from calls import dispatch, qkv
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+from diffusers.utils import constants
+from places import ROOT
+from tiny_diffusers import flux, flux_inputs
+
+import portattn
+import portattn.integrations.diffusers as integration
+from portattn.errors import ArgumentError
+
+REGISTERED = "register() and remove()"
+
+
+def everything() -> list[Any]:
+    """All that register() may change."""
+    registry, names = _AttentionBackendRegistry, AttentionBackendName
+    return [
+        dict(registry._backends), dict(registry._constraints), dict(registry._supported_arg_names),
+        set(registry._supports_context_parallel), registry._active_backend, dict(names._member_map_),
+        dict(names._value2member_map_), list(names), len(names), sorted(vars(names)), list(names.__members__),
+        list(getattr(names, "_hashable_values_", [])),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = everything()
+    yield
+    assert everything() == before
+
+
+@pytest.mark.engine_feature(REGISTERED)
+def test_remove_restores_everything(nothing_left: None) -> None:
+    handle = integration.register()
+    member = AttentionBackendName("portattn")
+    assert member is AttentionBackendName.PORTATTN is AttentionBackendName["PORTATTN"]
+    assert isinstance(member, AttentionBackendName)
+    assert member in AttentionBackendName
+    assert member in list(AttentionBackendName)
+    assert "portattn" in AttentionBackendName.__members__["PORTATTN"].value
+    assert copy.deepcopy(member) is member is pickle.loads(pickle.dumps(member))
+    assert repr(handle) == "Registration(name='portattn', backend=None, registered)"
+    handle.remove()
+    handle.remove()
+    assert repr(handle).endswith("removed)")
+    with pytest.raises(ValueError, match="portattn"):
+        AttentionBackendName("portattn")
+    with pytest.raises(AttributeError):
+        _ = AttentionBackendName.PORTATTN
+
+
+@pytest.mark.engine_feature(REGISTERED)
+def test_two_names_side_by_side(nothing_left: None) -> None:
+    """The second's removal leaves the first one in place, whatever is the active backend."""
+    first, second = integration.register(), integration.register("portattn_reference", backend="reference")
+    q, k, v = qkv()
+    model = flux()
+    model.set_attention_backend("portattn_reference")
+    dispatch(second, q, k, v)
+    plan = portattn.last_plan()
+    assert plan is not None
+    assert plan.path == "reference"
+    first.remove()
+    assert _AttentionBackendRegistry._active_backend == "portattn_reference"
+    second.remove()  # portattn was not active when it was registered: native was
+
+
+@pytest.mark.engine_feature(REGISTERED)
+@pytest.mark.parametrize("where", ["register", "set_active_backend"])
+def test_nothing_is_left_of_an_interrupted_one(
+    where: str, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(constants, "DIFFUSERS_ATTN_BACKEND", "portattn")
+        patched.setattr(_AttentionBackendRegistry, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            integration.register()
+    integration.register().remove()
+
+
+@pytest.mark.engine_feature(REGISTERED)
+def test_the_same_arguments_give_the_same_handle(registered: integration.Registration) -> None:
+    assert integration.register() is registered
+    with pytest.raises(ArgumentError, match=r"backend is 'reference', but 'portattn' is registered with None"):
+        integration.register(backend="reference")
+
+
+@pytest.mark.engine_feature("set_attention_backend")
+def test_a_model_that_is_set_to_it(registered: integration.Registration) -> None:
+    model = flux()
+    model.set_attention_backend("portattn")
+    assert portattn.last_plan() is None
+    with torch.no_grad():
+        model(**flux_inputs())
+    plan = portattn.last_plan()
+    assert plan is not None
+    assert plan.problem.layout == "bshd"
+    registered.remove()
+    with pytest.raises(KeyError, match="portattn"), torch.no_grad():
+        model(**flux_inputs())
+    model.reset_attention_backend()
+    with torch.no_grad():
+        model(**flux_inputs())
+
+
+@pytest.mark.engine_feature("attention_backend, the context manager")
+def test_a_block(registered: integration.Registration) -> None:
+    model = flux()
+    with attention_backend("portattn"), torch.no_grad():
+        model(**flux_inputs())
+    assert portattn.last_plan() is not None
+    assert _AttentionBackendRegistry._active_backend is AttentionBackendName.NATIVE
+
+
+CHILD = """
+import portattn.integrations.diffusers as integration
+handle = integration.register({arguments})
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry, dispatch_attention_fn
+import portattn, torch
+print(registry.get_active_backend()[0].value)
+q = torch.randn(1, 5, 2, 16)
+dispatch_attention_fn(q, q, q)
+print(portattn.last_plan().problem.op if portattn.last_plan() else None)
+handle.remove()
+print(registry.get_active_backend()[0].value)
+"""
+
+
+def run_child(program: str, chosen: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=240, cwd=ROOT,
+        env={**os.environ, "DIFFUSERS_ATTN_BACKEND": chosen},
+    )  # fmt: skip
+
+
+@pytest.mark.engine_feature("DIFFUSERS_ATTN_BACKEND")
+@pytest.mark.parametrize(
+    ("chosen", "arguments", "printed"),
+    [
+        ("portattn", "", ["portattn", "attention", "native"]),
+        ("portattn", "'portattn_other'", ["native", "None", "native"]),
+        ("_native_math", "", ["_native_math", "None", "_native_math"]),
+    ],
+    ids=["portattn", "another name", "diffusers' own"],
+)
+def test_the_environment_chooses_it(chosen: str, arguments: str, printed: list[str]) -> None:
+    done = run_child(CHILD.replace("{arguments}", arguments), chosen)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == printed
+
+
+@pytest.mark.engine_feature("DIFFUSERS_ATTN_BACKEND with models imported before register()", refused=True)
+def test_the_environment_without_portattn_is_diffusers_error(refusal: Callable[..., Any]) -> None:
+    done = run_child("import diffusers.models.attention_dispatch", "portattn")
+    with refusal(ValueError, match="'portattn' is not a valid AttentionBackendName"):
+        raise ValueError(done.stderr.strip().splitlines()[-1])
+
+
+@pytest.mark.engine_feature("diffusers older or newer than what was tested", refused=True)
+@pytest.mark.parametrize("version", ["0.39.0", "0.42.2", "0.43.0.dev0", "1.0"])
+def test_another_version(
+    version: str, refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    monkeypatch.setattr(diffusers, "__version__", version)
+    limit = f"must be {integration.OLDEST} to {integration.NEWEST}"
+    with refusal(ArgumentError, match=rf"diffusers\.__version__ is '{version}', but {limit}"):
+        integration.register()
+
+
+@pytest.mark.parametrize("name", ["flash", "Portattn", "portattn-2", "", None, "_portattn"])
+def test_a_name_that_is_not_ours(name: Any, nothing_left: None) -> None:
+    with pytest.raises(ArgumentError, match=r"name is .*, but must begin with 'portattn'"):
+        integration.register(name)
+
+
+def test_a_name_that_somebody_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionBackendName._value2member_map_, "portattn", AttentionBackendName.NATIVE)
+    with pytest.raises(ArgumentError, match="name is 'portattn', but is taken in diffusers' AttentionBackendName"):
+        integration.register()
+
+
+def test_a_backend_that_is_no_string() -> None:
+    with pytest.raises(ArgumentError, match="backend is 3, but must be None or a string"):
+        integration.register(backend=3)  # type: ignore[arg-type]
+
+
+def test_every_argument_of_diffusers_own_backend_is_declared(registered: integration.Registration) -> None:
+    """Those that a signature lacks are dropped without a word."""
+    names = _AttentionBackendRegistry._supported_arg_names
+    assert names[AttentionBackendName("portattn")] >= names[AttentionBackendName.NATIVE]
+    assert names[AttentionBackendName("portattn")] >= names[AttentionBackendName._NATIVE_CUDNN]
+    assert "portattn" in attention_dispatch._AttentionBackendRegistry._supports_context_parallel
