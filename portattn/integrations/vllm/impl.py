@@ -118,7 +118,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         """Attention over the cache."""
         of = self.views(kv_cache)
         k_scale, v_scale = caches.scales(of, layer)
-        shared = {
+        shared: dict[str, Any] = {
             "k_scale": k_scale,
             "v_scale": v_scale,
             "scale": self.scale,
@@ -129,29 +129,31 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             "page_layout": "hpd",
         }
         # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
+        out: Any
         if batch.single and self.num_splits is None:
             # One row sees all keys: no mask, and the window's other side has nothing in it.
-            window = self.window
             rows = query[:, None]
             out = ops.paged_attention(
-                rows, of.k, of.v, batch.block_table, lengths, window=window, layout="bshd", **shared
+                rows, of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared
             )
             return out[:, 0]
-        return ops.paged_attention(
+        out = ops.paged_attention(
             query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len, causal=causal, window=self.window if causal else self.window_both,
             **shared,
         )  # fmt: skip
+        return out
 
     def _encode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PortattnMetadata
     ) -> torch.Tensor:
         """Attention of packed sequences to themselves, in both directions."""
-        return ops.varlen_attention(
+        out: Any = ops.varlen_attention(
             query, key, value, batch.query_start_loc, batch.query_start_loc, batch.max_query_len, batch.max_query_len,
             scale=self.scale, window=self.window_both, softcap=self.softcap,
             alibi_slopes=self._slopes_on(query.device), sinks=self.sinks,
         )  # fmt: skip
+        return out
 
     def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
         if self.slopes is not None and self.slopes.device != device:

@@ -137,7 +137,7 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         assert isinstance(batch, PortattnMLADecodeMetadata)
         nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
         cache = kv_c_and_k_pe_cache
-        shared = {
+        shared: dict[str, Any] = {
             "scale": self.scale,
             "kv_scale": None if cache.dtype.itemsize > 1 else layer._k_scale,
             "num_splits": self.num_splits,
