@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slice forms fuzz mutants lint bench bench-docs docs site wheel hub clean
+.PHONY: demo test slice engines forms fuzz mutants lint bench bench-docs docs site wheel hub clean
 
 demo: $(READY)
 	$(PY) -m portattn.cli doctor
@@ -36,6 +36,23 @@ slice: $(READY)
 	$(PY) -m portattn.cli matrix run --quick $(SLICE) --targets cuda:sm_90,rocm:gfx942,ascend:ascend910b2 --out $(MATRIX)-slice
 	$(PY) -m portattn.cli quirks probe any-0001 any-0002 cuda-0007 cuda-0014 rocm-0015 rocm-0218 ascend-0006 ascend-0008 $(SLICE)
 	$(PY) -m portattn.cli quirks audit
+
+# The adapters' tests, each against the real engine in an environment of its own (scripts/engine_env.py), made where it is
+# not there. Whatever cannot be made within ENGINE_SECONDS is named and left out; a test that fails fails the target.
+# ENGINES="vllm==0.31.0 sglang==0.5.23": others than the newest of each.
+ENGINES ?= $(shell $(PY) scripts/engine_env.py list --newest)
+ENGINE_SECONDS ?= 600
+
+engines: $(READY)
+	@failed=; left=; for engine in $(ENGINES); do \
+	  $(PY) scripts/engine_env.py make $$engine --seconds $(ENGINE_SECONDS); status=$$?; \
+	  if [ $$status -eq 0 ]; then \
+	    $(PY) scripts/engine_env.py test $$engine -q $(ARGS) || failed="$$failed $$engine"; \
+	  elif [ $$status -eq 3 ]; then left="$$left $$engine"; \
+	  else exit $$status; fi; \
+	done; \
+	[ -z "$$left" ] || echo "engines: no environment could be made, and no test was run, of:$$left" >&2; \
+	[ -z "$$failed" ] || { echo "engines: tests failed of:$$failed" >&2; exit 1; }
 
 # Every form of the Hopper variants, compiled for sm_90: registers and spills, against what is known of the release
 # (tests/backends/cuda/gluon_spills.toml). About fifteen minutes on two cores. RELEASE=3.9.0: by the Triton of that release

@@ -1,0 +1,63 @@
+"""portattn as an attention backend of vLLM: `AttentionConfig(backend="PORTATTN")`, or `--attention-backend PORTATTN`.
+
+vLLM loads `register` as a general plug-in (the entry point of portattn's distribution). It adds names and selects
+nothing: PORTATTN, and PORTATTN_MLA for latent attention. What the backends cannot do they refuse when vLLM asks,
+as it builds the model's layers.
+
+backend.py   what the backend says of itself: dtypes, caches, features, the versions that it was tested with
+metadata.py  what a batch looks like, built once a step
+impl.py      a layer's forward
+caches.py    numbers and scales inside vLLM's cache tensors, and how new tokens are written
+mla.py       latent attention
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Any
+
+NAME = "PORTATTN"
+MLA_NAME = "PORTATTN_MLA"
+_CLASSES = {
+    NAME: "portattn.integrations.vllm.backend.PortattnBackend",
+    MLA_NAME: "portattn.integrations.vllm.mla.PortattnMLABackend",
+}
+_REGISTRY = "vllm.v1.attention.backends.registry"
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make the backends' names known to vLLM in this process. A second call changes nothing.
+
+    vLLM calls it as a plug-in in each of its processes. A release that takes no new names, or has no registry of
+    backends, keeps those that it has, and a warning says so.
+
+    Returns nothing.
+
+    Raises ModuleNotFoundError where vLLM is not installed.
+    """
+    try:
+        registry = import_module(_REGISTRY)
+        names = registry.AttentionBackendEnum
+        for name, path in _CLASSES.items():
+            if name in names.__members__:
+                continue
+            # 0.31 registers members alone, and has no way to add one; given a name it does nothing.
+            new = name if hasattr(names, "register") else _member(names, name, path)
+            registry.register_backend(new, path)
+    except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+            raise
+        log.warning("this vLLM takes no new attention backend, so %s is not there: %s", NAME, error)
+
+
+def _member(names: Any, name: str, value: str) -> Any:
+    """A member more of an enum that is closed, as later releases of vLLM add theirs."""
+    member = object.__new__(names)
+    member._name_, member._value_ = name, value
+    type.__setattr__(names, name, member)
+    names._member_map_[name] = names._value2member_map_[value] = member
+    names._member_names_.append(name)
+    return member

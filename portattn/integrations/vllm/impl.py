@@ -1,0 +1,161 @@
+"""A layer's forward: one call of portattn for the whole batch, decoding and prefill requests together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from portattn.api import ops
+from portattn.errors import ArgumentError
+from portattn.integrations.vllm import NAME, caches
+from portattn.integrations.vllm.metadata import PortattnMetadata
+
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class PortattnImpl(AttentionImpl[PortattnMetadata]):
+    """One layer. Not supported, and not declared: decode context parallelism, fused quantisation of the output."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.softcap = logits_soft_cap or None
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # A window counts the query's own key; without a mask to the future it reaches as far there.
+        side = None if sliding_window is None else sliding_window - 1
+        self.window = None if side is None else (side, 0)
+        self.window_both = None if side is None else (side, side)
+        if sinks is not None and tuple(sinks.shape) != (num_heads,):
+            raise ArgumentError(NAME, "sinks.shape", tuple(sinks.shape), f"must be ({num_heads},), one for each head")
+        self.sinks = sinks
+        self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
+        self._cache: torch.Tensor | None = None
+        self._views: caches.Views | None = None
+
+    def views(self, kv_cache: torch.Tensor) -> caches.Views:
+        """The layer's cache as portattn takes it; the same objects as long as the cache is the same tensor."""
+        if self._views is None or kv_cache is not self._cache:
+            self._views = caches.views(kv_cache, self.kv_cache_dtype, self.head_size)
+            self._cache = kv_cache
+        return self._views
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys (tokens, Hk, D) and values (tokens, Hk, Dv) to their slots. Encoders keep none."""
+        if self.attn_type not in ENCODERS and kv_cache.numel():
+            caches.write(key, value, self.views(kv_cache), slot_mapping, layer)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: PortattnMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a batch's rows (tokens, Hq, D) into output (tokens, Hq, Dv), which is returned.
+
+        Rows behind the batch's own are left as they are. Without metadata, in vLLM's profiling run, the output is 0.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            given = "output_scale" if output_scale is not None else "output_block_scale"
+            limit = "must be None: the output is not quantised, as fused_output_quant_supported says"
+            raise ArgumentError(NAME, given, "given", limit)
+        if attn_metadata is None:
+            return output.fill_(0)
+        rows = attn_metadata.num_actual_tokens
+        if self.attn_type in ENCODERS:
+            assert key is not None
+            assert value is not None
+            out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
+        elif attn_metadata.causal is not None:
+            lengths = attn_metadata.seq_lens
+            out = self._attend(layer, query[:rows], kv_cache, attn_metadata, lengths, attn_metadata.causal)
+        else:
+            # A request has keys in one of the two calls, and rows without keys give 0.
+            assert attn_metadata.causal_lens is not None
+            assert attn_metadata.other_lens is not None
+            out = self._attend(layer, query[:rows], kv_cache, attn_metadata, attn_metadata.causal_lens, True)
+            out += self._attend(layer, query[:rows], kv_cache, attn_metadata, attn_metadata.other_lens, False)
+        output[:rows].copy_(out)
+        return output
+
+    def _attend(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata, lengths: torch.Tensor,
+        causal: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention over the cache."""
+        of = self.views(kv_cache)
+        k_scale, v_scale = caches.scales(of, layer)
+        shared: dict[str, Any] = {
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "alibi_slopes": self._slopes_on(query.device),
+            "sinks": self.sinks,
+            "num_splits": self.num_splits,
+            "page_layout": "hpd",
+        }
+        # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
+        out: Any
+        if batch.single and self.num_splits is None:
+            # One row sees all keys: no mask, and the window's other side has nothing in it.
+            rows = query[:, None]
+            out = ops.paged_attention(
+                rows, of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared
+            )
+            return out[:, 0]
+        out = ops.paged_attention(
+            query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len, causal=causal, window=self.window if causal else self.window_both,
+            **shared,
+        )  # fmt: skip
+        return out
+
+    def _encode(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PortattnMetadata
+    ) -> torch.Tensor:
+        """Attention of packed sequences to themselves, in both directions."""
+        out: Any = ops.varlen_attention(
+            query, key, value, batch.query_start_loc, batch.query_start_loc, batch.max_query_len, batch.max_query_len,
+            scale=self.scale, window=self.window_both, softcap=self.softcap,
+            alibi_slopes=self._slopes_on(query.device), sinks=self.sinks,
+        )  # fmt: skip
+        return out
+
+    def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        if self.slopes is not None and self.slopes.device != device:
+            self.slopes = self.slopes.to(device)
+        return self.slopes

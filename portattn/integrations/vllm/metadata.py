@@ -1,0 +1,93 @@
+"""What a batch looks like: built once a step, read by the forward of every layer.
+
+The tensors are the model runner's own, which it fills anew for each step at the same addresses, so what a CUDA graph
+captured stays right. Nothing here reads a device's tensor on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+
+@dataclass
+class PortattnMetadata(AttentionMetadata):
+    """One batch.
+
+    single           every request has one query row at most, so row b is request b's
+    causal           of all requests; None where requests differ
+    causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
+                     0 elsewhere
+    """
+
+    num_actual_tokens: int
+    num_reqs: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    single: bool
+    causal: bool | None = True
+    per_request: torch.Tensor | None = None
+    causal_lens: torch.Tensor | None = None
+    other_lens: torch.Tensor | None = None
+
+    def split_by_causality(self) -> None:
+        """Fill causal_lens and other_lens from seq_lens as they are now, by the device alone."""
+        if self.per_request is not None:
+            assert self.causal_lens is not None
+            assert self.other_lens is not None
+            torch.mul(self.seq_lens, self.per_request != 0, out=self.causal_lens)
+            torch.sub(self.seq_lens, self.causal_lens, out=self.other_lens)
+
+
+class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
+    """Graphs are captured for batches whose requests have equally many rows: decode, and speculative verification."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Of their own, and kept: a captured graph reads them at these addresses.
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PortattnMetadata:
+        """The batch as forward takes it. `common_prefix_len` and `fast_build` change nothing."""
+        common = common_attn_metadata
+        each = isinstance(common.causal, torch.Tensor)
+        made = PortattnMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            single=common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs,
+            causal=None if each else bool(common.causal),
+        )
+        if each:
+            count = common.seq_lens.shape[0]
+            if count > self._split.shape[1]:  # more than the scheduler's limit: only where no scheduler is
+                self._split = self._split.new_zeros(2, count)
+            made.per_request = common.causal
+            made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
+            made.split_by_causality()
+        return made
+
+    def update_block_table(
+        self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> PortattnMetadata:
+        """The same batch over another group's blocks."""
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: PortattnMetadata) -> None:
+        """Follow lengths that a drafter has advanced on the device. A graph can hold this."""
+        metadata.split_by_causality()

@@ -1,0 +1,215 @@
+"""Multi-head latent attention: decoding over the latent cache is portattn's, prefill stays vLLM's own.
+
+vLLM's common MLA layer projects prefill back to full heads and gives it to one of its prefill backends. What it asks
+an MLA backend for is the absorbed form over cached rows, which is `mla_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+from portattn.api import ops
+from portattn.errors import ArgumentError
+from portattn.integrations.vllm import MLA_NAME, caches
+from portattn.integrations.vllm.backend import BLOCK, PortattnBackend
+from portattn.integrations.vllm.versions import untested
+from portattn.schema.problem import MAX_HEAD_DIM
+
+
+@dataclass
+class PortattnMLADecodeMetadata(MLACommonDecodeMetadata):
+    """The batch's decoding requests, which come first in it.
+
+    query_start_loc  (requests + 1,) int32: their rows
+    max_query_len    rows of the longest of them, or more
+    """
+
+    query_start_loc: torch.Tensor
+    max_query_len: int
+
+
+class PortattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """vLLM's own, with rows of different numbers in one decode batch."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
+
+    def _build_decode(self, *arguments: Any, **named: Any) -> PortattnMLADecodeMetadata:
+        base = super()._build_decode(*arguments, **named)
+        return PortattnMLADecodeMetadata(
+            block_table=base.block_table,
+            seq_lens=base.seq_lens,
+            dcp_tot_seq_lens=base.dcp_tot_seq_lens,
+            query_start_loc=named["query_start_loc_device"],
+            max_query_len=named["max_query_len"],
+        )
+
+
+class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
+    """One layer's decoding. Its LSE is in natural logarithms, of what this rank's cache holds."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, **latent,
+        )  # fmt: skip
+        # Prefill would not have them: it is not portattn's.
+        given = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
+        }
+        for name, value in given.items():
+            if value:
+                raise ArgumentError(MLA_NAME, name, value, "is not supported with latent attention")
+        self.supports_quant_query_input = False  # queries stay in 16 bits over a cache of 8
+        self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write latent rows (tokens, R) and rotary rows (tokens, 1, E) behind each other to their slots."""
+        if not kv_cache.numel():
+            return
+        slots = slot_mapping.flatten()
+        tokens = slots.shape[0]
+        dtype = caches.stored(kv_cache_dtype)
+        rows = (kv_cache if dtype is None else kv_cache.view(dtype)).unsqueeze(2)
+        scale = None if dtype is None or skip_scale else k_scale
+        rank = kv_c_normed.shape[-1]
+        ops.write_pages(
+            kv_c_normed[:tokens, None], k_pe.reshape(k_pe.shape[0], 1, -1)[:tokens], rows[..., :rank], rows[..., rank:],
+            slots, k_scale=scale, v_scale=scale,
+        )  # fmt: skip
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The decoding rows: queries (tokens, H, R) and (tokens, H, E), or both in one (tokens, H, R + E).
+
+        Returns out (tokens, H, R), and the LSE (tokens, H) where decode context parallelism merges ranks.
+        """
+        batch = attn_metadata.decode
+        assert isinstance(batch, PortattnMLADecodeMetadata)
+        nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
+        cache = kv_c_and_k_pe_cache
+        shared: dict[str, Any] = {
+            "scale": self.scale,
+            "kv_scale": None if cache.dtype.itemsize > 1 else layer._k_scale,
+            "num_splits": self.num_splits,
+            "return_lse": True,
+        }
+        if batch.max_query_len == 1 and nope.shape[0] == batch.seq_lens.shape[0] and self.num_splits is None:
+            out, lse = ops.mla_attention(
+                nope[:, None], rope[:, None], cache, batch.block_table, batch.seq_lens, layout="bshd", **shared
+            )
+            return out[:, 0], lse[..., 0]
+        out, lse = ops.mla_attention(
+            nope, rope, cache, batch.block_table, batch.seq_lens, cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len, causal=attn_metadata.causal and batch.max_query_len > 1, **shared,
+        )  # fmt: skip
+        return out, lse.transpose(0, 1)
+
+
+class PortattnMLABackend(MLACommonBackend):
+    """Latent attention over vLLM's paged cache."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return MLA_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[PortattnMLAImpl]:
+        return PortattnMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PortattnMLAMetadataBuilder]:
+        return PortattnMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size % BLOCK == 0
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return PortattnBackend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
+    ) -> str | None:
+        return PortattnBackend.supports_combination(head_size, dtype, kv_cache_dtype, *others, **more)
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
+        """vLLM's own list of reasons, and its version where that was not tested."""
+        version = untested()
+        return [*([version] if version else []), *super().validate_configuration(*arguments, **named)]

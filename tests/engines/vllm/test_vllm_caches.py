@@ -1,0 +1,112 @@
+"""Quantised caches in vLLM's formats: what is stored, and attention over it against float64 of what is stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm_batches import BLOCK, DECODE, DIM, KV_HEADS, MIXED, Batch, Layer, check
+
+import portattn
+from portattn.errors import ArgumentError
+from portattn.integrations.vllm import caches
+
+works = pytest.mark.engine_feature
+# cache dtype -> the numbers' dtype, and the least number of correct bits that a value keeps
+FORMATS = {
+    "fp8": (torch.float8_e4m3fn, 4),
+    "fp8_e4m3": (torch.float8_e4m3fn, 4),
+    "fp8_e5m2": (torch.float8_e5m2, 3),
+    "fp8_per_token_head": (torch.float8_e4m3fn, 4),
+    "int8_per_token_head": (torch.int8, None),
+}
+
+
+def read_back(layer: Layer, batch: Batch) -> None:
+    """Put the values that the cache holds in the place of the batch's own, by the format's description alone.
+
+    Content of a token and head: D numbers, then with scales for each token a float32; keys before values.
+    """
+    dtype, bits = FORMATS[layer.cache_dtype]
+    inline = layer.cache_dtype.endswith("per_token_head")
+    content = layer.layer.kv_cache.contiguous().view(torch.uint8)
+    half = content.shape[-1] // 2
+    assert half == DIM + 4 * inline
+    for values, start, scale in (
+        (batch.k, 0, layer.layer._k_scale),
+        (batch.v, half, layer.layer._v_scale),
+    ):
+        for b, (_, keys) in enumerate(batch.requests):
+            slots = batch.slots_of(b, 0, keys)
+            rows = content[slots // BLOCK, :, slots % BLOCK, start : start + half].contiguous()
+            numbers = rows[..., :DIM].contiguous().view(dtype).double()
+            factor = rows[..., DIM:].contiguous().view(torch.float32).double() if inline else scale.double()
+            stored = numbers * factor
+            # Half a unit in the last place of each number, or of the row's largest where the format is of fixed point.
+            largest = values[b].double().abs().amax(-1, keepdim=True)
+            step = largest / 127 if bits is None else values[b].double().abs() * 2.0 ** (1 - bits)
+            assert ((stored - values[b].double()).abs() <= step / 2 * 1.01 + 2e-2).all()
+            values[b] = stored
+
+
+@works("quantised caches: fp8 e4m3 and e5m2, a scale for each layer")
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_scale_of_the_layer(cache_dtype: str) -> None:
+    batch, layer = Batch(MIXED), Layer(cache_dtype=cache_dtype)
+    layer.layer._k_scale.fill_(0.25)
+    layer.layer._v_scale.fill_(0.5)
+    out = layer.run(batch)
+    read_back(layer, batch)
+    check(out, batch)
+    assert portattn.last_plan().problem.kv_format.startswith("e")
+
+
+@works("quantised caches: int8 and fp8 with a scale for each token and head")
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BHLNC"])
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_scales_of_tokens(cache_dtype: str, layout: str) -> None:
+    batch, layer = Batch(MIXED), Layer(cache_dtype=cache_dtype, layout=layout)
+    out = layer.run(batch)
+    read_back(layer, batch)
+    check(out, batch)
+    assert portattn.last_plan().problem.kv_scales == "token"
+
+
+@works("kernels, interpreted")
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head"])
+def test_kernels_over_quantised_caches(cache_dtype: str) -> None:
+    batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype=cache_dtype)
+    with portattn.settings(backend="interpreter"):
+        out = layer.run(batch)
+    read_back(layer, batch)
+    check(out, batch)
+
+
+def test_views_are_views() -> None:
+    """Numbers and scales are the cache's own bytes, in every physical order."""
+    for layout in KVCacheLayout:
+        layer = Layer(cache_dtype="int8_per_token_head", layout=layout.name)
+        of, cache = layer.layer.impl.views(layer.layer.kv_cache), layer.layer.kv_cache
+        assert of is layer.layer.impl.views(cache)
+        begin = cache.data_ptr()
+        places = [one.data_ptr() - begin for one in (of.k, of.k_scale, of.v, of.v_scale)]
+        assert places == [0, DIM, DIM + 4, 2 * DIM + 4]
+        assert of.k.shape == (layer.blocks, KV_HEADS, BLOCK, DIM)
+        assert of.k_scale.shape == (layer.blocks, KV_HEADS, BLOCK)
+        layer.layer.kv_cache = layer.empty_cache()
+        assert layer.layer.impl.views(layer.layer.kv_cache).k.data_ptr() == layer.layer.kv_cache.data_ptr()
+
+
+def test_a_cache_of_another_shape_is_refused() -> None:
+    cache = torch.zeros(4, 2, 16, 32, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match=r"kv_cache.shape is \(4, 2, 16, 32\), but must be .* keys \(32\)"):
+        caches.views(cache, "auto", 32)
+    with pytest.raises(ArgumentError, match=r"kv_cache.dtype is torch.bfloat16, but must have one byte for fp8"):
+        caches.views(cache, "fp8", 16)
+
+
+def test_decode_of_a_quantised_cache() -> None:
+    batch, layer = Batch(DECODE, torch.float16), Layer(dtype=torch.float16, cache_dtype="fp8")
+    out = layer.run(batch)
+    read_back(layer, batch)
+    check(out, batch)

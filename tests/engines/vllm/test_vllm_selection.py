@@ -1,0 +1,156 @@
+"""Names and refusals: vLLM's plug-in loader, its enum of backends, and what is answered when it asks."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config.attention import AttentionConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_plugins_by_group
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm_batches import Layer
+
+from portattn.integrations import vllm as integration
+from portattn.integrations.vllm import backend, mla, versions
+
+feature = pytest.mark.engine_feature
+
+
+def reasons(one: Any = backend.PortattnBackend, **asked: Any) -> list[str]:
+    """What vLLM is answered, with the arguments that its selector gives."""
+    config: dict[str, Any] = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    selector = AttentionSelectorConfig(**{**config, **asked})
+    return one.validate_configuration(device_capability=DeviceCapability(9, 0), **selector._asdict())
+
+
+@feature('chosen by name: AttentionConfig(backend="PORTATTN")')
+def test_the_plug_in_registers_names() -> None:
+    plugins = load_plugins_by_group("vllm.general_plugins")
+    assert plugins["portattn"] is integration.register
+    plugins["portattn"]()
+    plugins["portattn"]()  # vLLM may load plug-ins more than once
+    chosen = AttentionConfig(backend="PORTATTN").backend
+    assert chosen is AttentionBackendEnum["PORTATTN"]
+    assert chosen.get_class() is backend.PortattnBackend
+    assert AttentionBackendEnum["PORTATTN_MLA"].get_class() is mla.PortattnMLABackend
+    assert AttentionConfig().backend is None
+
+
+def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no such member")
+
+    old = SimpleNamespace(
+        AttentionBackendEnum=SimpleNamespace(__members__={}, register=refuse), register_backend=refuse
+    )
+    monkeypatch.setattr(integration, "import_module", lambda _: old)
+    monkeypatch.setattr(integration.log, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        integration.register()
+    assert "takes no new attention backend, so PORTATTN is not there: no such member" in caplog.text
+    monkeypatch.setattr(integration, "_REGISTRY", "vllm.no_such_module")
+    monkeypatch.setattr(integration, "import_module", importlib.import_module)
+    with caplog.at_level(logging.WARNING):
+        integration.register()
+    assert "PORTATTN is not there: No module named 'vllm.no_such_module'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"dtype": torch.float32},
+        {"head_size": 80, "has_sliding_window": True, "has_sink": True},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"attn_type": "encoder_only"},
+        {"attn_type": "encoder_decoder"},
+        {"use_non_causal": True, "use_batch_invariant": True, "use_kv_connector": True},
+        {"use_adaptive_verification": True},
+        {"block_size": 144},
+    ],
+)
+def test_what_it_takes(asked: dict[str, Any]) -> None:
+    assert reasons(**asked) == []
+
+
+REFUSED = [
+    ("prefix-LM ranges", {"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+    ("decode context parallelism", {"use_dcp": True}, "DCP not supported"),
+    ("prefill context parallelism", {"use_pcp": True}, "PCP not supported"),
+    ("sparse attention", {"use_sparse": True}, "sparse not supported"),
+    ("scales for each head from a checkpoint", {"use_per_head_quant_scales": True}, "per-head quant scales not supp"),
+    ("reference sliding window", {"use_rswa": True}, "R-SWA not supported"),
+    ("caches: nvfp4, int4, turboquant", {"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
+    ("caches: nvfp4, int4, turboquant", {"kv_cache_dtype": "int4_per_token_head"}, "kv_cache_dtype not supported"),
+    ("float32 queries over a quantised cache", {"dtype": torch.float32, "kv_cache_dtype": "fp8"}, "needs queries of"),
+    ("a cache of another 16-bit dtype", {"kv_cache_dtype": "float16"}, "a float16 cache needs queries of float16"),
+    ("head sizes above 576", {"head_size": 640}, "head_size not supported"),
+    ("blocks that are no multiple of 16", {"block_size": 8}, "block_size not supported"),
+    ("float64", {"dtype": torch.float64}, "dtype not supported"),
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [pytest.param(asked, reason, marks=feature(name, refused=True)) for name, asked, reason in REFUSED],
+)
+def test_what_it_refuses(asked: dict[str, Any], reason: str, refusal: Callable[..., Any]) -> None:
+    """As vLLM does: a backend that was named and gives reasons is an error that holds them."""
+    with refusal(ValueError, match=reason):
+        found = reasons(**asked)
+        assert len(found) == 1, found
+        raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {found}")
+
+
+@feature("ALiBi with square roots", refused=True)
+def test_alibi_sqrt_is_refused(refusal: Callable[..., Any]) -> None:
+    with refusal(ValueError, match="use_alibi_sqrt is not supported by backend PORTATTN"):
+        Layer(arguments={"use_alibi_sqrt": True})
+
+
+def test_head_sizes_of_scales_in_the_cache() -> None:
+    assert reasons(head_size=66, kv_cache_dtype="int8_per_token_head") == [
+        "a int8_per_token_head cache needs a head size that is a multiple of 4, not 66"
+    ]
+
+
+@feature("vLLM 0.34 and later, 0.30 and earlier", refused=True)
+def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.untested() == "", vllm.__version__
+    for version in ("0.31.0", "0.32.1+cu130", "0.33.1.dev3+g1234"):
+        assert versions.untested(version) == ""
+    for version in ("0.30.0", "0.34.0", "1.0", "dev"):
+        assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in versions.untested(version)
+    monkeypatch.setattr(backend, "untested", lambda: versions.untested("0.34.0"))
+    with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
+        raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
+
+
+def test_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = backend.PortattnBackend
+    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert one.supports_compute_capability(DeviceCapability(9, 0))
+    assert one.supports_compute_capability(DeviceCapability(8, 0))
+    assert not one.supports_compute_capability(DeviceCapability(6, 1))
+    assert not one.supports_compute_capability(DeviceCapability(5, 0))
+
+
+@feature("latent attention (MLA), decoding")
+def test_latent_attention_is_a_backend_of_its_own() -> None:
+    latent = {"one": mla.PortattnMLABackend, "head_size": 576, "use_mla": True}
+    assert reasons(**latent) == []
+    assert reasons(**latent, kv_cache_dtype="fp8", use_dcp=True, use_non_causal=False) == []
+    assert reasons(**{**latent, "use_mla": False}) == ["non-MLA not supported"]
+    assert reasons(use_mla=True, head_size=576) == ["MLA not supported"]
+    assert reasons(**latent, kv_cache_dtype="fp8_ds_mla") == ["kv_cache_dtype not supported"]
+    assert reasons(**latent, use_sparse=True) == ["sparse not supported"]
