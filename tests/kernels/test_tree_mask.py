@@ -38,9 +38,9 @@ def with_words(call: Call, words: list[int]) -> Call:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", OPS)
 def test_random_words_are_right(device: Device, name: str, feature: str) -> None:
-    for seed in (0, 1):
-        call = random_call(problem(name, tree_mask=True, **FEATURES[feature]), seed, device=device.name)
-        check(device, call, 1 + seed * 2 if name != "ragged" else 1)
+    seed = list(FEATURES).index(feature) % 2
+    call = random_call(problem(name, tree_mask=True, **FEATURES[feature]), seed, device=device.name)
+    check(device, call, 1 + seed * 2 if name != "ragged" else 1)
 
 
 @pytest.mark.parametrize("poison", ["k", "v"])
@@ -51,16 +51,13 @@ def test_what_no_query_sees_may_be_nan(device: Device, name: str, poison: str) -
     check(device, call)
 
 
-@pytest.mark.parametrize("name", ["decode", "whole pages", "ragged"])
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("lowering", "name"), [(one, "ragged" if one == "inside" else "decode") for one in LOWERINGS])
 def test_every_way_to_lower_it(device: Device, lowering: str, name: str) -> None:
-    if lowering == "rotated" and name != "decode":
-        pytest.skip("pages have no rotated loop")
     call = random_call(problem(name, tree_mask=True, mask=name != "ragged"), 3, device=device.name)
     check(device, call, **LOWERINGS[lowering])
 
 
-@pytest.mark.parametrize("queries", [1, 33, 64])
+@pytest.mark.parametrize("queries", [1, 64])
 def test_every_bit_by_itself(device: Device, queries: int) -> None:
     """Query i sees new token (7·i) mod n, in each half of its word and at both halves' ends, and no other."""
     call = random_call(problem("decode", seq_q=queries, seq_k=80, seqlens_k=False, leftpad_k=False), 0,
