@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ sys.path.append(str(Path(__file__).parent / "stubs"))  # after site-packages: a 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def published() -> Iterator[None]:
+def published() -> None:
     """The configuration of a server on a CPU with nothing set, as a scheduler publishes it."""
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
@@ -21,4 +20,3 @@ def published() -> Iterator[None]:
 
     activate()
     publish(ServerArgs(model_path="none", device="cpu", attention_backend="portattn"), role="scheduler")
-    yield

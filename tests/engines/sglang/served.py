@@ -1,7 +1,7 @@
 """A model runner's pools with random weights behind them, batches of SGLang's own ForwardBatch, and their oracle.
 
-Requests have all their keys and values from the start. A batch's prefixes lie in the pool before the layer runs, its new
-tokens go through the layer. Every slot that nothing was written to holds NaN.
+Requests have all their keys and values from the start. A batch's prefixes lie in the pool before the layer runs, its
+new tokens go through the layer. Every slot that nothing was written to holds NaN.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Served:
         return torch.randn(*shape, generator=self.random).to(self.dtype)
 
     def _allocate(self, rows: torch.Tensor, size: int) -> None:
-        """Whole pages in a random order; page 0 belongs to nobody. Behind a request's last token lies another's slot."""
+        """Whole pages in a random order; page 0 is nobody's. Behind a request's last token lies a slot with NaN."""
         order = (torch.randperm(size // self.page, generator=self.random) + 1).tolist()
-        rows.fill_(order[-1] * self.page)
+        rows[1:] = order[-1] * self.page
         for row, length in enumerate(self.lengths, 1):
             own = [order.pop(0) for _ in range(-(-length // self.page))]
             slots = (torch.tensor(own, dtype=torch.int32)[:, None] * self.page + torch.arange(self.page)).flatten()
@@ -148,8 +148,7 @@ class Served:
         rows = batch.req_pool_indices.tolist()
         skip = self.encoder
         spans = [(r - 1, skip + a, skip + a + b) for r, a, b in zip(rows, before, new, strict=True)]
-        k = torch.cat([self.keys[r][a:b] for r, a, b in spans]).clone()
-        v = torch.cat([self.values[r][a:b] for r, a, b in spans]).clone()
+        k, v = (torch.cat([t[0][:0], *(t[r][a:b] for r, a, b in spans)]) for t in (self.keys, self.values))
         return self.numbers(sum(new), self.heads * self.dim), k.flatten(1), v.flatten(1)
 
     # ------------------------------------------------------------------------------------------------ oracle
@@ -198,7 +197,7 @@ class Served:
     def run(
         self, mode: ForwardMode, before: Sequence[int], new: Sequence[int], rows: Sequence[int] | None = None,
         layer: RadixAttention | None = None, tree: Sequence[torch.Tensor] | None = None, backend: Any = None,
-        full: bool = False, sinks: torch.Tensor | None = None,
+        full: bool = True, sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ForwardBatch, tuple[torch.Tensor, ...], RadixAttention]:  # fmt: skip
         """One eager forward through the layer, compared with float64."""
         rows = list(range(1, len(before) + 1)) if rows is None else rows
@@ -220,7 +219,7 @@ class Served:
     ) -> None:  # fmt: skip
         exact = self.expected(q, batch, before, new, layer, torch.float64, tree, sinks)
         same = self.expected(q, batch, before, new, layer, self.dtype, tree, sinks)
-        assert out.shape == exact.shape and out.dtype is self.dtype
+        assert (out.shape, out.dtype) == (exact.shape, self.dtype)
         assert misplaced(out, exact) == 0
         assert largest(out.double() - exact) <= budget(self.dtype, exact, same)
 

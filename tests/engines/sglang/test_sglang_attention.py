@@ -67,7 +67,7 @@ def test_window_pool(page: int) -> None:
         served.run(EXTEND, [17, 64, 0], [20, 1, 20], layer=layer)
         served.run(DECODE, [36, 64, 19], [1, 1, 1], layer=layer)
     own, other = served.pool.get_key_buffer(0), served.pool.get_key_buffer(1)
-    assert torch.isnan(own).any() and not torch.equal(own.nan_to_num(), other.nan_to_num())
+    assert not torch.equal(own.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.engine_feature("sliding windows in a pool of their own (SWAKVPool)")
@@ -117,7 +117,7 @@ def test_hnd_pool(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_float8_cache(kind: torch.dtype, scale: float | None) -> None:
     served = Served([37, 20], page=16, dtype=torch.bfloat16, kv_dtype=kind, scale=scale)
-    _, _, (_, k, v), _ = served.run(EXTEND, [17, 0], [20, 20])
+    _, _, (_, k, _), _ = served.run(EXTEND, [17, 0], [20, 20])
     kept = torch.cat([served.keys[0][17:37], served.keys[1]]).flatten(1)
     assert torch.equal(k, kept)  # the pool divides what it is given in place: the model's own stays
     served.run(DECODE, [36, 19], [1, 1])
