@@ -62,9 +62,8 @@ class Backend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Fill the graphs' buffers, before a capture and before each replay."""
         self._check_batch(forward_batch)
-        made = self.batches.captured(forward_batch)
         # A replay reads what its capture read: the buffers' addresses. Python's object matters at capture alone.
-        self.forward_metadata = made
+        self.forward_metadata = self.batches.captured(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Nothing: all metadata is in the buffers before the graph runs."""

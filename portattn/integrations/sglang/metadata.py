@@ -48,6 +48,7 @@ class Batches:
     def __init__(self, pools: Pools, device: Any, drafted: int | None, encoder: bool) -> None:
         self.pools, self.device, self.drafted, self.encoder = pools, device, drafted, encoder
         self._static: dict[str, torch.Tensor] = {}
+        self._without_tree: set[tuple[int, int]] = set()  # batches and queries of graphs whose kernels read no tree
 
     def queries_of(self, batch: Any, in_graph: bool) -> int:
         """Queries of each sequence, 0 where they are packed."""
@@ -100,8 +101,8 @@ class Batches:
             made["tree"] = chain(most_sequences, self.drafted, self.device)
         self._static = made
 
-    def captured(self, batch: Any) -> Metadata:
-        """Views of the buffers for a batch of this size, filled."""
+    def captured(self, batch: Any, in_capture: bool) -> Metadata:
+        """Views of the buffers for a batch of this size, filled: before a capture, and before each replay of it."""
         mode = batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()):
             refuse(
@@ -112,10 +113,17 @@ class Batches:
         views = {name: buffer[: tokens if name == "window_slots" else count] for name, buffer in self._static.items()}
         tree = views.pop("tree", None)
         made = Metadata(queries, **views)
-        if self._has_tree(batch):
-            assert tree is not None
+        if tree is not None and mode.is_target_verify():
             made.tree = tree.view(-1)[: count * queries].view(count, queries)
-        self.fill(made, batch)
+        if in_capture and not self._has_tree(batch):
+            self._without_tree.add((count, queries))
+        elif in_capture:
+            self._without_tree.discard((count, queries))
+        elif self._has_tree(batch) and (count, queries) in self._without_tree:
+            refuse("spec_info.custom_mask", tuple(batch.spec_info.custom_mask.shape), "must be None, as at the capture")
+        self.fill(made, batch)  # a graph with a tree also verifies chains: its buffer holds one then
+        if not self._has_tree(batch):
+            made.tree = None
         return made
 
     def fill(self, made: Metadata, batch: Any) -> None:
@@ -137,8 +145,6 @@ class Batches:
                 made.tree.copy_(chain(1, made.queries, self.device).expand_as(made.tree))
             elif made.tree is not None:
                 made.tree.copy_(words_of(mask, batch.seq_lens, made.queries, self._is_full))
-            elif mask is not None:
-                refuse("spec_info.custom_mask", tuple(mask.shape), "must be None: the graph was captured without one")
 
     # How the trees of this process are laid out; the backend says so where it lends its own buffer for them.
     mode: TreeMaskMode | None = None

@@ -12,7 +12,7 @@ from portattn.errors import ArgumentError
 NAME = "portattn"
 WHO = "portattn.integrations.sglang"
 # Versions that tests/engines/sglang/ ran with: the first and the last of them.
-OLDEST, NEWEST = "0.5.23", "0.5.23"
+OLDEST, NEWEST = "0.5.20", "0.5.23"
 
 
 def activate() -> None:

@@ -139,6 +139,20 @@ def test_trees(latent: bool) -> None:
     replay(served, backend, captured, layer, VERIFY, [17, 60, 1], 5, 4)
 
 
+@pytest.mark.engine_feature("trees for graphs that were captured without one", refused=True)
+def test_a_tree_where_the_capture_had_none(refusal) -> None:  # type: ignore[no-untyped-def]
+    served = Served([37])
+    with get_spec().override(speculative_num_draft_tokens=5):
+        backend = served.backend
+    backend.init_cuda_graph_state(2, 10)
+    first = blank(served, VERIFY, 1, 5, backend, spec_info=verify_input([1], 5, None, True))
+    backend.init_forward_metadata_out_graph(first, in_capture=True)
+    tree = [torch.eye(5, dtype=torch.bool)]
+    batch = served.batch(VERIFY, [1], [30], [5], spec_info=verify_input([30], 5, tree, True))
+    with refusal(ValueError, match="custom_mask is .*, but must be None"):
+        backend.init_forward_metadata_out_graph(batch)
+
+
 @pytest.mark.engine_feature("CUDA graphs: what decode and speculation read keeps its addresses")
 def test_draft_extend() -> None:
     served = Served([37, 65, 20], page=16)
