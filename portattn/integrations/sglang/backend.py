@@ -131,7 +131,8 @@ class Backend(AttentionBackend):
         """Store new keys and values, by the pool's own writer."""
         if k is None or v is None:
             return
-        loc = KVWriteLoc.for_layer(batch, layer, swa_loc=self._metadata.window_slots)
+        slots = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
+        loc = KVWriteLoc(slots, self._metadata.window_slots)
         if layer.k_scale is None or self._float8(layer) is None:
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
         else:  # the pool divides its arguments in place

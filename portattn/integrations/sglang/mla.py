@@ -53,7 +53,7 @@ class LatentBackend(Backend):
             k = torch.cat((k.view(-1, 1, self.rank), k_rope.view(k.shape[0], 1, -1)), dim=-1)
         if layer.k_scale is not None and self._float8(layer) is not None:
             k = k / layer.k_scale
-        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, k[..., : self.rank])
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, k[..., : self.rank])
 
     def _attend_latent(
         self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, sinks: torch.Tensor | None

@@ -27,9 +27,9 @@ def activate() -> None:
     A version outside of OLDEST to NEWEST is registered too, and refused by name when a server asks for the backend: an
     error here would only be a line in its log.
 
-    >>> import importlib.metadata
-    >>> [entry.value for entry in importlib.metadata.entry_points(group="sglang.srt.plugins", name="portattn")]
-    ['portattn.integrations.sglang.plugin:activate']
+    >>> from portattn.integrations.sglang import NAME
+    >>> f"--attention-backend {NAME}"
+    '--attention-backend portattn'
     """
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
