@@ -167,10 +167,11 @@ class Backend(AttentionBackend):
         else:
             q = q.view(-1, made.queries, *q.shape[1:])
             named |= {"layout": "bshd", "tree_mask": made.tree}
-        out = ops.paged_attention(
+        out: Any = ops.paged_attention(
             q, keys, values, table, lengths, sinks=sinks, page_layout=page_layout, **named
         )  # fmt: skip
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        rows: torch.Tensor = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return rows
 
     def _dense(self, q: Any, k: Any, v: Any, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         """A whole sequence at once, of which nothing is stored."""
@@ -181,8 +182,9 @@ class Backend(AttentionBackend):
         most = q.shape[0] if most is None else most
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out = ops.varlen_attention(q, k, v, cu, cu, most, most, sinks=sinks, **self._layer(layer))
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        out: Any = ops.varlen_attention(q, k, v, cu, cu, most, most, sinks=sinks, **self._layer(layer))
+        rows: torch.Tensor = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return rows
 
     def _layer(self, layer: Any) -> dict[str, Any]:
         """What a layer's own settings are called here."""

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from portattn.errors import ArgumentError
-from portattn.integrations.sglang.plugin import WHO
+from portattn.integrations.sglang.names import WHO
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)

@@ -110,7 +110,9 @@ class Batches:
             )
         queries = self.queries_of(batch, in_graph=True)
         count, tokens = batch.req_pool_indices.shape[0], batch.out_cache_loc.shape[0]
-        views = {name: buffer[: tokens if name == "window_slots" else count] for name, buffer in self._static.items()}
+        views: dict[str, Any] = {
+            name: buffer[: tokens if name == "window_slots" else count] for name, buffer in self._static.items()
+        }
         tree = views.pop("tree", None)
         made = Metadata(queries, **views)
         if tree is not None and mode.is_target_verify():
@@ -141,9 +143,9 @@ class Batches:
         if batch.forward_mode.is_target_verify():
             made.lengths.add_(made.queries)
             mask = batch.spec_info.custom_mask if batch.spec_info is not None else None
-            if mask is None and made.tree is not None:
+            if made.tree is not None and mask is None:
                 made.tree.copy_(chain(1, made.queries, self.device).expand_as(made.tree))
-            elif made.tree is not None:
+            elif made.tree is not None and mask is not None:
                 made.tree.copy_(words_of(mask, batch.seq_lens, made.queries, self._is_full))
 
     # How the trees of this process are laid out; the backend says so where it lends its own buffer for them.

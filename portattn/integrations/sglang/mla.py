@@ -74,5 +74,6 @@ class LatentBackend(Backend):
         if self._float8(layer) is not None:
             named["kv_scale"] = layer.k_scale
         pages = self.pools.latent_pages(layer.layer_id)
-        out = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
-        return out.reshape(-1, heads * self.rank)
+        out: Any = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
+        rows: torch.Tensor = out.reshape(-1, heads * self.rank)
+        return rows

@@ -8,11 +8,7 @@ from typing import Any
 from packaging.version import Version
 
 from portattn.errors import ArgumentError
-
-NAME = "portattn"
-WHO = "portattn.integrations.sglang"
-# Versions that tests/engines/sglang/ ran with: the first and the last of them.
-OLDEST, NEWEST = "0.5.20", "0.5.23"
+from portattn.integrations.sglang.names import NAME, NEWEST, OLDEST, WHO
 
 
 def activate() -> None:
