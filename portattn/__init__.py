@@ -27,6 +27,7 @@ _PUBLIC = {
     "dropout_mask": "portattn.api.dropout_mask",
     "quantize": "portattn.api.quantize",
     "Quantized": "portattn.api.quantize",
+    "tree_mask": "portattn.api.tree_mask",
     "PageTable": "portattn.api.page_table",
     "plan": "portattn.api.ops",
     "explain": "portattn.api.ops",
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from portattn.api.prepare import Prepared as Prepared
     from portattn.api.quantize import Quantized as Quantized
     from portattn.api.quantize import quantize as quantize
+    from portattn.api.tree_mask import tree_mask as tree_mask
     from portattn.api.warmup import warmup as warmup
     from portattn.config import settings as settings
     from portattn.errors import ArgumentError as ArgumentError

@@ -79,6 +79,8 @@ def given(call: Call) -> dict[str, Any]:
             found["page_layout"] = p.page_layout
     if p.packed:
         found["cu_seqlens_q"] = call.cu_seqlens_q
+        if call.tree_mask is not None:
+            found |= {"tree_mask": call.tree_mask[0], "max_seqlen_q": p.seq_q}
     if p.op == "sparse_attention":
         found["validate"] = False  # tokens beyond a sequence, which random calls have, are passed over where none reads
         found |= {n: getattr(call, n) for n in ("indices", "counts", "log_weights") if getattr(call, n) is not None}

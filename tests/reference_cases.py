@@ -51,6 +51,11 @@ PLACED: dict[str, dict[str, Any]] = {
         "mask": True,
     },
 }  # fmt: skip
+TREES: dict[str, dict[str, Any]] = {
+    "tree": {"tree_mask": True},
+    "tree_causal_window": {"tree_mask": True, "causal": "bottom_right", "window_left": 9},
+}
+OF_OPS = {"decode": TREES, "paged": TREES, "paged_packed": TREES}
 CHOSEN: dict[str, dict[str, Any]] = {
     "log_weights": {"log_weights": True},
     "magicpig": {"magicpig": True},
@@ -60,13 +65,13 @@ CHOSEN: dict[str, dict[str, Any]] = {
 CASES = [
     (op, feature)
     for op in OPS
-    for feature in (*TERMS, *(CHOSEN if op.startswith("sparse") else PLACED))
+    for feature in (*TERMS, *(CHOSEN if op.startswith("sparse") else PLACED), *OF_OPS.get(op, {}))
 ]  # fmt: skip
 
 
 def problem(op: str, feature: str = "plain", **fields: Any) -> Problem:
     """The small problem of that name, with other fields where named."""
-    features = TERMS | (CHOSEN if op.startswith("sparse") else PLACED)
+    features = TERMS | (CHOSEN if op.startswith("sparse") else PLACED) | OF_OPS.get(op, {})
     return Problem(**(SMALL | OPS[op] | features[feature] | fields))
 
 

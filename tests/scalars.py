@@ -69,6 +69,9 @@ def row(call: Call, slot: Slot, b: int, h: int, i: int) -> tuple[list[float], fl
             continue
         if call.mask is not None and not call.mask[b, h, i, j]:
             continue
+        node = j - (slot.k_end - (slot.q_end - slot.q_first))
+        if call.tree_mask is not None and node >= 0 and not int(call.tree_mask[query[0], query[2]]) >> node & 1:
+            continue
         if call.bias is not None and call.bias[b, h, i, j] == -INF:
             continue
         key = stored(call, slot, b, h, j)

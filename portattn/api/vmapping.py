@@ -93,9 +93,9 @@ def _fold(signature: Signature, size: int, values: list[Any], mapped: Sequence[b
             continue
         if name in _BATCH_FIRST:
             every = value if mapped[place] else value.expand(size, *value.shape)
-        elif name == "alibi_slopes":
+        elif name in ("alibi_slopes", "tree_mask"):
             value = value if mapped[place] else value[None]
-            if value.ndim == 2:  # one slope a head, for all sequences
+            if value.ndim == 2:  # one for all sequences
                 value = value[:, None].expand(-1, batch, -1)
             every = value.expand(size, *value.shape[1:])
         elif name in ("q_scale", "k_scale", "v_scale"):

@@ -142,6 +142,7 @@ def attend(
     PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
     MULHI: tl.constexpr, KV_FORMAT: tl.constexpr,
     row_scales, V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr, P_TERMS: tl.constexpr,
+    tree_low=None, tree_high=None, tree_first=None,
 ):  # fmt: skip
     """Attend the key tiles [first_step, last_step), tile t being the keys from origin + t·BLOCK_N on.
 
@@ -163,13 +164,17 @@ def attend(
     scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for those of each probability
     (kernels/operands.py). The values' products are then of float16, in which each number of every format is exact.
 
+    tree_low, tree_high, tree_first: None, or each row's tree mask and the key that its first bit is of (tiles.py,
+    in_tree). No key from there on lies in a tile that is attended whole.
+
     NONE: there may be no tile at all. With PIPELINE "single" there is at most one, which begins at origin.
 
     Returns acc, row_max and row_sum.
     """
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
-    # In edge tiles: values before a window, and what descriptors read behind a sequence's end in its last page.
-    EDGE_UNUSED: tl.constexpr = WINDOW or (LOAD == "descriptor" and PAGE_SIZE != 0)
+    # In edge tiles: values before a window, those that no row's tree mask shows, and what descriptors read behind a
+    # sequence's end in its last page.
+    EDGE_UNUSED: tl.constexpr = WINDOW or ((LOAD == "descriptor" and PAGE_SIZE != 0) or tree_low is not None)
     if MASKS or EDGE_UNUSED:
         row_end = tl.where(row_valid, row_end, origin)
     q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
@@ -191,7 +196,7 @@ def attend(
         p, correction, row_max, row_sum = softmax_step(
             scores, origin, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
             bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
-            EXP, MASK_VALUE, CLAMPED,
+            EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
         )  # fmt: skip
         if dropout_seed is not None:
             p = drop_out(p, dropout_seed, drop_rows, origin - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
@@ -225,7 +230,7 @@ def attend(
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
+                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
                 )  # fmt: skip
                 if dropout_seed is not None:
                     p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
@@ -250,7 +255,7 @@ def attend(
         p, correction, row_max, row_sum = softmax_step(
             scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions, bias_rows,
             bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, True, WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY,
-            EXP, MASK_VALUE, CLAMPED,
+            EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
         )  # fmt: skip
         if dropout_seed is not None:
             p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
@@ -290,7 +295,7 @@ def attend(
                 p, correction, row_max, row_sum = softmax_step(
                     scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                     bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED,
+                    BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
                 )  # fmt: skip
                 if dropout_seed is not None:
                     p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)

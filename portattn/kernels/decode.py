@@ -18,6 +18,7 @@ from portattn.kernels.tiles import (
     row_source,
     sequence_bounds,
     store_state,
+    tree_bits,
 )
 
 
@@ -27,7 +28,7 @@ from portattn.kernels.tiles import (
 def decode_split(
     q, q_rope, k, v, k_scale, v_scale, out, lse,
     seqlens_k, leftpad_k, cu_seqlens_q, page_table,
-    alibi_slopes, sinks, bias, mask,
+    alibi_slopes, sinks, bias, mask, tree_mask,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     rope_stride_b, rope_stride_h, rope_stride_s, rope_stride_d,
@@ -38,6 +39,7 @@ def decode_split(
     table_stride_b, alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    tree_mask_stride_b,
     heads_k, seq_q, seq_k, pages, row_tiles, splits, tiles, batches, left, right,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -60,6 +62,9 @@ def decode_split(
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
     optional arguments as in dense_forward.
+    tree_mask: (B, Sq) int64, of packed queries one row of them all, or None: bit j of a query's word says whether it
+    sees the key that is number j of its sequence's last ones, of which there are as many as queries. It sees all keys
+    before those, as far as nothing else hides them. Its rows are contiguous; the stride is None where it is.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -106,6 +111,10 @@ def decode_split(
         else:
             row_end = tl.full([BLOCK_M], 0, tl.int32) + k_end
             near, far = k_end, k_end
+        tree_first = None
+        if tree_mask is not None:
+            tree_first = k_end - queries
+            near = tl.minimum(near, tree_first)
         far = tl.where(last >= first, far, k_first)  # a tile without rows attends nothing
         row_start = tl.maximum(positions - left, k_first)
         low_near, low_far = first + shift - left, last + shift - left
@@ -179,6 +188,11 @@ def decode_split(
             mask_rows = mask + slot_0 * mask_stride_b
             if not MASK_BY_KEY:
                 mask_rows += head.to(tl.int64) * mask_stride_h + read_query.to(tl.int64) * mask_stride_q
+        tree_low = None
+        tree_high = None
+        if tree_mask is not None:
+            words = tree_mask + slot_0 * tree_mask_stride_b + read_row
+            tree_low, tree_high = tree_bits(tl.load(words, mask=row_valid, other=0))
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
         acc, row_max, row_sum = attend(
@@ -193,6 +207,7 @@ def decode_split(
             HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
             MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
             Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None, KV_FORMAT, "as_q", "widened", 1,
+            tree_low, tree_high, tree_first,
         )  # fmt: skip
 
         if cu_seqlens_q is not None:

@@ -270,6 +270,27 @@ def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr,
 
 
 @triton.jit
+def tree_bits(words):
+    """The two halves of tree masks [BLOCK_M] int64, as int32: bits 0 to 31 and 32 to 63."""
+    return words.to(tl.int32), (words >> 32).to(tl.int32)
+
+
+@triton.jit
+def in_tree(node, low, high):
+    """Which keys each row's tree mask shows: bool [BLOCK_M, BLOCK_N].
+
+    node       number of each key among its sequence's own new ones [BLOCK_N], below 0 for all before them, which every
+               row sees
+    low, high  the halves of each row's mask [BLOCK_M]: bit j is that of node j
+    """
+    bit = (node - node + 1) << (node & 31)  # once a key: rows then take an `and` each
+    of_low = tl.where((node >= 0) & (node < 32), bit, 0)
+    of_high = tl.where(node >= 32, bit, 0)
+    seen = (low[:, None] & of_low[None, :]) | (high[:, None] & of_high[None, :])
+    return (seen != 0) | (node < 0)[None, :]
+
+
+@triton.jit
 def final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
                  EXP: tl.constexpr, NATURAL: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
                  CLAMPED: tl.constexpr):  # fmt: skip
@@ -300,13 +321,16 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
                  bias_rows, bias_stride, mask_rows, mask_stride, row_valid,
                  BLOCK_N: tl.constexpr, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                  BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, EXP: tl.constexpr,
-                 MASK_VALUE: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
+                 MASK_VALUE: tl.constexpr, CLAMPED: tl.constexpr,
+                 tree_low=None, tree_high=None, tree_first=None):  # fmt: skip
     """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
     When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on; otherwise every real
     row attends all of them but for bias and mask. The probability of a key that is masked is 0, whatever the row's
     other scores are. Where anything is masked a row that is not real gives weight to no key that is masked for all
     real ones.
+
+    tree_low, tree_high, tree_first  None, or a tree mask: see in_tree. It is applied when LIMITED alone
 
     Returns the probabilities against the new maximum, the factor for everything summed before, the new maximum, and the
     new sum.
@@ -324,6 +348,8 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
             keep = keys[None, :] < end
         if LIMITED and WINDOW:
             keep = keep & (keys[None, :] >= row_start[:, None])
+        if LIMITED and tree_low is not None:
+            keep = keep & in_tree(keys - tree_first, tree_low, tree_high)
         if mask_rows is not None:
             attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, 0, MASK_BY_KEY, LIMITED and CLAMPED)
             keep = keep & (attend.to(tl.int32) != 0)

@@ -50,6 +50,11 @@ def features(call: Call) -> dict[str, Any]:
     return {name: getattr(call, name) for name in _tensors(ROWS[call.problem.op].launches)}
 
 
+def tree_stride(call: Call) -> dict[str, int | None]:
+    """Between the rows of a tree mask. None where there is no mask: no argument is passed at a launch."""
+    return {"tree_mask_stride_b": None if call.tree_mask is None else call.tree_mask.stride(0)}
+
+
 def score_strides(call: Call) -> dict[str, int]:
     """Strides of the features that have an element for each score."""
     found: dict[str, int] = {}

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from portattn.launch import combine
-from portattn.launch.arguments import alibi_stride, features, numbers, scale_strides, score_strides, strides, window
+from portattn.launch.arguments import (
+    alibi_stride,
+    features,
+    numbers,
+    scale_strides,
+    score_strides,
+    strides,
+    tree_stride,
+    window,
+)
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, DecodeSplit
 from portattn.schema.call import Call
@@ -37,7 +46,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call), **outputs.strides("pbhs"),
         "table_stride_b": 0 if table is None else table.stride(0), **alibi_stride(call),
-        **score_strides(call),
+        **score_strides(call), **tree_stride(call),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,
         "batches": problem.batch, **window(problem),

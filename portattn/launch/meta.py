@@ -51,7 +51,7 @@ def meta_call(problem: Problem) -> Call:
     def integers(given: bool, *shape: int) -> torch.Tensor | None:
         return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
 
-    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k, "t": p.tokens}
+    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k, "t": p.tokens, "s": batch_q, "r": rows_q}
     features: dict[str, Any] = {
         name: torch.empty(
             [sizes[axis] for axis in feature.axes],

@@ -299,7 +299,7 @@ class DecodeSplit(CoreKernel):
     name = "decode_split"
     function = "decode_split"
     op = "decode_attention"
-    takes = _TAKES | _SCORED | _MASKED | {"leftpad_k", "num_splits", "kv_format"}
+    takes = _TAKES | _SCORED | _MASKED | {"tree_mask", "leftpad_k", "num_splits", "kv_format"}
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
@@ -384,7 +384,7 @@ class PagedSplit(DecodeSplit):
 
     name = "paged_split"
     op = "paged_attention"
-    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+    takes = _TAKES | _SCORED | _MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
     # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
     choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
 

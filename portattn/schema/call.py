@@ -44,6 +44,8 @@ class Call:
     alibi_slopes     (B, Hq) float32; stride 0 over B where all sequences have the same
     sinks            (Hq,) float32: a further score of each row, which has no value
     bias, mask       (B, Hq, Sq, Sk) views, broadcast by strides of 0: added to the scores; True = attend
+    tree_mask        (B, Sq) int64, packed (1, Tq): bit j of a query's word: it attends the key that is number j of its
+                     sequence's last ones, of which there are as many as its queries. Earlier keys are not its matter
     forward_out, forward_lse  of gradients: what the forward gave, (B, Hq, Sq, Dv) and (B, Hq, Sq) float32
     grad_out, grad_lse        of gradients: those of the results, in the results' shapes; grad_lse may be None
     grad_q, grad_k, grad_v    of gradients: where dQ, dK and dV go, in the shapes of q, k and v
@@ -90,6 +92,7 @@ class Call:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
     forward_out: torch.Tensor | None = None
     forward_lse: torch.Tensor | None = None
     grad_out: torch.Tensor | None = None

@@ -198,7 +198,9 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="decode_attention",
                 title="Decode over a contiguous cache",
                 tensors=_tensors(
-                    "q k v k_scale v_scale alibi_slopes sinks bias mask seqlens_k leftpad_k", k="k_cache", v="v_cache"
+                    "q k v k_scale v_scale alibi_slopes sinks bias mask tree_mask seqlens_k leftpad_k",
+                    k="k_cache",
+                    v="v_cache",
                 ),
                 values=(*_SCORES, "num_splits", "return_lse", "layout"),
                 validate="portattn.validate.dense:decode_call",
@@ -211,7 +213,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="paged_attention",
                 title="Pages",
                 tensors=_tensors(
-                    "q k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    "q k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask tree_mask cu_seqlens_q",
                     k="k_pages",
                     v="v_pages",
                 ),

@@ -33,6 +33,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
 MAX_SIZE = 2**31 - 1  # kernels count batches and heads in int32
 MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a tile's width are added up
+MAX_TREE = 64  # new tokens of a tree mask: the bits of a query's word
 MAX_SPLITS = 128  # programs that share one row's keys
 ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
 QUERY_TILE = 128  # rows: what the condition `query_tiles` counts in
@@ -59,7 +60,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                   pages are one matrix
     tokens        places for chosen tokens of each head (Lmax of sparse_attention)
     log_weights, magicpig  sparse_attention: logarithms added to the scores, given or computed from MagicPIG's K and L
-    softcap, alibi_slopes, sinks, bias, mask   those features are asked for
+    softcap, alibi_slopes, sinks, bias, mask, tree_mask   those features are asked for
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
@@ -115,6 +116,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bias_by_key: bool = False
     mask: bool = False
     mask_by_key: bool = False
+    tree_mask: bool = False
     num_splits: int = 0
     return_lse: bool = False
     kv_format: KvFormat = "as_q"
@@ -168,6 +170,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ArgumentError(self.op, name, given, f"must be given for {self.op}")
             if given != absent and name not in row.takes:
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
+        if self.tree_mask and "tree_mask" in row.tensors and self.seq_q > MAX_TREE:
+            raise ArgumentError(self.op, "seq_q", self.seq_q, f"must be at most {MAX_TREE} with a tree mask")
         self._check_cache()
         if row.writes:
             self._check_written()

@@ -18,7 +18,9 @@ from portattn.schema.problem import DS_GROUP, DS_MLA
 from portattn.schema.tensors import KV_DTYPE
 
 # Tensors that are added to scores, or to a row's sum.
-_ADDED = [name for name in of_kinds("scores", "row", "tokens") if FEATURES[name].axes and name != "mask"]
+_ADDED = [
+    name for name in of_kinds("scores", "row", "tokens") if FEATURES[name].axes and name not in ("mask", "tree_mask")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class DenseView:
 
 
 def allowed(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Which key each query may attend by lengths, causal mask and window: bool (B, rows, Sk), by position.
+    """Which key each query may attend by lengths, causal mask, window and tree mask: bool (B, rows, Sk), by position.
 
     Rows and keys outside a sequence are False. A mask, a bias of -inf and the choice of tokens come on top.
 
@@ -170,7 +172,29 @@ def allowed(call: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
         keep &= j <= at + p.window_right
     if p.window_left != -1:
         keep &= j >= at - p.window_left
+    if call.tree_mask is not None:
+        keep &= _in_tree(call, b)[:, i]
     return keep
+
+
+def _in_tree(call: Call, b: Bounds) -> torch.Tensor:
+    """What a tree mask shows: bool (B, Sq, Sk). Bit by bit, from each word read as 64 characters."""
+    p = call.problem
+    assert call.tree_mask is not None
+    words = call.tree_mask.tolist()
+    shown = torch.ones(p.batch, p.seq_q, p.seq_k, dtype=torch.bool)
+    ends = zip(b.q_first.tolist(), b.q_end.tolist(), b.k_end.tolist(), strict=True)
+    starts = None if call.cu_seqlens_q is None else _packed(call.cu_seqlens_q, call.q.shape[2], p.seq_q)[0]
+    for n, (q_first, q_end, k_end) in enumerate(ends):
+        count = q_end - q_first
+        for i in range(count):
+            word = words[n][i] if starts is None else words[0][starts[n] + i]
+            bits = format(word % 2**64, "064b")[::-1]
+            for j in range(count):
+                key = k_end - count + j
+                if key >= 0:
+                    shown[n, q_first + i, key] = bits[j] == "1"
+    return shown.to(call.q.device)
 
 
 def bounds(call: Call) -> Bounds:

@@ -40,10 +40,11 @@ def random_call(
     """Normal random q, k and v, random lengths and left paddings where the problem has them, and its features.
 
     NaN is in all padding: before and after a sequence's rows, on pages and in places that no sequence owns, in tokens
-    before every window, in tokens that no head of their group chose, and in keys and values that a mask or a bias of
-    -inf hides from all rows. Ids that nothing may follow are garbage. Bias and mask have
-    another broadcast shape for each of four seeds in a row; ALiBi slopes are per head for even seeds, and per sequence
-    and head for odd ones. paged_attention and mla_attention always have seqlens_k.
+    before every window, in new tokens that no tree mask shows, in tokens that no head of their group chose, and in
+    keys and values that a mask or a bias of -inf hides from all rows. Ids that nothing may follow are garbage, and so
+    are a tree mask's bits behind its sequence's new tokens. Bias and mask have another broadcast shape for each of four
+    seeds in a row; ALiBi slopes are per head for even seeds, and per sequence and head for odd ones. paged_attention
+    and mla_attention always have seqlens_k.
 
     strides   plain; spare (rows one element longer than wide, a base off by one element); transposed (the head
               dimension is not the contiguous one); sliced (every second row of a larger tensor); expanded (k and v
@@ -300,7 +301,7 @@ def _choices(
 
 def _features(p: Problem, generator: torch.Generator, seed: int) -> dict[str, torch.Tensor | None]:
     """Tensors of features that most operations have, as the call has them: normal numbers unless drawn otherwise."""
-    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k}
+    sizes = dict(zip("bhqksr", (p.batch, p.heads_q, p.seq_q, p.seq_k, *p.query_rows), strict=True))
     found: dict[str, torch.Tensor | None] = {}
     for name in COMMON:
         feature = FEATURES[name]
@@ -328,7 +329,16 @@ def _mask(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
     return (~_hidden(p, generator, seed + 1)).expand(p.batch, p.heads_q, p.seq_q, p.seq_k)
 
 
-_DRAWN = {"alibi_slopes": _slopes, "bias": _bias, "mask": _mask}
+def _tree(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
+    """Words of random bits, of which some are set in none of them, and some words that are 0."""
+    halves = torch.randint(2**32, (2, *p.query_rows), generator=generator)
+    words = halves[0] | halves[1] << 32
+    for bit in torch.randint(64, (24,), generator=generator).tolist():
+        words &= ~(torch.tensor(1) << bit)
+    return words.masked_fill(torch.rand(words.shape, generator=generator) < MASKED, 0)
+
+
+_DRAWN = {"alibi_slopes": _slopes, "bias": _bias, "mask": _mask, "tree_mask": _tree}
 
 
 def _hidden(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
@@ -362,6 +372,9 @@ def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | N
     right = 0 if p.causal != "none" else p.window_right
     if right >= 0:
         attended &= (torch.arange(p.seq_k) < (first + lengths.q + right)[:, None])[:, None]
+    words = features.get("tree_mask")
+    if words is not None:
+        attended &= _in_some_tree(p, lengths, words)[:, None]
     for name in ("mask", "bias"):
         values = features.get(name)
         if values is not None:
@@ -379,6 +392,18 @@ def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | N
         chosen.scatter_(2, torch.where(counted, token, p.seq_k), True)
         attended &= chosen[..., :-1].view(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)
     return attended
+
+
+def _in_some_tree(p: Problem, lengths: Lengths, words: torch.Tensor) -> torch.Tensor:
+    """Keys that some query's tree mask shows, and all before the new ones: (B, Sk) bool."""
+    shown = torch.ones(p.batch, p.seq_k, dtype=torch.bool)
+    for b in range(p.batch):
+        count, end = int(lengths.q[b]), int(lengths.first_k[b] * (not p.packed) + lengths.k[b])
+        first = int(lengths.first_q[b])
+        own = words[0, first : first + count] if p.packed else words[b, first : first + count]
+        for j in range(max(count - end, 0), count):
+            shown[b, end - count + j] = bool((own >> j & 1).any())
+    return shown
 
 
 def _poison(

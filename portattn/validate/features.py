@@ -10,7 +10,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import UNLIMITED, Problem
+from portattn.schema.problem import MAX_TREE, UNLIMITED, Problem
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
 
@@ -24,6 +24,7 @@ class Scores:
     causal  the alignment of the causal mask, or "none"
     reach   more than any distance between a query and a key
     packed  whether queries are packed, so that (rows, keys) has no place for a score of each
+    total   rows of packed queries
     """
 
     batch: int
@@ -33,6 +34,7 @@ class Scores:
     causal: str = "none"
     reach: int = 0
     packed: bool = False
+    total: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -127,6 +129,27 @@ class Features:
     def mask(self, mask: Any, scores: Scores) -> None:
         if mask is not None:
             self._by_score("mask", mask, (torch.bool,), scores)
+
+    def tree_mask(self, mask: Any, scores: Scores) -> None:
+        if mask is None:
+            return
+        batch, rows = scores.batch, scores.rows
+        self._tensor("tree_mask", mask, (torch.int64,))
+        shape = tuple(mask.shape)
+        if scores.packed and shape != (scores.total,):
+            limit = f"must be (rows of packed queries,), ({scores.total},)"
+            raise ArgumentError(self.op, "tree_mask.shape", shape, limit)
+        if not scores.packed and shape not in ((rows,), (batch, rows)):
+            limit = f"must be (seq_q,) or (batch, seq_q), ({rows},) or ({batch}, {rows})"
+            raise ArgumentError(self.op, "tree_mask.shape", shape, limit)
+        if rows > MAX_TREE:
+            of = "max_seqlen_q" if scores.packed else "seq_q"
+            limit = f"must be at most {MAX_TREE} with a tree mask, which has a bit for each new token; mask takes more"
+            if scores.packed:
+                limit = f"must be given, and at most {MAX_TREE}, with a tree mask, which has a bit for each new token"
+            raise ArgumentError(self.op, of, rows, limit)
+        check_place(self.op, "tree_mask", mask, self.device, contiguous=False)
+        self._add("tree_mask", mask.expand(1 if scores.packed else batch, shape[-1]))
 
     def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):

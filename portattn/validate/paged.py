@@ -135,7 +135,8 @@ class Queries:
     def scores(self, causal: str, capacity: int) -> Scores:
         """The scores of these queries over a cache of this capacity."""
         heads = self.tensors[0].shape[1]
-        return Scores(self.batch, heads, self.rows, capacity, causal, self.rows + capacity, self.is_packed)
+        reach, total = self.rows + capacity, self.problem.get("total_q", 0)
+        return Scores(self.batch, heads, self.rows, capacity, causal, reach, self.is_packed, total)
 
 
 def paged_call(

@@ -30,6 +30,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
@@ -60,6 +61,9 @@ def decode_attention(
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
     bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Smax). -inf masks
     mask        bool, broadcast to (B, Hq, Sq, Smax): True = attend
+    tree_mask   int64 (B, Sq) or (Sq,): of each sequence's last Sq keys, which are its own new tokens, query i
+                sees number j where bit j of its word is set; it sees all earlier keys. What causal, window and mask
+                hide stays hidden. Up to 64 queries a sequence. `portattn.tree_mask` makes it, of parents or of bools
     num_splits  programs that share a row's keys; None for what fits the chip best. In the kernels 1 gives each sequence
                 bit for bit the same result whatever the batch is
     return_lse  also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
@@ -89,7 +93,7 @@ def decode_attention(
         raise wrong_arguments("decode_attention", excess, unknown)
     found = try_cached(
         "decode_attention",
-        (q, k_cache, v_cache, k_scale, v_scale, alibi_slopes, sinks, bias, mask, seqlens_k, leftpad_k),
+        (q, k_cache, v_cache, k_scale, v_scale, alibi_slopes, sinks, bias, mask, tree_mask, seqlens_k, leftpad_k),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
     )
     return perform(request_of("decode_attention", locals())) if found is None else found

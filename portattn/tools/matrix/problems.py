@@ -260,6 +260,7 @@ def _decode() -> list[Named]:
     wide = {"dtype": "bf16", "head_dim": 128}
     found += [decode(word, **wide, **fields) for word, fields in each_feature("decode_attention")]
     found.append(decode("one split", **wide, num_splits=1))
+    found.append(decode("tree of 16", **wide, seq_q=16, tree_mask=True))
     found += [decode(f"GQA {words}", **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
     return found
 
@@ -307,6 +308,8 @@ def _paged() -> list[Named]:
             "ragged", "e4m3 cache, scales token", **wide, page_size=16, **RAGGED, kv_format="e4m3", kv_scales="token"
         ),
         paged("ragged", "window, sinks", **wide, page_size=16, **RAGGED, **WINDOW, sinks=True),
+        paged("GQA", "tree of 16", **wide, page_size=16, seq_q=16, tree_mask=True),
+        paged("ragged", "trees of 16", **wide, page_size=16, seq_q=16, total_q=256, tree_mask=True),
     ]
     return found
 

@@ -1,0 +1,115 @@
+"""What SGLang can be served, decided when it makes the backend: before the first token, with the feature's name."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+
+from portattn.errors import ArgumentError
+from portattn.integrations.sglang.names import WHO
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+MAX_DRAFT = 64  # bits of the word that says what a drafted token attends: portattn.tree_mask
+ELSEWHERE = "is not supported: use --attention-backend triton"
+
+
+def refuse(name: str, value: object, why: str = ELSEWHERE) -> NoReturn:
+    raise ArgumentError(WHO, name, value, why)
+
+
+def check(runner: Any) -> None:
+    """Refuse a model runner that has something which is not served.
+
+    Returns nothing. Raises ArgumentError: the setting, pool or layer, and its value.
+    """
+    _check_settings()
+    _check_runner(runner)
+    for pool in pools_of(runner.token_to_kv_pool):
+        _check_pool(pool, runner)
+    if runner.kv_index_translator is not None and runner.kv_index_translator.is_translating:
+        refuse("kv_index_translator.is_translating", True, "--enable-unified-memory is not supported")
+    model = getattr(runner, "model", None)
+    for name, layer in [] if model is None else model.named_modules():
+        if isinstance(layer, RadixAttention):
+            _check_layer(name, layer, runner)
+
+
+def pools_of(pool: Any) -> list[Any]:
+    """The pools whose buffers are read: the one, or the two of a model with sliding windows."""
+    return [pool.full_kv_pool, pool.swa_kv_pool] if isinstance(pool, SWAKVPool) else [pool]
+
+
+def _check_settings() -> None:
+    parallel = get_parallel()
+    for name in ("attn_dcp_size", "attn_cp_size"):
+        if getattr(parallel, name) > 1:
+            refuse(name, getattr(parallel, name), "must be 1: context parallelism is not supported")
+    settings = get_exec()
+    if settings.dllm.dllm_algorithm is not None:
+        refuse("--dllm-algorithm", settings.dllm.dllm_algorithm)
+    if settings.overlap.enable_two_batch_overlap:
+        refuse("--enable-two-batch-overlap", True, "is not supported")
+    if settings.deterministic.enable_deterministic_inference:
+        refuse("--enable-deterministic-inference", True)
+    if check_cuda_graph_backend(Phase.PREFILL, GraphBackend.FULL):
+        refuse("CUDA graphs of prefill", GraphBackend.FULL, "must be breakable or disabled")
+    drafted = get_spec().speculative_num_draft_tokens
+    if drafted is not None and drafted > MAX_DRAFT:
+        refuse("--speculative-num-draft-tokens", drafted, f"must be at most {MAX_DRAFT}")
+
+
+def _check_runner(runner: Any) -> None:
+    config = runner.model_config
+    if runner.dtype not in DTYPES:
+        refuse("dtype", runner.dtype, "must be float16, bfloat16 or float32")
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None:
+        refuse("attention_chunk_size", chunk, "chunked local attention is not supported: use --attention-backend fa3")
+    if getattr(runner, "prefill_aware_swa", False):
+        refuse("prefill_aware_swa", True, "is not supported: use --attention-backend fa3")
+    windowed = runner.sliding_window_size is not None and runner.sliding_window_size > -1
+    if config.is_encoder_decoder and windowed:
+        refuse("sliding_window_size", runner.sliding_window_size, "must be None in an encoder-decoder model")
+    if config.is_encoder_decoder and runner.page_size > 1:
+        refuse("--page-size", runner.page_size, "must be 1 for an encoder-decoder model: its rows are not page-aligned")
+    if runner.use_mla_backend and windowed:
+        refuse("sliding_window_size", runner.sliding_window_size, "must be None in a model with latent attention")
+
+
+def _check_pool(pool: Any, runner: Any) -> None:
+    wanted = MLATokenToKVPool if runner.use_mla_backend else MHATokenToKVPool
+    if type(pool) is not wanted:  # subclasses store something else: FP4, scales, an indexer's keys
+        refuse("token_to_kv_pool", type(pool).__name__, f"must be {wanted.__name__}, or SWAKVPool of two of them")
+    if not runner.use_mla_backend:
+        if pool.kv_cache_layout not in ("nhd", "hnd"):
+            refuse("kv_cache_layout", pool.kv_cache_layout, "must be nhd or hnd")
+        if pool.is_quantized_kv_cache:
+            refuse("--kv-cache-dtype", type(pool.quant_method).__name__, "must be auto, bf16 or one of float8")
+    if pool.page_size != runner.page_size:
+        refuse("page_size", pool.page_size, f"of the pool must be the runner's, {runner.page_size}")
+    if pool.dtype != runner.dtype and (pool.dtype not in FLOAT8 or runner.dtype is torch.float32):
+        refuse("kv_cache_dtype", pool.dtype, f"must be the model's, {runner.dtype}, or float8 with 16-bit queries")
+
+
+def _check_layer(name: str, layer: Any, runner: Any) -> None:
+    for feature, expected in (
+        ("logit_capping_method", "tanh"),
+        ("pos_encoding_mode", "NONE"),
+        ("xai_temperature_len", -1),
+    ):
+        if getattr(layer, feature) != expected:
+            refuse(f"{feature} of {name}", getattr(layer, feature), f"must be {expected!r}")
+    if layer.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+        refuse(f"attn_type of {name}", layer.attn_type.value)
+    if layer.tp_q_head_num % layer.tp_k_head_num:
+        refuse(f"tp_q_head_num of {name}", layer.tp_q_head_num, f"must be a multiple of {layer.tp_k_head_num}")
+    if runner.use_mla_backend and layer.is_cross_attention:
+        refuse(f"is_cross_attention of {name}", True, "must be False in a model with latent attention")

@@ -1,0 +1,180 @@
+"""How SGLang finds the backend, and what it refuses when SGLang asks for it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from served import Served, forward
+from sglang.srt import plugins
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+
+from portattn.errors import ArgumentError
+from portattn.integrations.sglang import plugin
+
+
+@pytest.mark.engine_feature("registration by entry point")
+def test_sglang_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SGLang's own loader, after the name was taken out of its registry and of its choices."""
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.delitem(ATTENTION_BACKENDS, "portattn")
+    ATTENTION_BACKEND_CHOICES.remove("portattn")
+    plugins.load_plugins()
+    assert ATTENTION_BACKEND_CHOICES.count("portattn") == 1
+    assert "portattn" in ATTENTION_BACKENDS
+    plugin.activate()
+    assert ATTENTION_BACKEND_CHOICES.count("portattn") == 1
+    assert isinstance(Served([4]).backend, AttentionBackend)
+
+
+@pytest.mark.engine_feature("versions that were not tested", refused=True)
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, refusal: Any) -> None:
+    monkeypatch.setattr(plugin.metadata, "version", lambda name: "0.6.0")
+    with refusal(ArgumentError, match="sglang's version is '0.6.0', but must be 0.5"):
+        _ = Served([4]).backend
+
+
+def _runner(served: Served, **changed: Any) -> Any:
+    return types.SimpleNamespace(**{**vars(served.runner), **changed})
+
+
+def _config(served: Served, **changed: Any) -> Any:
+    return types.SimpleNamespace(**{**vars(served.runner.model_config), **changed})
+
+
+REFUSED: dict[str, Any] = {
+    "chunked local attention (Llama 4)": (
+        lambda s: _runner(s, model_config=_config(s, attention_chunk_size=8192)), "attention_chunk_size is 8192",
+    ),
+    "pools of a class of their own (FP4, MXFP8, DSA)": (
+        lambda s: _runner(s, token_to_kv_pool=types.SimpleNamespace()), "token_to_kv_pool is 'SimpleNamespace'",
+    ),
+    "models of float64": (lambda s: _runner(s, dtype=torch.float64), "dtype is torch.float64"),
+    "caches of another dtype than the model's": (
+        lambda s: _runner(s, dtype=torch.bfloat16), "kv_cache_dtype is torch.float32",
+    ),
+    "encoder-decoder models with pages": (
+        lambda s: _runner(s, model_config=_config(s, is_encoder_decoder=True), page_size=16), "--page-size is 16",
+    ),
+    "encoder-decoder models with windows": (
+        lambda s: _runner(s, model_config=_config(s, is_encoder_decoder=True), sliding_window_size=9),
+        "sliding_window_size is 9",
+    ),
+    "latent attention with windows": (
+        lambda s: _runner(s, use_mla_backend=True, sliding_window_size=9), "sliding_window_size is 9",
+    ),
+    "unified memory": (
+        lambda s: _runner(s, kv_index_translator=types.SimpleNamespace(is_translating=True)), "is_translating is True",
+    ),
+    "windows that begin at the prompt": (lambda s: _runner(s, prefill_aware_swa=True), "prefill_aware_swa is True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(n, marks=pytest.mark.engine_feature(n, refused=True)) for n in REFUSED]
+)
+def test_models_and_pools_are_refused_by_name(feature: str, refusal: Any) -> None:
+    make, match = REFUSED[feature]
+    runner = make(Served([4]))
+    with refusal(ArgumentError, match=match):
+        ATTENTION_BACKENDS["portattn"](runner)
+
+
+@pytest.mark.engine_feature("pools of a class of their own (FP4, MXFP8, DSA)", refused=True)
+def test_subclasses_of_pools_are_refused(refusal: Any) -> None:
+    class Other(MLATokenToKVPool):
+        pass
+
+    served = Served([4], latent=True)
+    served.pool.__class__ = Other
+    with refusal(ArgumentError, match="token_to_kv_pool is 'Other', but must be MLATokenToKVPool"):
+        _ = served.backend
+
+
+LAYERS: dict[str, Any] = {
+    "ALiBi and rotations inside attention (pos_encoding_mode)": (
+        {"pos_encoding_mode": "ALIBI"},
+        "pos_encoding_mode of l",
+    ),
+    "caps other than tanh": ({"logit_capping_method": "sigmoid"}, "logit_capping_method of l is 'sigmoid'"),
+    "bidirectional decoders": ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "attn_type of l is 'decoder_bid"),
+    "temperatures by position (Grok)": ({"xai_temperature_len": 1024}, "xai_temperature_len of l is 1024"),
+}
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(n, marks=pytest.mark.engine_feature(n, refused=True)) for n in LAYERS]
+)
+def test_layers_are_refused_before_the_first_token(feature: str, refusal: Any) -> None:
+    """The model is there when the backend is made: all its layers are looked at."""
+    served, (options, match) = Served([4]), LAYERS[feature]
+    later = options.pop("xai_temperature_len", None)
+    model = torch.nn.Module()
+    model.l = served.layer(**options)
+    if later is not None:
+        model.l.xai_temperature_len = later
+    served.runner.model = model
+    with refusal(ArgumentError, match=match):
+        _ = served.backend
+
+
+@pytest.mark.engine_feature("context parallelism", refused=True)
+def test_context_parallelism_is_refused(refusal: Any) -> None:
+    with (
+        get_parallel().override(attn_dcp_size=2),
+        refusal(ArgumentError, match="attn_dcp_size is 2"),
+    ):
+        _ = Served([4]).backend
+
+
+@pytest.mark.engine_feature("CUDA graphs of whole prefills", refused=True)
+def test_full_graphs_of_prefill_are_refused(refusal: Any) -> None:
+    config = CudaGraphConfig(prefill=PhaseConfig(backend="full"))
+    served = Served([4])
+    with get_exec().graph.override(cuda_graph_config=config), refusal(ArgumentError, match="CUDA graphs of prefill is"):
+        _ = served.backend
+
+
+@pytest.mark.engine_feature("deterministic inference", refused=True)
+def test_deterministic_inference_is_refused(refusal: Any) -> None:
+    served = Served([4])
+    with get_exec().deterministic.override(enable_deterministic_inference=True):  # noqa: SIM117
+        with refusal(ArgumentError, match="--enable-deterministic-inference is True"):
+            _ = served.backend
+
+
+@pytest.mark.engine_feature("more than 64 drafted tokens", refused=True)
+def test_large_trees_are_refused(refusal: Any) -> None:
+    served = Served([4])
+    with get_spec().override(speculative_num_draft_tokens=65):  # noqa: SIM117
+        with refusal(ArgumentError, match="--speculative-num-draft-tokens is 65, but must be at most 64"):
+            _ = served.backend
+
+
+@pytest.mark.engine_feature("arguments of a layer's own call: score_mod, rel_bias, an LSE", refused=True)
+@pytest.mark.parametrize("name", ["score_mod", "rel_bias", "return_lse", "topk_indices"])
+def test_other_arguments_are_refused(name: str, refusal: Any) -> None:
+    served = Served([4])
+    batch, backend = served.batch(ForwardMode.DECODE, [1], [3], [1]), served.backend
+    qkv = served.new_tokens(batch, [3], [1])
+    backend.init_forward_metadata(batch)
+    with refusal(ArgumentError, match=f"{name} is "):
+        forward(backend, served.layer(), qkv, batch, **{name: True})
+    assert torch.isnan(served.pool.get_key_buffer(0)).all()  # nothing was written
+
+
+@pytest.mark.engine_feature("decode steps of a draft model", refused=True)
+def test_decode_steps_of_a_draft_are_refused(refusal: Any) -> None:
+    served = Served([4])
+    batch = served.batch(ForwardMode.DECODE, [1], [3], [1], spec_info=types.SimpleNamespace(ragged_verify_layout=None))
+    with refusal(ArgumentError, match="--speculative-draft-attention-backend triton"):
+        served.backend.init_forward_metadata(batch)
