@@ -168,7 +168,10 @@ TABLES = (
             ),
             Row("`kv_indptr`, `kv_indices`, `kv_last_page_len`", "`page_table=portattn.PageTable.from_csr(…)`"),
             Row("`page_size`", "not needed: the pages' shape says it"),
-            Row("`custom_mask`, flat", "`mask`, broadcast to (B, Hq, Sq, Sk)"),
+            Row(
+                "`custom_mask`, flat",
+                "`mask`, broadcast to (B, Hq, Sq, Sk); of drafted tokens `tree_mask=portattn.tree_mask(…)`",
+            ),
             Row("`qo_indptr`", "`cu_seqlens_q`"),
             Row("`sm_scale`", "`scale`"),
             Row("`logits_soft_cap`", "`softcap`"),
