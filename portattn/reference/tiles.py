@@ -52,7 +52,7 @@ class Tiling:
         if p.batch == 0 or call.q.shape[2] == 0:
             self.longest = 0
         self.count = max(elements // max(p.batch * p.heads_q * min(self.size, self.places or 1), 1), 1)
-        if p.causal != "none" or p.window:
+        if p.causal != "none" or p.window or p.block_mask:
             self.count = min(self.count, rows)  # the more rows, the more keys that only some of them see
 
     def row_blocks(self) -> Iterator[tuple[RowBlock, Reach]]:
