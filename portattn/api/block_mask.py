@@ -23,8 +23,8 @@ class BlockMask(NamedTuple):
     block_size           (queries, keys) of a block
 
     B and Hq may be 1, for all of them. R is Sq divided by the block's queries, rounded up. The tensors are on q's
-    device. The same fields, in this order, are FA4's block-sparse tensors, and those of torch's BlockMask, which
-    attention takes as it is.
+    device. FA4's block-sparse tensors begin with the same four in this order. torch's BlockMask has them too, and
+    attention takes it as it is.
 
     >>> import torch, portattn
     >>> one = torch.tensor([[[1, 1]]], dtype=torch.int32)  # each block of queries attends one block of keys

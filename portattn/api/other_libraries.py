@@ -82,10 +82,8 @@ TABLES = (
         ("attention",),
         (
             Row("`score_mod`", "no: scores change by `bias`, `alibi_slopes` and `softcap` alone"),
-            Row(
-                "`block_mask`, `mask_mod`",
-                "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing",
-            ),
+            Row("`block_mask`", "the same; its `mask_mod` becomes a mask of every score at each call, with a warning"),
+            Row("`mask_mod`", "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing"),
             Row("`kernel_options`", "not needed: the plan chooses"),
             Row("`scale`, `return_lse`", "the same"),
         ),
@@ -126,6 +124,7 @@ TABLES = (
             Row("`dropout_p`", "the same"),
             Row("`deterministic`", "no: `torch.use_deterministic_algorithms(True)` asks for it, of all operators"),
             Row("`learnable_sink`, `s_aux`", "`sinks`"),
+            Row("`block_sparse_tensors`", "`block_mask=portattn.BlockMask(*tensors[:4], block_size=…)`"),
             Row("`q_descale`, `k_descale`, `v_descale` (B, Hk)", "`q_scale`, `k_scale`, `v_scale`"),
             Row("`pack_gqa`", "not needed"),
         ),
