@@ -44,8 +44,6 @@ PROBLEMS = [
     paged("a page a tile", dtype="fp16", head_dim=128, page_size=64),
     paged("a page a token", dtype="bf16", head_dim=80, page_size=1, alibi_slopes=True),
     paged("ragged", dtype="fp16", head_dim=64, page_size=48, total_q=1024, seq_q=512, **CAUSAL, window_left=100),
-    decode("tree mask", dtype="bf16", head_dim=64, seq_q=5, tree_mask=True),
-    paged("ragged, trees", dtype="fp16", head_dim=64, page_size=16, total_q=24, seq_q=9, tree_mask=True, **CAUSAL),
     paged("splits, mask", dtype="fp16", head_dim=64, page_size=16, num_splits=2, mask=True, return_lse=True),
     sparse("weights, LSE", dtype="fp16", head_dim=96, log_weights=True, return_lse=True),
     sparse("MagicPIG", dtype="bf16", head_dim=128, magicpig=True, page_size=16),
@@ -58,6 +56,9 @@ PROBLEMS = [
     gradients("everything", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True, softcap=True,
               grad_bias=True, grad_slopes=True, dropout=True),
     packed_gradients("window", dtype="fp32", head_dim=64, **CAUSAL, window_left=100),
+    decode("tree mask", dtype="bf16", head_dim=64, seq_q=5, tree_mask=True),
+    dense("lists of blocks", dtype="fp16", head_dim=64, **CAUSAL, block_mask=True, block_q=64, block_k=32),
+    paged("ragged, trees", dtype="fp16", head_dim=64, page_size=16, total_q=24, seq_q=9, tree_mask=True, **CAUSAL),
 ]  # fmt: skip
 # Beside what plans choose today: what a quirk that is switched off, or another tuning, would choose.
 OTHERS = [
