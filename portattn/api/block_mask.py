@@ -43,7 +43,12 @@ class BlockMask(NamedTuple):
 
 
 def replace(given: dict[str, Any]) -> None:
-    """Replace a block mask among attention's arguments by a map of blocks, with what its mask_mod says in `mask`."""
+    """Replace a block mask among attention's arguments by a map of blocks, with what its mask_mod says in `mask`.
+
+    attention itself has done so before it looks for an earlier call, and gives the block's size.
+    """
+    if given.get("block_size") is not None:
+        return
     found = block_tensors(given["block_mask"], given["mask"], given["q"], given["k"], given["layout"])
     given["block_mask"], given["mask"], given["block_size"] = found
 

@@ -111,7 +111,7 @@ def attention(
     """
     if excess or unknown:
         raise wrong_arguments("attention", excess, unknown)
-    blocks = block_size = None
+    block_size, blocks = None, block_mask
     if block_mask is not None:
         blocks, mask, block_size = block_tensors(block_mask, mask, q, k, layout)
     found = try_cached(
@@ -150,4 +150,4 @@ def attention(
             "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
-    return perform(request_of("attention", locals()))
+    return perform(request_of("attention", locals() | {"block_mask": blocks}))
