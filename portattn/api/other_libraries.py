@@ -82,7 +82,7 @@ TABLES = (
         ("attention",),
         (
             Row("`score_mod`", "no: scores change by `bias`, `alibi_slopes` and `softcap` alone"),
-            Row("`block_mask`", "the same; its `mask_mod` becomes a mask of every score at each call, with a warning"),
+            Row("`block_mask`", "the same; its function becomes a mask of every score at each call, with a warning"),
             Row("`mask_mod`", "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing"),
             Row("`kernel_options`", "not needed: the plan chooses"),
             Row("`scale`, `return_lse`", "the same"),
