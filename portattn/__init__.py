@@ -28,6 +28,7 @@ _PUBLIC = {
     "quantize": "portattn.api.quantize",
     "Quantized": "portattn.api.quantize",
     "tree_mask": "portattn.api.tree_mask",
+    "BlockMask": "portattn.api.block_mask",
     "PageTable": "portattn.api.page_table",
     "plan": "portattn.api.ops",
     "explain": "portattn.api.ops",
@@ -67,6 +68,7 @@ _OTHER_NAMES = {"target": "parse_target"}  # where the module has another one
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
+    from portattn.api.block_mask import BlockMask as BlockMask
     from portattn.api.dispatch import last_backward_plan as last_backward_plan
     from portattn.api.dispatch import last_plan as last_plan
     from portattn.api.dropout_mask import dropout_mask as dropout_mask

@@ -89,7 +89,7 @@ WRITTEN = [
     ("mla_attention", "sm_scale", "-> scale"),
     ("merge_states", "s", "-> lses"),
     ("attention", "score_mod", "scores change by bias, alibi_slopes and softcap alone"),
-    ("attention", "block_mask", "-> mask; better causal, window or seqlens_k"),
+    ("attention", "mask_mod", "-> mask; better causal, window or seqlens_k"),
     ("attention", "attention_mask", "mask=attention_mask[:, None, None, :].bool()"),
     ("attention", "key_padding_mask", "mask=~key_padding_mask[:, None, None, :]"),
     ("attention", "deterministic", "no: torch.use_deterministic_algorithms(True)"),

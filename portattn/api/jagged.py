@@ -15,7 +15,8 @@ _TAKEN = (
     "dropout_p", "dropout_seed", "return_lse", "backend", "validate",
 )  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {
-    "bias": None, "mask": None, "seqlens_q": None, "seqlens_k": None, "leftpad_q": None, "leftpad_k": None,
+    "bias": None, "mask": None, "block_mask": None, "seqlens_q": None, "seqlens_k": None,
+    "leftpad_q": None, "leftpad_k": None,
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ _TYPES = {
     "out_dtype": "ScalarType?",
     "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
     "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",
-    "rotary": "str",
+    "rotary": "str", "block_size": "int[]?",
 }  # fmt: skip
 # Parameters that every call of an operation that has them gives.
 _GIVEN = frozenset({
@@ -62,11 +62,17 @@ def _numbers(value: Any) -> Any:
 
 
 # How an argument is written for an operator, and read again.
-_WRITE: dict[str, Callable[[Any], Any]] = {"causal": _causal, "window": _window, "magicpig": _numbers}
+_WRITE: dict[str, Callable[[Any], Any]] = {
+    "causal": _causal,
+    "window": _window,
+    "magicpig": _numbers,
+    "block_size": _numbers,
+}
 _READ: dict[str, Callable[[Any], Any]] = {
     "causal": lambda value: value or False,
     "window": lambda value: None if value is None else tuple(value),
     "magicpig": lambda value: None if value is None else tuple(value),
+    "block_size": lambda value: None if value is None else tuple(value),
 }
 
 

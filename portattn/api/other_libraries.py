@@ -82,10 +82,8 @@ TABLES = (
         ("attention",),
         (
             Row("`score_mod`", "no: scores change by `bias`, `alibi_slopes` and `softcap` alone"),
-            Row(
-                "`block_mask`, `mask_mod`",
-                "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing",
-            ),
+            Row("`block_mask`", "the same; its function becomes a mask of every score at each call, with a warning"),
+            Row("`mask_mod`", "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing"),
             Row("`kernel_options`", "not needed: the plan chooses"),
             Row("`scale`, `return_lse`", "the same"),
         ),
@@ -126,6 +124,7 @@ TABLES = (
             Row("`dropout_p`", "the same"),
             Row("`deterministic`", "no: `torch.use_deterministic_algorithms(True)` asks for it, of all operators"),
             Row("`learnable_sink`, `s_aux`", "`sinks`"),
+            Row("`block_sparse_tensors`", "`block_mask=portattn.BlockMask(*tensors[:4], block_size=…)`"),
             Row("`q_descale`, `k_descale`, `v_descale` (B, Hk)", "`q_scale`, `k_scale`, `v_scale`"),
             Row("`pack_gqa`", "not needed"),
         ),
@@ -168,7 +167,10 @@ TABLES = (
             ),
             Row("`kv_indptr`, `kv_indices`, `kv_last_page_len`", "`page_table=portattn.PageTable.from_csr(…)`"),
             Row("`page_size`", "not needed: the pages' shape says it"),
-            Row("`custom_mask`, flat", "`mask`, broadcast to (B, Hq, Sq, Sk)"),
+            Row(
+                "`custom_mask`, flat",
+                "`mask`, broadcast to (B, Hq, Sq, Sk); of drafted tokens `tree_mask=portattn.tree_mask(…)`",
+            ),
             Row("`qo_indptr`", "`cu_seqlens_q`"),
             Row("`sm_scale`", "`scale`"),
             Row("`logits_soft_cap`", "`softcap`"),

@@ -109,7 +109,7 @@ def _fold(signature: Signature, size: int, values: list[Any], mapped: Sequence[b
             while value.ndim < 5:
                 value = value.unsqueeze(1)
             every = value.expand(size, batch, *value.shape[2:])
-        elif mapped[place]:  # sinks: one a head, for all sequences
+        elif mapped[place] or name == "block_mask":  # sinks: one a head, for all sequences
             return None
         else:
             continue

@@ -114,6 +114,8 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
         return _PER_HEAD[name]
     if name == "alibi_slopes":
         return (0, 1) if tensor.ndim == 2 else (None, 0)
+    if name == "block_mask":
+        return (0 if tensor.shape[0] > 1 else None), (1 if tensor.shape[1] > 1 else None)
     if name == "tree_mask":
         return (0 if tensor.ndim == 2 else None), None
     if name in ("q_scale", "k_scale", "v_scale"):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import attend, key_steps
+from portattn.kernels.blocks import attend_listed
 from portattn.kernels.stored import head_scale
 from portattn.kernels.tiles import (
     first_state,
@@ -30,7 +31,7 @@ from portattn.kernels.tiles import (
 def dense_forward(
     q, k, v, q_scale, k_scale, v_scale, out, lse,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
-    alibi_slopes, sinks, bias, mask, dropout_seed,
+    alibi_slopes, sinks, bias, mask, block_mask, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
@@ -41,6 +42,7 @@ def dense_forward(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    block_mask_stride_b, block_mask_stride_h, block_mask_stride_q,
     heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -50,7 +52,7 @@ def dense_forward(
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
     Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, MULHI: tl.constexpr, OPERANDS: tl.constexpr,
     KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, Q_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
-    P_TERMS: tl.constexpr,
+    P_TERMS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M query rows of one head, or several such tiles in turn on a persistent grid.
 
@@ -58,6 +60,9 @@ def dense_forward(
     sequences (seq_q and seq_k are then the rows of the packed tensors), and the features. CAUSAL names the alignment
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
     Formats and KV_SCALES are the Problem's; the scales' strides are None where there are no scales.
+    block_mask: None, or bools (B, Hq, blocks of LISTED_Q queries, blocks of LISTED_K keys), whose last axis is
+    contiguous: whether the rows of a block attend anything of the other. Tiles lie inside blocks. The strides
+    are None where it is.
     together: heads whose row tiles are worked on side by side, where tiles differ in length.
     """
     if GRID == "persistent":
@@ -168,19 +173,36 @@ def dense_forward(
                 mask_rows = mask + batch.to(tl.int64) * mask_stride_b
                 if not MASK_BY_KEY:
                     mask_rows += head.to(tl.int64) * mask_stride_h + rows.to(tl.int64) * mask_stride_q
-            acc, row_max, row_sum = attend(
-                acc, row_max, row_sum,
-                q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
-                k_rows, k_tail_rows, v_rows, None, 0,
-                0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, k_scales, 0, k_scale_stride_s, None, 0, 0,
-                k_first, first_step, full_begin, full_end, last_step, far,
-                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-                score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
-                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
-                BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI, KV_FORMAT,
-                row_scales, V_FORMAT, Q_FORMAT, OPERANDS, P_TERMS,
-            )  # fmt: skip
+            if block_mask is not None:
+                listed = (
+                    block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
+                    + (row_0 // LISTED_Q).to(tl.int64) * block_mask_stride_q
+                )  # fmt: skip
+                acc, row_max, row_sum = attend_listed(
+                    acc, row_max, row_sum, listed,
+                    q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d,
+                    k_rows, k_tail_rows, v_rows, k_stride_s, k_stride_d, v_stride_s, v_stride_d,
+                    k_first, first_step, last_step, far,
+                    row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+                    score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
+                    HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
+                    BIAS_BY_KEY, MASK_BY_KEY, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, MULHI,
+                    LISTED_K,
+                )  # fmt: skip
+            else:
+                acc, row_max, row_sum = attend(
+                    acc, row_max, row_sum,
+                    q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d, q_stride_d,
+                    k_rows, k_tail_rows, v_rows, None, 0,
+                    0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, k_scales, 0, k_scale_stride_s, None, 0, 0,
+                    k_first, first_step, full_begin, full_end, last_step, far,
+                    row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+                    score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
+                    HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
+                    BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
+                    "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI, KV_FORMAT,
+                    row_scales, V_FORMAT, Q_FORMAT, OPERANDS, P_TERMS,
+                )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
         inside = (rows >= q_first) & (rows < q_end)

@@ -55,6 +55,12 @@ def tree_stride(call: Call) -> dict[str, int | None]:
     return {"tree_mask_stride_b": None if call.tree_mask is None else call.tree_mask.stride(0)}
 
 
+def block_strides(call: Call) -> dict[str, int | None]:
+    """Strides of a map of blocks. None where there is none: no argument is passed at a launch."""
+    given = (None,) * 3 if call.block_mask is None else call.block_mask.stride()[:3]
+    return {f"block_mask_stride_{axis}": stride for axis, stride in zip("bhq", given, strict=True)}
+
+
 def score_strides(call: Call) -> dict[str, int]:
     """Strides of the features that have an element for each score."""
     found: dict[str, int] = {}

@@ -52,6 +52,7 @@ def meta_call(problem: Problem) -> Call:
         return torch.empty(shape, dtype=torch.int32, device="meta") if given else None
 
     sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k, "t": p.tokens, "s": batch_q, "r": rows_q}
+    sizes |= {"m": -(-p.seq_q // p.block_q), "n": -(-p.seq_k // p.block_k)}
     features: dict[str, Any] = {
         name: torch.empty(
             [sizes[axis] for axis in feature.axes],

@@ -173,7 +173,7 @@ class DenseForward(CoreKernel):
     function = "dense_forward"
     op = "attention"
     takes = _TAKES | _SCORED | _MASKED | {
-        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format",
+        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format", "block_mask",
     }  # fmt: skip
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
@@ -198,7 +198,35 @@ class DenseForward(CoreKernel):
             "V_FORMAT": problem.v_format,
             # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
             "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
+            "LISTED_Q": problem.block_q if problem.block_mask else 0,
+            "LISTED_K": problem.block_k if problem.block_mask else 0,
         }
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.block_mask and problem.q_format != "as_q":
+            return "block_mask is given beside quantised tensors", "backend='reference'"
+        for side in ("block_q", "block_k"):
+            size = getattr(problem, side)
+            if problem.block_mask and size % MIN_DOT:
+                return f"block_mask has {side} {size}, no multiple of {MIN_DOT}", "backend='reference'"
+        return super().cannot(problem)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+        if not problem.block_mask:
+            return launch
+        # A tile lies in one block: the largest power of two that divides a block's side, or less.
+        rows, keys = (size & -size for size in (problem.block_q, problem.block_k))
+        return msgspec.structs.replace(launch, block_m=min(launch.block_m, rows), block_n=min(launch.block_n, keys))
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)

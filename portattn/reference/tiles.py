@@ -11,7 +11,7 @@ from portattn.reference.dropout import keep_mask
 from portattn.reference.extents import Extent, Reach, key_extent, query_extent, reach
 from portattn.reference.keyblocks import KeyBlock, block_size, key_blocks, key_heads, key_places
 from portattn.reference.rowblocks import RowBlock, compute_dtype, load_rows
-from portattn.reference.tree import in_tree
+from portattn.reference.shown import in_blocks, in_tree
 from portattn.schema.call import Call
 
 
@@ -52,7 +52,7 @@ class Tiling:
         if p.batch == 0 or call.q.shape[2] == 0:
             self.longest = 0
         self.count = max(elements // max(p.batch * p.heads_q * min(self.size, self.places or 1), 1), 1)
-        if p.causal != "none" or p.window:
+        if p.causal != "none" or p.window or p.block_mask:
             self.count = min(self.count, rows)  # the more rows, the more keys that only some of them see
 
     def row_blocks(self) -> Iterator[tuple[RowBlock, Reach]]:
@@ -66,6 +66,9 @@ class Tiling:
         call, p = self.call, self.call.problem
         at = _positions(call, rows, self.q_extent, self.k_extent)
         for keys in key_blocks(call, self.k_extent, self.size, seen.begin, seen.end):
+            listed = None if call.block_mask is None else in_blocks(call, rows, keys)
+            if listed is not None and listed.device.type == "cpu" and not listed.any():
+                continue
             k, v = keys.k.to(self.dtype), keys.v.to(self.dtype)
             open_to_all = seen.all_begin <= keys.start and keys.stop <= seen.all_end
             bias = distance = keep = None
@@ -73,10 +76,12 @@ class Tiling:
                 bias = call.bias[:, :, rows.start : rows.stop, keys.start : keys.stop].to(self.dtype)
             if call.alibi_slopes is not None or not open_to_all:
                 distance = at - keys.position[:, :, None]  # (B, 1 or Hq, rows, keys)
-            if not open_to_all or any(hides is not None for hides in (bias, call.mask, call.tree_mask)):
+            if not open_to_all or any(hides is not None for hides in (bias, call.mask, call.tree_mask, listed)):
                 keep = _keep(call, rows, keys, distance, bias)
                 if call.tree_mask is not None:
                     keep = keep & in_tree(call, rows, keys, self.q_extent, self.k_extent)
+                if listed is not None:
+                    keep = keep & listed
                 # What no row attends can hold NaN, and 0·NaN is NaN in the output as well as in gradients.
                 unused = ~keep.any(dim=2)  # (B, 1 or Hq, keys)
                 if unused.shape[1] != 1:

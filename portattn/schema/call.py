@@ -46,6 +46,8 @@ class Call:
     bias, mask       (B, Hq, Sq, Sk) views, broadcast by strides of 0: added to the scores; True = attend
     tree_mask        (B, Sq) int64, packed (1, Tq): bit j of a query's word: it attends the key that is number j of its
                      sequence's last ones, of which there are as many as its queries. Earlier keys are not its matter
+    block_mask       (B, Hq, blocks of queries, blocks of keys) bool, broadcast by strides of 0: whether the queries of
+                     a block attend any key of the other; each row of blocks is contiguous
     forward_out, forward_lse  of gradients: what the forward gave, (B, Hq, Sq, Dv) and (B, Hq, Sq) float32
     grad_out, grad_lse        of gradients: those of the results, in the results' shapes; grad_lse may be None
     grad_q, grad_k, grad_v    of gradients: where dQ, dK and dV go, in the shapes of q, k and v
@@ -93,6 +95,7 @@ class Call:
     bias: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    block_mask: torch.Tensor | None = None
     forward_out: torch.Tensor | None = None
     forward_lse: torch.Tensor | None = None
     grad_out: torch.Tensor | None = None

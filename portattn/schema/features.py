@@ -22,8 +22,8 @@ class Feature:
     kind   what it changes: which positions count (lengths), chosen tokens (tokens), every score (scores), the softmax
            of each row (row), what is returned (result)
     axes   those of its tensor as a Call has it, by letter: b batch, h query heads, q query rows, k keys, t chosen
-           tokens; s and r batch and rows of the query tensor, which packed queries have 1 and all of. Empty where it
-           has none of its own
+           tokens; s and r batch and rows of the query tensor, which packed queries have 1 and all of; m and n blocks of
+           queries and of keys. Empty where it has none of its own
     dtype  of that tensor, a name of torch's; empty: q's
     title  what reports call it; its name when empty
     """
@@ -49,6 +49,7 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "bias": Feature("A bias is given", "scores", "bhqk"),
         "mask": Feature("A boolean mask is given", "scores", "bhqk", "bool"),
         "tree_mask": Feature("A tree mask of the new tokens is given", "scores", "sr", "int64", title="tree mask"),
+        "block_mask": Feature("Lists of blocks are given", "scores", "bhmn", "bool", title="block mask"),
         "return_lse": Feature("The log-sum-exp is returned as well", "result"),
     }
 )

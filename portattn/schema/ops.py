@@ -25,7 +25,7 @@ _NO_OPTION = frozenset({
     "q", "k", "v", "q_scale", "q_rope", "counts", "magicpig_tables", "scale", "out_dtype", "return_lse", "dropout_p",
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
-    "deterministic", "new_v", "positions",
+    "deterministic", "new_v", "positions", "block_size",
 })  # fmt: skip
 
 
@@ -147,9 +147,10 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="attention",
                 title="Dense",
                 tensors=_tensors(
-                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask {_LENGTH_NAMES} dropout_seed",
+                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_LENGTH_NAMES} dropout_seed",
                 ),
-                values=(*_SCORES, "dropout_p", "out_dtype", "return_lse", "layout"),
+                values=(*_SCORES, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
+                arguments="portattn.api.block_mask:replace",
                 validate="portattn.validate.dense:dense_call",
                 launches="portattn.launch.dense:calls",
                 canaries=(_PLAIN | _LENGTHS | {"mask": True}, _FEATURED | _LENGTHS),

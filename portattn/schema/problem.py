@@ -60,7 +60,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                   pages are one matrix
     tokens        places for chosen tokens of each head (Lmax of sparse_attention)
     log_weights, magicpig  sparse_attention: logarithms added to the scores, given or computed from MagicPIG's K and L
-    softcap, alibi_slopes, sinks, bias, mask, tree_mask   those features are asked for
+    softcap, alibi_slopes, sinks, bias, mask, tree_mask, block_mask   those features are asked for
+    block_q, block_k  queries and keys of a block of block_mask
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
@@ -117,6 +118,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mask: bool = False
     mask_by_key: bool = False
     tree_mask: bool = False
+    block_mask: bool = False
+    block_q: int = 128
+    block_k: int = 128
     num_splits: int = 0
     return_lse: bool = False
     kv_format: KvFormat = "as_q"
@@ -399,7 +403,7 @@ def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
 _PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
-        "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "kv_scales",
+        "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "large", "kv_scales",
         "rotary_dim",
     }
 )  # fmt: skip
@@ -438,6 +442,8 @@ _LIMITS = {
     "total_q": (0, MAX_LENGTH),
     "total_k": (0, MAX_LENGTH),
     "page_size": (0, MAX_SIZE),
+    "block_q": (1, MAX_LENGTH),
+    "block_k": (1, MAX_LENGTH),
     "tokens": (0, MAX_LENGTH),
     "num_splits": (0, MAX_SPLITS),
     "rotary_dim": (0, MAX_HEAD_DIM),

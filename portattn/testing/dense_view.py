@@ -19,7 +19,9 @@ from portattn.schema.tensors import KV_DTYPE
 
 # Tensors that are added to scores, or to a row's sum.
 _ADDED = [
-    name for name in of_kinds("scores", "row", "tokens") if FEATURES[name].axes and name not in ("mask", "tree_mask")
+    name
+    for name in of_kinds("scores", "row", "tokens")
+    if FEATURES[name].axes and name not in ("mask", "tree_mask", "block_mask")
 ]
 
 
@@ -252,6 +254,9 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
         keep, j = real[:, :, None], token[:, :, None]
     if call.mask is not None:
         keep = keep & call.mask[:, :, i]
+    if call.block_mask is not None:
+        every = call.block_mask.repeat_interleave(p.block_q, dim=2).repeat_interleave(p.block_k, dim=3)
+        keep = keep & every[:, :, i][..., : p.seq_k]
     if call.bias is not None:
         keep = keep & (call.bias[:, :, i] != float("-inf"))
     used = keep.any(dim=2)  # (B, 1 or Hq, keys)

@@ -301,14 +301,16 @@ def _choices(
 
 def _features(p: Problem, generator: torch.Generator, seed: int) -> dict[str, torch.Tensor | None]:
     """Tensors of features that most operations have, as the call has them: normal numbers unless drawn otherwise."""
-    sizes = dict(zip("bhqksr", (p.batch, p.heads_q, p.seq_q, p.seq_k, *p.query_rows), strict=True))
+    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k}
     found: dict[str, torch.Tensor | None] = {}
     for name in COMMON:
         feature = FEATURES[name]
         if feature.axes and getattr(p, name):
             draw = _DRAWN.get(name)
-            shape = tuple(sizes[axis] for axis in feature.axes)
-            found[name] = draw(p, generator, seed) if draw else torch.randn(shape, generator=generator)
+            if draw is not None:
+                found[name] = draw(p, generator, seed)
+            else:
+                found[name] = torch.randn([sizes[axis] for axis in feature.axes], generator=generator)
     return found
 
 
@@ -338,7 +340,17 @@ def _tree(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
     return words.masked_fill(torch.rand(words.shape, generator=generator) < MASKED, 0)
 
 
-_DRAWN = {"alibi_slopes": _slopes, "bias": _bias, "mask": _mask, "tree_mask": _tree}
+def _blocks(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
+    """Half of all pairs of blocks, none of one block of queries' and of one block of keys'; for odd seeds the same for
+    all heads."""
+    shape = (p.batch, 1 if seed % 2 else p.heads_q, -(-p.seq_q // p.block_q), -(-p.seq_k // p.block_k))
+    listed = torch.rand(shape, generator=generator) < 0.5
+    listed[:, :, 2:3] = False
+    listed[..., 1:2] = False
+    return listed.expand(p.batch, p.heads_q, *shape[2:])
+
+
+_DRAWN = {"alibi_slopes": _slopes, "bias": _bias, "mask": _mask, "tree_mask": _tree, "block_mask": _blocks}
 
 
 def _hidden(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
@@ -372,6 +384,10 @@ def _attended(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor | N
     right = 0 if p.causal != "none" else p.window_right
     if right >= 0:
         attended &= (torch.arange(p.seq_k) < (first + lengths.q + right)[:, None])[:, None]
+    blocks = features.get("block_mask")
+    if blocks is not None:
+        shown = blocks.any(dim=2).repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]
+        attended &= shown.reshape(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)
     words = features.get("tree_mask")
     if words is not None:
         attended &= _in_some_tree(p, lengths, words)[:, None]

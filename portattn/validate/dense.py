@@ -131,6 +131,11 @@ def _attention_call(
         values.scales(op, {n: s for n, s in scales.items() if n != "q_scale" or s.ndim == 2}, tokens)
         rows = values.Tokens(seq_q, seqlens_q, leftpad_q)
         values.scales(op, {n: s for n, s in scales.items() if n == "q_scale" and s.ndim == 3}, rows)
+    if features.get("block_mask") is not None:
+        for name in ("leftpad_q", "leftpad_k"):
+            if lengths[name] is not None:
+                limit = "goes without block_mask, whose blocks count from the first row and key"
+                raise ArgumentError(op, name, tuple(lengths[name].shape), limit)
     found = Features(op, q.device, q.dtype if operands is None else operands.dtype)
     found.check(features, Scores(batch, heads_q, seq_q, seq_k, alignment, seq_q + seq_k))
 

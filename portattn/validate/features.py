@@ -14,6 +14,11 @@ from portattn.schema.problem import MAX_TREE, UNLIMITED, Problem
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
 
+
+def ceil_div(a: Any, b: Any) -> Any:
+    return -(-a // b)
+
+
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
 
 
@@ -150,6 +155,23 @@ class Features:
             raise ArgumentError(self.op, of, rows, limit)
         check_place(self.op, "tree_mask", mask, self.device, contiguous=False)
         self._add("tree_mask", mask.expand(1 if scores.packed else batch, shape[-1]))
+
+    def block_mask(self, blocks: Any, scores: Scores) -> None:
+        if blocks is not None:  # api/block_mask.py has made it; `block_size` looks at its shape
+            self._tensor("block_mask", blocks, (torch.bool,))
+            self._add("block_mask", blocks)
+
+    def block_size(self, size: Any, scores: Scores) -> None:
+        if size is None:
+            return
+        p, blocks = self.problem, self.call["block_mask"]
+        p["block_q"], p["block_k"] = size
+        down, across = ceil_div(scores.rows, size[0]), ceil_div(scores.keys, size[1])
+        for axis, most in enumerate((scores.batch, scores.heads)):
+            if blocks.shape[axis] not in (1, most):
+                whose = ("B", "Hq")[axis]
+                raise ArgumentError(self.op, f"block_mask's {whose}", blocks.shape[axis], f"must be 1 or {most}")
+        self.call["block_mask"] = blocks.expand(scores.batch, scores.heads, down, across)
 
     def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):

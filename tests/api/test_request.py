@@ -65,7 +65,7 @@ def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_th
 def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And `try_cached` gets them in the row's order: calls are found again by it."""
     row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
-    own = {"backend", "validate", "magicpig_bits", "magicpig_tables"}
+    own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size"}
     named = {*row.tensors.values(), *row.values}
     assert named - own == set(parameters) - own
     seen: list[Any] = []
@@ -81,6 +81,8 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
     given = {name: f"{name} as given" for name in parameters} | {"backend": None, "validate": None}
     if "magicpig" in parameters:
         given |= {"magicpig": (3, 4)}
+    if "block_mask" in parameters:  # of lists it makes one tensor
+        given |= {"block_mask": None}
     getattr(portattn, op)(**given)
     (name, among, values, lengths), made = seen
     assert name == made.op == op

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.schema.problem import Problem
+from portattn.schema.problem import MAX_TREE, Problem
 
 SOFTCAPS = (0.01, 0.7, 5.0, 60.0, 1000.0)
 SCALES = (None, None, None, 0.0, -0.0, 1.0, -0.3, 2.5)
@@ -136,6 +136,8 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     else:
         fields["layout"] = r.choice(("bhsd", "bshd"))
         fields |= {name: flag(0.35) for name in ("bias", "mask") if not sparse}
+    if op in ("decode_attention", "paged_attention") and fields["seq_q"] <= MAX_TREE:
+        fields["tree_mask"] = flag(0.25)
     if op in ("attention", "decode_attention"):
         fields |= {"seqlens_k": flag(0.5), "leftpad_k": flag()}
         fields |= {"seqlens_q": dense and flag(), "leftpad_q": dense and flag()}

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import torch
 
+from portattn.api.block_mask import BlockMask, block_tensors
 from portattn.api.excess_arguments import wrong_arguments
 from portattn.api.jagged import are_jagged, packed, unpacked
 from portattn.api.ops.varlen import varlen_attention
@@ -31,6 +32,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    block_mask: BlockMask | None = None,
     seqlens_q: torch.Tensor | None = None,
     seqlens_k: torch.Tensor | None = None,
     leftpad_q: torch.Tensor | None = None,
@@ -67,6 +69,10 @@ def attention(
     bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Sk). -inf masks, whatever the key
                 holds
     mask        bool, broadcast to (B, Hq, Sq, Sk): True = attend
+    block_mask  lists of the blocks of keys that each block of queries attends: a portattn.BlockMask, or torch's
+                (torch.nn.attention.flex_attention), whose mask_mod is then computed as a mask at each call. Blocks that
+                no list names are hidden, and skipped; inside the others mask and the rest say what is attended. Blocks
+                count from the first row and key, so left padding goes without
     seqlens_q, seqlens_k  (B,) int32 on q's device: valid rows of each sequence; the rest is padding, which is never
                 attended and, as a query, gives 0. Causal alignment is each sequence's own
     leftpad_q, leftpad_k  (B,) int32: padding rows before a sequence's first valid row (left-padded batches)
@@ -105,6 +111,9 @@ def attention(
     """
     if excess or unknown:
         raise wrong_arguments("attention", excess, unknown)
+    block_size, blocks = None, block_mask
+    if block_mask is not None:
+        blocks, mask, block_size = block_tensors(block_mask, mask, q, k, layout)
     found = try_cached(
         "attention",
         (
@@ -118,13 +127,14 @@ def attention(
             sinks,
             bias,
             mask,
+            blocks,
             seqlens_q,
             seqlens_k,
             leftpad_q,
             leftpad_k,
             dropout_seed,
         ),
-        (scale, causal, window, softcap, dropout_p, out_dtype, return_lse, layout, backend, validate),
+        (scale, causal, window, softcap, block_size, dropout_p, out_dtype, return_lse, layout, backend, validate),
     )
     if found is not None:
         return found
@@ -133,10 +143,11 @@ def attention(
         given = {
             "q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
             "scale": scale, "causal": causal, "window": window, "softcap": softcap,
-            "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "seqlens_q": seqlens_q,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask, "block_mask": block_mask,
+            "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k, "dropout_p": dropout_p,
             "dropout_seed": dropout_seed, "out_dtype": out_dtype, "return_lse": return_lse, "layout": layout,
             "backend": backend, "validate": validate,
         }  # fmt: skip
         return unpacked(given, varlen_attention(**packed(given)))
-    return perform(request_of("attention", locals()))
+    return perform(request_of("attention", locals() | {"block_mask": blocks}))

@@ -56,6 +56,9 @@ PROBLEMS = [
     gradients("everything", dtype="bf16", head_dim=64, bias=True, mask=True, alibi_slopes=True, softcap=True,
               grad_bias=True, grad_slopes=True, dropout=True),
     packed_gradients("window", dtype="fp32", head_dim=64, **CAUSAL, window_left=100),
+    decode("tree mask", dtype="bf16", head_dim=64, seq_q=5, tree_mask=True),
+    dense("lists of blocks", dtype="fp16", head_dim=64, **CAUSAL, block_mask=True, block_q=64, block_k=32),
+    paged("ragged, trees", dtype="fp16", head_dim=64, page_size=16, total_q=24, seq_q=9, tree_mask=True, **CAUSAL),
 ]  # fmt: skip
 # Beside what plans choose today: what a quirk that is switched off, or another tuning, would choose.
 OTHERS = [

@@ -1,4 +1,4 @@
-"""Tree masks in the blockwise path: which of a sequence's own new keys each of its queries sees."""
+"""Tree masks and block masks in the blockwise path: which keys of a block they show each row."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def in_tree(call: Call, rows: RowBlock, keys: KeyBlock, queries: Extent, all_key
     node = keys.position - first[:, None, None]  # (B, 1, keys)
     shifted = words[:, :, None] >> node.clamp(0, MAX_TREE - 1)  # (B, rows, keys)
     return ((node < 0) | (shifted & 1).bool())[:, None]
+
+
+def in_blocks(call: Call, rows: RowBlock, keys: KeyBlock) -> torch.Tensor:
+    """Which keys lie in blocks that each row's list names: bool (B, Hq, rows, keys)."""
+    assert call.block_mask is not None
+    p, device = call.problem, call.q.device
+    down = torch.arange(rows.start, rows.stop, device=device) // p.block_q
+    across = torch.arange(keys.start, keys.stop, device=device) // p.block_k
+    return call.block_mask[:, :, down[:, None], across]

@@ -1,0 +1,252 @@
+"""block_mask of attention: portattn's lists and torch's BlockMask, against the same mask given for each score."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from opcalls import pretend_accelerator
+from support import Device
+from torch.nn.attention import flex_attention
+
+import portattn
+from portattn.api import block_mask as module
+from portattn.launch import cache
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.reference.tiles import Tiling
+from portattn.schema.problem import Problem
+
+B, H, ROWS, KEYS = 2, 4, 70, 100
+SIZE = (32, 16)
+
+
+def tensors(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    shapes = (B, H, ROWS, 16), (B, 2, KEYS, 16), (B, 2, KEYS, 16)
+    return tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+
+
+def lists(batch: int = B, heads: int = H, seed: int = 0, full: bool = True) -> tuple[portattn.BlockMask, torch.Tensor]:
+    """Random lists, partial and full, in random order with garbage behind the counts; and the scores that they show."""
+    generator = torch.Generator().manual_seed(seed)
+    down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
+    kinds = torch.randint(0, 3, (batch, heads, down, across), generator=generator)
+    found = []
+    for kind in (1, 2):
+        counts = (kinds == kind).sum(-1).int()
+        order = torch.rand(kinds.shape, generator=generator).masked_fill(kinds != kind, 2.0).argsort(-1).int()
+        order[torch.arange(across).expand(kinds.shape) >= counts[..., None]] = 2**30
+        found += [counts, order]
+    listed = kinds > 0 if full else kinds == 1
+    shown = listed.repeat_interleave(SIZE[0], 2).repeat_interleave(SIZE[1], 3)[:, :, :ROWS, :KEYS]
+    return portattn.BlockMask(*(found if full else found[:2]), block_size=SIZE), shown
+
+
+@pytest.fixture
+def kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if device.path == "interpreter":
+        pretend_accelerator(monkeypatch)
+    cache.forget()
+    yield device.name
+    cache.forget()
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(B, H), (1, H), (B, 1), (1, 1)])
+@pytest.mark.parametrize("more", ["nothing", "mask", "bshd, causal"])
+def test_lists_are_a_mask(batch: int, heads: int, more: str) -> None:
+    q, k, v = tensors()
+    blocks, shown = lists(batch, heads, full=more != "nothing")
+    given: dict[str, Any] = {"return_lse": True}
+    if more == "mask":
+        given["mask"] = torch.rand(ROWS, KEYS) < 0.7
+        shown = shown & given["mask"]
+    if more == "bshd, causal":
+        given |= {"causal": True, "layout": "bshd"}
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    out, lse = portattn.attention(q, k, v, block_mask=blocks, **given)
+    made = portattn.last_plan()
+    assert made is not None
+    assert made.problem.block_mask
+    expected, expected_lse = portattn.attention(q, k, v, **(given | {"mask": shown}))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i // 30 == j // 40) & (i + h >= j // 2)
+
+
+def test_torchs_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    blocks = flex_attention.create_block_mask(documents, None, H, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
+    mask = flex_attention.create_mask(documents, 1, H, ROWS, KEYS, device="cpu")
+    expected = portattn.attention(q, k, v, mask=mask)
+    module._warn_once.cache_clear()
+    with pytest.warns(
+        UserWarning, match="attention computes block_mask's mask_mod for every score at each call"
+    ) as said:
+        torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), expected)
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        portattn.attention(q, k, v, block_mask=blocks)  # warned of once
+        alone = flex_attention.BlockMask.from_kv_blocks(
+            blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
+        )
+        ours = portattn.BlockMask(
+            blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
+        )
+        for lists_alone in (alone, ours):
+            torch.testing.assert_close(portattn.attention(q, k, v, block_mask=lists_alone, mask=mask), expected)
+
+
+def test_nan_in_blocks_that_no_list_names() -> None:
+    q, k, v = tensors()
+    one = torch.ones(1, 1, 3, dtype=torch.int32)
+    blocks = portattn.BlockMask(one, torch.tensor([0, 2, 5], dtype=torch.int32).view(1, 1, 3, 1), block_size=SIZE)
+    expected = portattn.attention(q, k, v, block_mask=blocks)
+    unseen = torch.tensor([j // 16 not in (0, 2, 5) for j in range(KEYS)])
+    for poisoned in ({"k": k.clone()}, {"v": v.clone()}):
+        for tensor in poisoned.values():
+            tensor[:, :, unseen] = float("nan")
+        assert torch.equal(portattn.attention(**({"q": q, "k": k, "v": v} | poisoned), block_mask=blocks), expected)
+
+
+def test_the_reference_visits_listed_tiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 1, 4096, 16)
+    few = torch.ones(1, 1, 8, dtype=torch.int32)
+    blocks = portattn.BlockMask(few, torch.arange(8, dtype=torch.int32).view(1, 1, 8, 1), block_size=(512, 512))
+    seen, tiles = [], Tiling.tiles
+
+    def counted(self: Tiling, rows: Any, reach: Any) -> Any:
+        for tile in tiles(self, rows, reach):
+            seen.append((tile.keys.stop - tile.keys.start) * (rows.stop - rows.start))
+            yield tile
+
+    monkeypatch.setattr(Tiling, "tiles", counted)
+    portattn.attention(q, q, q, block_mask=blocks, backend="reference")
+    assert sum(seen) == 8 * 512 * 512 < 4096 * 4096 // 4
+
+
+def test_gradients_are_those_of_the_mask() -> None:
+    blocks, shown = lists()
+    found = []
+    for given in ({"block_mask": blocks}, {"mask": shown}):
+        leaves = [t.requires_grad_() for t in tensors()]
+        found.append(torch.autograd.grad(portattn.attention(*leaves, **given).sin().sum(), leaves))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_other_lists_each_step(kept: str) -> None:
+    q, k, v = tensors(device=kept)
+    for seed in range(3):
+        blocks, shown = lists(seed=seed)
+        on_device = blocks._replace(**{n: t.to(kept) for n, t in blocks._asdict().items() if n != "block_size"})
+        out = portattn.attention(q, k, v, block_mask=on_device)
+        expected = portattn.attention(q, k, v, mask=shown.to(kept), backend="reference")
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    kinds = [kind for kind in cache.every_kind() if "reference" not in kind.values]
+    assert [[cached.plan.path for cached in kind.classes] for kind in kinds] == [["triton"]]
+
+
+@pytest.mark.parametrize("recorder", ["export", "compile"])
+def test_graphs(recorder: str) -> None:
+    q, k, v = tensors()
+    blocks, _ = lists()
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            lists = portattn.BlockMask(counts, indices, block_size=SIZE)
+            return portattn.attention(q, k, v, block_mask=lists)
+
+    given = (q, blocks.kv_num_blocks, blocks.kv_indices)
+    if recorder == "export":
+        graph: Any = torch.export.export(Layer(), given, strict=False).module()
+    else:
+        torch._dynamo.reset()
+        graph = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    fewer = (q, blocks.kv_num_blocks // 2, blocks.kv_indices)
+    assert not torch.equal(Layer()(*given), Layer()(*fewer))
+    assert torch.equal(graph(*fewer), Layer()(*fewer))
+
+
+def test_vmap_and_prepare() -> None:
+    q, k, v = tensors()
+    blocks, _ = lists()
+    found = torch.func.vmap(lambda q: portattn.attention(q, k, v, block_mask=blocks))(torch.stack([q, -q]))
+    torch.testing.assert_close(found[1], portattn.attention(-q, k, v, block_mask=blocks))
+    handle = portattn.prepare("attention", q, k, v, block_mask=blocks)
+    other, _ = lists(seed=1)
+    assert torch.equal(handle.run(q, k, v, block_mask=other), portattn.attention(q, k, v, block_mask=other))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no block mask": ({"block_mask": [1]}, "block_mask is 'list', but must be a portattn.BlockMask, or torch"),
+    "a bool matrix": ({"block_mask": torch.ones(3, 7, dtype=torch.bool)}, "block_mask is 'Tensor'"),
+    "of floats": ({"kv_num_blocks": torch.zeros(B, H, 3)}, "block_mask's kv_num_blocks is torch.float32"),
+    "of other rows": (
+        {"kv_num_blocks": torch.zeros(B, H, 4, dtype=torch.int32)},
+        "block_mask's kv_num_blocks.shape is (2, 4, 4), but must be (B, Hq, R) with R the 3 blocks of queries",
+    ),
+    "of other heads": (
+        {"kv_num_blocks": torch.zeros(B, 1, 3, dtype=torch.int32)}, "block_mask's kv_indices.shape is (2, 4, 3, 7)"
+    ),
+    "half of a pair": ({"full_kv_indices": None}, "block_mask's full_kv_indices is None, but goes with"),
+    "no size": ({"block_size": 128}, "block_mask's block_size is 128, but must be a tuple of two integers"),
+    "size 0": ({"block_size": (16, 0)}, "block_mask's block_size is (16, 0)"),
+    "elsewhere": ({"kv_indices": torch.zeros(B, H, 3, 7, dtype=torch.int32, device="meta")}, "is 'meta', but must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_lists_are_refused_by_name(what: str) -> None:
+    changes, message = BAD[what]
+    blocks = changes["block_mask"] if "block_mask" in changes else lists()[0]._replace(**changes)
+    with pytest.raises(portattn.ArgumentError) as caught:
+        portattn.attention(*tensors(), block_mask=blocks)
+    assert message in str(caught.value)
+
+
+def test_what_goes_without() -> None:
+    q, k, v = tensors()
+    blocks, _ = lists(heads=1)
+    of_two = blocks._replace(
+        **{n: t.expand(B, 2, *t.shape[2:]) for n, t in blocks._asdict().items() if n != "block_size"}
+    )
+    with pytest.raises(portattn.ArgumentError, match="block_mask's Hq is 2, but must be 1 or 4"):
+        portattn.attention(q, k, v, block_mask=of_two)
+    with pytest.raises(portattn.ArgumentError, match=r"leftpad_k is .*goes without block_mask"):
+        portattn.attention(q, k, v, block_mask=blocks, leftpad_k=torch.zeros(B, dtype=torch.int32))
+    for op in ("varlen_attention", "decode_attention", "paged_attention"):
+        with pytest.raises(portattn.UnknownArgument, match=f"{op} has no argument 'block_mask'"):
+            getattr(portattn, op)(block_mask=blocks)
+
+
+def test_plans() -> None:
+    """Tiles lie in blocks; what the kernel cannot do is said by name."""
+    sizes = {"batch": 1, "heads_q": 8, "heads_k": 8, "seq_q": 1024, "seq_k": 1024, "head_dim": 64, "block_mask": True}
+    target = parse_target("cuda:sm_90", "triton==3.6.0")
+    made = plan(Problem(**sizes, block_q=48, block_k=160), target)
+    assert (made.path, made.launch.block_m, made.launch.block_n) == ("triton", 16, 32)
+    for fields, why in (
+        ({"block_k": 24}, "block_mask has block_k 24, no multiple of 16"),
+        ({"kv_format": "e4m3"}, "block_mask is given beside quantised tensors"),
+    ):
+        fallen = plan(Problem(**sizes, **fields), target)
+        assert fallen.path == "reference"
+        assert any(why in rejection.reason for rejection in fallen.rejected)
+
+
+def test_a_call_without_lists_attends_all() -> None:
+    """An empty list is no list: its rows attend nothing."""
+    q, k, v = tensors()
+    none = torch.zeros(1, 1, 3, dtype=torch.int32)
+    blocks = portattn.BlockMask(none, torch.zeros(1, 1, 3, 0, dtype=torch.int32), block_size=SIZE)
+    out, lse = portattn.attention(q, k, v, block_mask=blocks, return_lse=True)
+    assert not out.any()
+    assert lse.eq(float("-inf")).all()
