@@ -6,6 +6,8 @@ A row is one head's key or value of one token. Each program writes BLOCK_M rows 
 import triton
 import triton.language as tl
 
+from portattn.kernels.stored import MIDDLE
+
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number
 
 
@@ -59,6 +61,55 @@ def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
             code = tl.where(is_nan, 0x7F, code | sign)
         code = tl.where(code > 127, code - 256, code)  # the byte as a signed number
     return code.to(tl.int8)
+
+
+@triton.jit
+def four_bits(numbers, zero):
+    """float32 numbers [M, N] as int4 ones, 0 to 15: to the nearest whole number, ties to even; then `zero` [M, 1] or a
+    number is added. What is too large becomes the last on its side, NaN becomes `zero`."""
+    low, high = (0 - zero).to(tl.float32), (15 - zero).to(tl.float32)
+    inside = tl.where(numbers > high, high, tl.where(numbers < low, low, numbers))  # NaN stays
+    whole = (inside + 12582912.0) - 12582912.0  # as in to_eight_bits
+    return tl.where(numbers != numbers, 0.0, whole).to(tl.int32) + zero
+
+
+@triton.jit
+def store_pairs(even, odd, cache, offsets, stride_d, columns, inside, scale, scale_offsets, there,
+                KV_SCALES: tl.constexpr):  # fmt: skip
+    """Store rows of int4 numbers, two to a byte; even columns are the lower four bits.
+
+    even, odd  the rows' columns of either kind, [M, N]; a byte's two are at the same place
+    scale      pointer to the scales, and by offsets each row's. One for each token is computed of its row, and stored
+               with the number that stands for 0 in its lowest four bits (kernels/stored.py)
+    """
+    even, odd = even.to(tl.float32), odd.to(tl.float32)
+    if KV_SCALES == "head":
+        step = tl.load(scale + scale_offsets, mask=there, other=1.0)
+        zero = tl.full([1, 1], MIDDLE, tl.int32)
+    else:
+        # From the smallest finite number to the largest, 0 among them. Each is divided: no difference is infinite.
+        most = tl.full(scale_offsets.shape, 15.0, tl.float32)
+        high = tl.maximum(tl.max(finite(even, inside, 1.0), axis=1), tl.max(finite(odd, inside, 1.0), axis=1))
+        deep = tl.maximum(tl.max(finite(even, inside, -1.0), axis=1), tl.max(finite(odd, inside, -1.0), axis=1))
+        step = tl.div_rn(high, most) + tl.div_rn(deep, most)
+        step = tl.where(step > SMALLEST_SCALE, step, SMALLEST_SCALE)
+        step = (step.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+        below = (tl.div_rn(deep, step) + 12582912.0) - 12582912.0
+        zeros = tl.where(below > 15.0, 15.0, below).to(tl.int32)
+        stored = (step.to(tl.int32, bitcast=True) | zeros).to(tl.float32, bitcast=True)
+        tl.store(scale + scale_offsets, stored, mask=there)
+        zero = zeros[:, None]
+    by_row = tl.broadcast_to(step[:, None], even.shape)
+    code = four_bits(tl.div_rn(even, by_row), zero) | (four_bits(tl.div_rn(odd, by_row), zero) << 4)
+    code = tl.where(code > 127, code - 256, code)  # the byte as a signed number
+    tl.store(cache + offsets[:, None] + columns[None, :] * stride_d, code.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def finite(numbers, inside, sign):
+    """Numbers times `sign`, 1 or -1, where that is positive and finite, and 0 elsewhere."""
+    found = numbers * sign
+    return tl.where(inside & ((found > 0.0) & (found < float("inf"))), found, 0.0)
 
 
 @triton.jit
@@ -148,6 +199,7 @@ def write_cache(
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    PER: tl.constexpr = 2 if KV_FORMAT == "int4" else 1  # numbers of a place of the cache
     for turn in range(rounds):
         row = (tl.program_id(0) + turn * tl.num_programs(0)) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         valid = row < rows
@@ -175,16 +227,22 @@ def write_cache(
             if ROTARY != "none":
                 angle = tl.load(positions + place, mask=there, other=0).to(tl.int64)
 
-        columns = tl.arange(0, BLOCK_D)
-        inside = there[:, None] & (columns < HEAD_DIM)[None, :]
+        columns = tl.arange(0, BLOCK_D // PER)
+        inside = there[:, None] & (columns < HEAD_DIM // PER)[None, :]
+        own = columns  # of each place its column of a new row: of two numbers the first one's
+        if KV_FORMAT == "int4":
+            own = 2 * columns
         source = q + sequence * q_stride_b + head * q_stride_h + place * q_stride_s
-        keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
-        columns_v = tl.arange(0, BLOCK_DV)
-        inside_v = there[:, None] & (columns_v < HEAD_DIM_V)[None, :]
+        keys = tl.load(source[:, None] + own[None, :] * q_stride_d, mask=inside, other=0.0)
+        columns_v = tl.arange(0, BLOCK_DV // PER)
+        inside_v = there[:, None] & (columns_v < HEAD_DIM_V // PER)[None, :]
+        own_v = columns_v
+        if KV_FORMAT == "int4":
+            own_v = 2 * columns_v
         source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
-        values = tl.load(source_v[:, None] + columns_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
+        values = tl.load(source_v[:, None] + own_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
         if ROTARY != "none":
-            keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
+            keys = turned(keys, source, q_stride_d, own, inside, cos, sin, angle, cos_stride, sin_stride, angles,
                           ROTARY, ROTARY_DIM)  # fmt: skip
         k_scales = at
         v_scales = at
@@ -197,7 +255,18 @@ def write_cache(
             if KV_SCALES == "token":
                 k_scales += at * k_scale_stride_s
                 v_scales += at * v_scale_stride_s
-        store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
-                   k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
-        store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v, inside_v,
-                   v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+        if KV_FORMAT == "int4":
+            odd = tl.load(source[:, None] + (own + 1)[None, :] * q_stride_d, mask=inside, other=0.0)
+            if ROTARY != "none":
+                odd = turned(odd, source, q_stride_d, own + 1, inside, cos, sin, angle, cos_stride, sin_stride, angles,
+                             ROTARY, ROTARY_DIM)  # fmt: skip
+            store_pairs(keys, odd, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns,
+                        inside, k_scale, k_scales, there, KV_SCALES)  # fmt: skip
+            odd_v = tl.load(source_v[:, None] + (own_v + 1)[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
+            store_pairs(values, odd_v, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d,
+                        columns_v, inside_v, v_scale, v_scales, there, KV_SCALES)  # fmt: skip
+        else:
+            store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
+                       k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+            store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
+                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
