@@ -77,7 +77,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                 scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
     if scales is not None:
         if KV_FORMAT == "int4":
-            by_key = without_zero(raw, KV_FORMAT)
+            by_key = without_zero(raw)
         else:
             by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N,
                                   BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
@@ -91,6 +91,17 @@ def drop_out(p, seed, rows, start, head, threshold, BLOCK_N: tl.constexpr, MULHI
     once, at the end; the row's sum is of all of them."""
     keys = start + tl.arange(0, BLOCK_N)
     return tl.where(kept_scores(seed, keys[None, :], rows[:, None], head, threshold, MULHI), p, 0.0)
+
+
+@triton.jit
+def add_pairs(acc, correction, p, pairs, scales):
+    """add_values of int4 numbers. They are exact in bfloat16, which has float32's range: so tokens' scales go into the
+    probabilities, of which there are fewer than values, and each of these becomes two bfloat16 numbers."""
+    v_tile = widened_pairs(pairs, tl.full([1], 0.0, tl.bfloat16), scales)
+    if scales is not None:
+        # What has no weight may have a scale that is NaN, and no number of it is.
+        p = tl.where(p == 0.0, 0.0, p * without_zero(scales)[None, :])
+    return split_product(p, v_tile, acc * correction[:, None], 2)
 
 
 @triton.jit
@@ -110,34 +121,32 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
             leave float16's range
     """
     PER: tl.constexpr = 2 if V_FORMAT == "int4" else 1  # numbers of a byte
-    raw = None
-    if V_FORMAT == "int4" and scales is not None:
-        raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
-                           PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
     if READ:
         v_tile = read
     else:
         v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V // PER,
                            BLOCK_N, BLOCK_DV // PER, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
     if V_FORMAT == "int4":
-        v_tile = widened_pairs(v_tile, like, raw)
-    elif Q_FORMAT == "as_q":
-        v_tile = widened(v_tile, like, V_FORMAT)
+        raw = None
+        if scales is not None:
+            raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
+                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        acc = add_pairs(acc, correction, p, v_tile, raw)
     else:
-        v_tile = operand(v_tile, V_FORMAT, "widened")
-    if scales is not None:
-        if V_FORMAT == "int4":
-            by_key = without_zero(raw, V_FORMAT)
+        if Q_FORMAT == "as_q":
+            v_tile = widened(v_tile, like, V_FORMAT)
         else:
+            v_tile = operand(v_tile, V_FORMAT, "widened")
+        if scales is not None:
             by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N,
                                   BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
-    if UNUSED_ZERO:
-        v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
-    if Q_FORMAT == "as_q":
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
-    else:
-        acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
+            v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
+        if UNUSED_ZERO:
+            v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
+        if Q_FORMAT == "as_q":
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
+        else:
+            acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
     return acc
 
 

@@ -187,8 +187,8 @@ def sparse_split(
             products = tl.sum(keys * query[None, :], 1)  # [BLOCK_N] of the cache's numbers
             scores = products * score_scale
             if KV_FORMAT == "int4" and KV_SCALES == "token":
-                scores = scores * without_zero(raw_k, KV_FORMAT)
-                value_scales = without_zero(raw_v, KV_FORMAT)
+                scores = scores * without_zero(raw_k)
+                value_scales = without_zero(raw_v)
             elif KV_SCALES == "token":
                 places_k = slot * k_scale_stride_b + kv_head * k_scale_stride_h + within * k_scale_stride_s
                 places_v = slot * v_scale_stride_b + kv_head * v_scale_stride_h + within * v_scale_stride_s

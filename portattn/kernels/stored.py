@@ -62,13 +62,9 @@ def widened_pairs(tile, like, scales):
 
 
 @triton.jit
-def without_zero(scales, KV_FORMAT: tl.constexpr):
-    """Tokens' scales as they are stored, without what else is in them."""
-    if KV_FORMAT == "int4":
-        found = (scales.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
-    else:
-        found = scales
-    return found
+def without_zero(scales):
+    """Tokens' scales of int4 numbers, without the bits that say what stands for 0."""
+    return (scales.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from portattn.schema.call import Call
 from portattn.reference.stored import MIDDLE, ZERO_BITS
+from portattn.schema.call import Call
 from portattn.schema.tensors import INT4, KV_DTYPE, KV_LARGEST, KV_STORED
 
 NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e4m3fnuz": -0x80}

@@ -17,7 +17,7 @@ def stored(
     """Keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
 
     unused  (batch, Hk, rows) bool: no attended key lies there. What is NaN in `values` there is NaN in the format where
-            it has one; of int8 and int4, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
+            it has one; of integers, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
 
     Scales are (B, Hk), or (batch, Hk, rows) for each token; None where there are none, and the numbers are the values.
     """

@@ -46,7 +46,7 @@ def format_of(cache: torch.Tensor) -> str:
 
 
 def check_stored_width(op: str, name: str, cache: torch.Tensor, kind: str, whose: str, width: int) -> None:
-    """The width of a cache's rows (…, width), for numbers as many as `whose`: of int4 half of it. Raises ArgumentError."""
+    """The width of a cache's rows, for numbers as many as `whose`: of int4 half of it. Raises ArgumentError."""
     found = cache.shape[-1]
     if kind != INT4:
         check_equal(op, f"{name}'s head_dim", found, whose, width)
