@@ -52,11 +52,11 @@ def stored(
 def _pairs(
     p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (…, D) as bytes of two int4 numbers each, and their scales.
+    """Rows (…, D) as bytes of two int4 numbers each, and their scales, under which the largest values are too large.
 
     A token's scale holds the number that stands for 0, any of the sixteen; so some rows have numbers of one sign.
     """
-    filling = float(values.nan_to_num(0.0).abs().max()) / 7.5 if values.numel() else 1.0
+    filling = float(values.nan_to_num(0.0).abs().max()) / 15.0 if values.numel() else 1.0
     shape = (p.batch, p.heads_k) if p.kv_scales == "head" else values.shape[:3]
     scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
     zero = torch.full((1, 1, 1), 8)
