@@ -74,35 +74,37 @@ def four_bits(numbers, zero):
 
 
 @triton.jit
-def store_pairs(even, odd, cache, offsets, stride_d, columns, inside, scale, scale_offsets, there,
+def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, there,
+                COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
                 KV_SCALES: tl.constexpr):  # fmt: skip
-    """Store rows of int4 numbers, two to a byte; even columns are the lower four bits.
+    """Store rows [BLOCK_ROWS, BLOCK_COLS] as int4 numbers, two to a byte; even columns are the lower four bits.
 
-    even, odd  the rows' columns of either kind, [M, N]; a byte's two are at the same place
-    scale      pointer to the scales, and by offsets each row's. One for each token is computed of its row, and stored
-               with the number that stands for 0 in its lowest four bits (kernels/stored.py)
+    scale  pointer to the scales, and by offsets each row's. One for each token is computed of its row, and stored with
+           the number that stands for 0 in its lowest four bits (kernels/stored.py)
     """
-    even, odd = even.to(tl.float32), odd.to(tl.float32)
+    numbers = tile.to(tl.float32)
     if KV_SCALES == "head":
         step = tl.load(scale + scale_offsets, mask=there, other=1.0)
-        zero = tl.full([1, 1], MIDDLE, tl.int32)
+        zero = tl.full([BLOCK_ROWS], MIDDLE, tl.int32)
     else:
         # From the smallest finite number to the largest, 0 among them. Each is divided: no difference is infinite.
-        most = tl.full(scale_offsets.shape, 15.0, tl.float32)
-        high = tl.maximum(tl.max(finite(even, inside, 1.0), axis=1), tl.max(finite(odd, inside, 1.0), axis=1))
-        deep = tl.maximum(tl.max(finite(even, inside, -1.0), axis=1), tl.max(finite(odd, inside, -1.0), axis=1))
+        most = tl.full([BLOCK_ROWS], 15.0, tl.float32)
+        high = tl.max(finite(numbers, inside, 1.0), axis=1)
+        deep = tl.max(finite(numbers, inside, -1.0), axis=1)
         step = tl.div_rn(high, most) + tl.div_rn(deep, most)
         step = tl.where(step > SMALLEST_SCALE, step, SMALLEST_SCALE)
         step = (step.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
         below = (tl.div_rn(deep, step) + 12582912.0) - 12582912.0
-        zeros = tl.where(below > 15.0, 15.0, below).to(tl.int32)
-        stored = (step.to(tl.int32, bitcast=True) | zeros).to(tl.float32, bitcast=True)
+        zero = tl.where(below > 15.0, 15.0, below).to(tl.int32)
+        stored = (step.to(tl.int32, bitcast=True) | zero).to(tl.float32, bitcast=True)
         tl.store(scale + scale_offsets, stored, mask=there)
-        zero = zeros[:, None]
-    by_row = tl.broadcast_to(step[:, None], even.shape)
-    code = four_bits(tl.div_rn(even, by_row), zero) | (four_bits(tl.div_rn(odd, by_row), zero) << 4)
-    code = tl.where(code > 127, code - 256, code)  # the byte as a signed number
-    tl.store(cache + offsets[:, None] + columns[None, :] * stride_d, code.to(tl.int8), mask=inside)
+    code = four_bits(tl.div_rn(numbers, tl.broadcast_to(step[:, None], numbers.shape)), zero[:, None])
+    even, odd = tl.split(tl.reshape(code, [BLOCK_ROWS, BLOCK_COLS // 2, 2]))
+    byte = even | (odd << 4)
+    byte = tl.where(byte > 127, byte - 256, byte)  # as a signed number
+    places = tl.arange(0, BLOCK_COLS // 2)
+    within = there[:, None] & (places < COLS // 2)[None, :]
+    tl.store(cache + offsets[:, None] + places[None, :] * stride_d, byte.to(tl.int8), mask=within)
 
 
 @triton.jit
@@ -199,7 +201,6 @@ def write_cache(
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
-    PER: tl.constexpr = 2 if KV_FORMAT == "int4" else 1  # numbers of a place of the cache
     for turn in range(rounds):
         row = (tl.program_id(0) + turn * tl.num_programs(0)) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         valid = row < rows
@@ -227,22 +228,16 @@ def write_cache(
             if ROTARY != "none":
                 angle = tl.load(positions + place, mask=there, other=0).to(tl.int64)
 
-        columns = tl.arange(0, BLOCK_D // PER)
-        inside = there[:, None] & (columns < HEAD_DIM // PER)[None, :]
-        own = columns  # of each place its column of a new row: of two numbers the first one's
-        if KV_FORMAT == "int4":
-            own = 2 * columns
+        columns = tl.arange(0, BLOCK_D)
+        inside = there[:, None] & (columns < HEAD_DIM)[None, :]
         source = q + sequence * q_stride_b + head * q_stride_h + place * q_stride_s
-        keys = tl.load(source[:, None] + own[None, :] * q_stride_d, mask=inside, other=0.0)
-        columns_v = tl.arange(0, BLOCK_DV // PER)
-        inside_v = there[:, None] & (columns_v < HEAD_DIM_V // PER)[None, :]
-        own_v = columns_v
-        if KV_FORMAT == "int4":
-            own_v = 2 * columns_v
+        keys = tl.load(source[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
+        columns_v = tl.arange(0, BLOCK_DV)
+        inside_v = there[:, None] & (columns_v < HEAD_DIM_V)[None, :]
         source_v = new_v + sequence * new_v_stride_b + head * new_v_stride_h + place * new_v_stride_s
-        values = tl.load(source_v[:, None] + own_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
+        values = tl.load(source_v[:, None] + columns_v[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
         if ROTARY != "none":
-            keys = turned(keys, source, q_stride_d, own, inside, cos, sin, angle, cos_stride, sin_stride, angles,
+            keys = turned(keys, source, q_stride_d, columns, inside, cos, sin, angle, cos_stride, sin_stride, angles,
                           ROTARY, ROTARY_DIM)  # fmt: skip
         k_scales = at
         v_scales = at
@@ -256,15 +251,10 @@ def write_cache(
                 k_scales += at * k_scale_stride_s
                 v_scales += at * v_scale_stride_s
         if KV_FORMAT == "int4":
-            odd = tl.load(source[:, None] + (own + 1)[None, :] * q_stride_d, mask=inside, other=0.0)
-            if ROTARY != "none":
-                odd = turned(odd, source, q_stride_d, own + 1, inside, cos, sin, angle, cos_stride, sin_stride, angles,
-                             ROTARY, ROTARY_DIM)  # fmt: skip
-            store_pairs(keys, odd, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns,
-                        inside, k_scale, k_scales, there, KV_SCALES)  # fmt: skip
-            odd_v = tl.load(source_v[:, None] + (own_v + 1)[None, :] * new_v_stride_d, mask=inside_v, other=0.0)
-            store_pairs(values, odd_v, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d,
-                        columns_v, inside_v, v_scale, v_scales, there, KV_SCALES)  # fmt: skip
+            store_pairs(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, inside, k_scale,
+                        k_scales, there, HEAD_DIM, BLOCK_M, BLOCK_D, KV_SCALES)  # fmt: skip
+            store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
+                        v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES)  # fmt: skip
         else:
             store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
                        k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip

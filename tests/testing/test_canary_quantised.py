@@ -47,8 +47,10 @@ WRONG = {
     "e5m2": {"the last bit of the fraction lost": ("tile.to(tl.int16) << 8", "(tile.to(tl.int16) & 0xFE) << 8")},
     "int8": {"without its sign": ("tile.to(tl.float32).to(like", "(tile.to(tl.int16) & 0xFF).to(tl.float32).to(like")},
     "int4": {
-        "the other four bits first": ("tl.interleave(pairs & 15, (pairs >> 4) & 15)",
-                                      "tl.interleave((pairs >> 4) & 15, pairs & 15)"),
+        "the other four bits first": (
+            "tl.interleave(pairs & 15, (pairs >> 4) & 15)",
+            "tl.interleave((pairs >> 4) & 15, pairs & 15)",
+        ),
         "the upper four bits with a sign": ("(pairs >> 4) & 15)", "pairs >> 4)"),
         "another number for 0": ("numbers = numbers - MIDDLE", "numbers = numbers - 7"),
     },
