@@ -32,7 +32,7 @@ class Cache:
     """Keys and values of all layers in pages.
 
     numbers  (2, layers, pages, PAGE, KV_HEADS, WIDTH): keys, then values; of int4 WIDTH / 2 bytes
-    scales   where the numbers are narrower than bf16, a float32 for each token and head, shaped so but for the last axis
+    scales   where the numbers are narrower than bf16, a float32 for each token and head: the same shape without WIDTH
     table    (sequences, pages of each) int32: every page has one owner
     """
 
@@ -51,7 +51,7 @@ class Cache:
         return sum(t.numel() * t.element_size() for t in tensors) // (self.table.numel() * PAGE)
 
     def write(self, layer: int, values: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store keys and values (2, tokens, KV_HEADS, WIDTH), and their scales, at each token's sequence and position."""
+        """Store keys and values (2, tokens, KV_HEADS, WIDTH), and their scales, at each token's place."""
         slots = self.table[sequences, positions // PAGE].long() * PAGE + positions % PAGE
         pages, scales = self.numbers[:, layer], None if self.scales is None else self.scales[:, layer]
         given = {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
