@@ -185,6 +185,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return
         if "k_scale" not in ROWS[self.op].tensors:
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
+        if self.kv_format == "int4":
+            self._check_int4()
         if self.q_format not in ("as_q", "int8") and self.kv_scales == "token":
             limit = f"must be none or head with q, k and v of {self.kv_format}"
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
@@ -193,8 +195,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.kv_format in INTEGERS and self.kv_scales == "none":
             limit = f"must be head or token with kv_format {self.kv_format}"
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
-        if self.kv_format == "int4":
-            self._check_int4()
         if self.kv_format == DS_MLA:
             self._check_ds_mla()
 
