@@ -167,6 +167,7 @@ E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
 TABLES = dict(zip(("cos", "sin"), tables(), strict=True))
 POSITIONS = torch.zeros(5, dtype=torch.int64)
+ONE = torch.ones(())
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a slot beyond": ("write_pages", {"slot_mapping": torch.tensor([0, 1, 48, 2, 3])},
         "slot_mapping[2] is 48, but must be in 0..47"),
@@ -181,6 +182,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised keys": ("write_pages", {"k": pages(E4M3)[0]}, "k.dtype is torch.float8_e4m3fn"),
     "int8 without scales": ("write_pages", {"k_pages": pages(torch.int8), "v_pages": pages(torch.int8)},
         "k_scale is None"),
+    "int4 without scales": ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(INT4)},
+        "k_scale is None, but must be a float32 torch.Tensor with a cache of torch.uint8"),
+    "bytes as many as numbers": ("write_pages", {"k_pages": pages(INT4, width=2 * WIDTH), "v_pages": pages(INT4),
+        "k_scale": ONE, "v_scale": ONE}, "k_pages's head_dim is 32, but must be 8 as torch.uint8: two int4 numbers"),
+    "int4 of an odd width": ("write_pages", {"k": normal(5, HEADS, 15), "k_pages": pages(INT4), "v_pages": pages(INT4),
+        "k_scale": ONE, "v_scale": ONE}, "k's head_dim is 15, but must be even with a cache of torch.uint8"),
+    "int4 beside int8": ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(torch.int8), "k_scale": ONE,
+        "v_scale": ONE}, "v_pages.dtype is torch.int8, but must be k_pages's, torch.uint8"),
     "other heads": ("write_pages", {"k_pages": pages()[:, :, :1], "v_pages": pages()[:, :, :1]},
         "k_pages's heads is 1, but must be k's, 2"),
     "another width": ("write_pages", {"v_pages": pages(width=8)}, "v_pages's head_dim is 8, but must be v's, 16"),
