@@ -130,7 +130,8 @@ def _latent_scale(call: Call) -> dict[str, Any]:
     if call.k_scale is None:
         return {}
     by_token = call.problem.kv_scales == "token"
-    return {"kv_scale": call.k_scale[:, 0] if by_token else call.k_scale[0, 0], "validate": False}
+    scale = call.k_scale[:, 0] if by_token else call.k_scale[:1].sum()  # without sequences there is none
+    return {"kv_scale": scale, "validate": False}
 
 
 def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:
