@@ -1,4 +1,4 @@
-"""A serving loop over a paged cache in bf16, e4m3 and int8: how many of the generated tokens does the format change?
+"""A serving loop over a paged cache in bf16, e4m3, int8 and int4: how many generated tokens does the format change?
 
     python examples/serve_quantised.py                    # 64 tokens for each of 8 prompts, with each cache
     python examples/serve_quantised.py --tokens 16 --json
@@ -21,7 +21,7 @@ from torch.nn import functional
 import portattn
 
 # The others are held against the first.
-FORMATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+FORMATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 VOCABULARY, LAYERS, HEADS, KV_HEADS, WIDTH, INNER = 256, 4, 8, 2, 32, 512
 PAGE = 16  # tokens
 PROMPTS = (3, 9, 16, 17, 24, 33, 40, 57)  # their lengths
@@ -31,14 +31,15 @@ ROPE = 10000.0
 class Cache:
     """Keys and values of all layers in pages.
 
-    numbers  (2, layers, pages, PAGE, KV_HEADS, WIDTH): keys, then values
-    scales   where the numbers are narrower than bf16, a float32 for each token and head, shaped so but for WIDTH
+    numbers  (2, layers, pages, PAGE, KV_HEADS, WIDTH): keys, then values; of int4 WIDTH / 2 bytes
+    scales   where the numbers are narrower than bf16, a float32 for each token and head: the same shape without WIDTH
     table    (sequences, pages of each) int32: every page has one owner
     """
 
     def __init__(self, dtype: torch.dtype, sequences: int, room: int, device: str) -> None:
         each = -(-room // PAGE)
-        shape = (2, LAYERS, sequences * each, PAGE, KV_HEADS, WIDTH)
+        width = WIDTH // 2 if dtype is torch.uint8 else WIDTH
+        shape = (2, LAYERS, sequences * each, PAGE, KV_HEADS, width)
         self.numbers = torch.zeros(shape, dtype=dtype, device=device)
         self.scales = None if dtype is torch.bfloat16 else torch.zeros(shape[:-1], device=device)
         self.table = torch.randperm(sequences * each).int().reshape(sequences, each).to(device)
@@ -50,18 +51,11 @@ class Cache:
         return sum(t.numel() * t.element_size() for t in tensors) // (self.table.numel() * PAGE)
 
     def write(self, layer: int, values: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store keys and values (2, tokens, KV_HEADS, WIDTH) at each token's sequence and position."""
-        pages, places = self.table[sequences, positions // PAGE].long(), positions % PAGE
-        if self.scales is not None:
-            dtype = self.numbers.dtype
-            largest = torch.iinfo(dtype).max if dtype is torch.int8 else torch.finfo(dtype).max
-            scale = (values.float().abs().amax(-1) / largest).clamp_min(1e-12)  # it has to be positive
-            values = (values.float() / scale[..., None]).clamp(-largest, largest)
-            values = values.round() if dtype is torch.int8 else values
-            self.scales[:, layer, pages, places] = scale
-        stored = values.to(self.numbers.dtype)
-        plain = torch.bfloat16 if self.scales is None else torch.int8  # what torch can index: the same bytes
-        self.numbers.view(plain)[:, layer, pages, places] = stored.view(plain)
+        """Store keys and values (2, tokens, KV_HEADS, WIDTH), and their scales, at each token's place."""
+        slots = self.table[sequences, positions // PAGE].long() * PAGE + positions % PAGE
+        pages, scales = self.numbers[:, layer], None if self.scales is None else self.scales[:, layer]
+        given = {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
+        portattn.write_pages(values[0], values[1], pages[0], pages[1], slots, **given)
 
     def arguments(self, layer: int, lengths: torch.Tensor) -> dict[str, Any]:
         """What paged_attention is called with besides the queries."""

@@ -23,7 +23,7 @@ from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import DS_MLA, UNLIMITED, Problem
-from portattn.schema.tensors import KV_DTYPE, spans
+from portattn.schema.tensors import CACHE_DTYPE, spans
 from portattn.testing import tolerance
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
@@ -89,7 +89,7 @@ def given(call: Call) -> dict[str, Any]:
     if p.op == "mla_attention":
         if p.kv_format != "as_q":
             found |= _latent_scale(call)
-            call = replace(call, k=call.k.view(torch.uint8 if p.kv_format == DS_MLA else KV_DTYPE[p.kv_format]))
+            call = replace(call, k=call.k.view(torch.uint8 if p.kv_format == DS_MLA else CACHE_DTYPE[p.kv_format]))
         return found | {"q_nope": _queries(p, call.q), "q_rope": _queries(p, call.q_rope), "kv_pages": call.k[:, 0]}
     if p.q_format != "as_q":
         found |= _operand_scales(call, lambda scale: _queries(p, scale[..., None])[..., 0])
@@ -100,7 +100,7 @@ def given(call: Call) -> dict[str, Any]:
         found |= _scales(call)
         if p.kv_scales == "token" and (p.window or p.mask or p.bias or p.causal != "none"):
             found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
-        call = replace(call, **{n: getattr(call, n).view(KV_DTYPE[p.kv_format]) for n in "kv"})
+        call = replace(call, **{n: getattr(call, n).view(CACHE_DTYPE[p.kv_format]) for n in "kv"})
     names = {"attention": ("k", "v"), "paged_attention": ("k_pages", "v_pages")}.get(p.op, ("k_cache", "v_cache"))
     return found | {"q": _queries(p, call.q)} | dict(zip(names, (_keys(p, call.k), _keys(p, call.v)), strict=True))
 
@@ -116,7 +116,7 @@ def _scales(call: Call) -> dict[str, Any]:
 def _in_formats(call: Call) -> Call:
     """Quantised q, k and v as their user has them."""
     formats = {"q": call.problem.q_format, "k": call.problem.kv_format, "v": call.problem.v_format}
-    viewed = {n: getattr(call, n).view(KV_DTYPE[kind]) for n, kind in formats.items() if kind != "as_q"}
+    viewed = {n: getattr(call, n).view(CACHE_DTYPE[kind]) for n, kind in formats.items() if kind != "as_q"}
     return replace(call, **viewed)
 
 
@@ -132,7 +132,8 @@ def _latent_scale(call: Call) -> dict[str, Any]:
     if call.k_scale is None:
         return {}
     by_token = call.problem.kv_scales == "token"
-    return {"kv_scale": call.k_scale[:, 0] if by_token else call.k_scale[0, 0], "validate": False}
+    scale = call.k_scale[:, 0] if by_token else call.k_scale[:1].sum()  # without sequences there is none
+    return {"kv_scale": scale, "validate": False}
 
 
 def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:

@@ -41,7 +41,12 @@ def test_a_cache_holds_what_is_written(name):
         (given["k_pages"], given.get("k_scale"), values[0]),
         (given["v_pages"], given.get("v_scale"), values[1]),
     ):
-        wide = pages.float() if scales is None else pages.float() * scales[..., None]
+        if name == "int4":  # the lower four bits first; a scale's last hexadecimal digit is the number for 0
+            word = scales.contiguous().view(torch.int32)
+            codes = torch.stack((pages % 16, pages // 16), dim=-1).flatten(-2).float()
+            wide = (codes - (word % 16)[..., None]) * (word - word % 16).view(torch.float32)[..., None]
+        else:
+            wide = pages.float() if scales is None else pages.float() * scales[..., None]
         found = torch.stack(
             [
                 wide[made.table[b, p // example.PAGE], p % example.PAGE]
@@ -49,7 +54,7 @@ def test_a_cache_holds_what_is_written(name):
             ]
         )
         peak = expected.float().abs().amax(-1, keepdim=True)
-        step = {"bf16": 0.0, "e4m3": 2.0**-4, "int8": 0.51 / 127}[name]
+        step = {"bf16": 0.0, "e4m3": 2.0**-4, "int8": 0.51 / 127, "int4": 2 * 0.51 / 15}[name]
         assert bool(((found - expected.float()).abs() <= step * peak).all())
         assert int((pages.float().abs().sum((-1, -2)) != 0).sum()) == len(positions)
     assert not made.numbers[:, [0, 1, 3]].float().any()
@@ -58,11 +63,11 @@ def test_a_cache_holds_what_is_written(name):
 def test_bytes_of_a_token():
     """Four layers of two heads of 32 columns, K and V; a float32 for each head beside narrow ones."""
     assert [cache(name).bytes_per_token for name in example.FORMATS] == [
-        4 * 2 * 2 * 32 * 2, 4 * 2 * 2 * 36, 4 * 2 * 2 * 36,
+        4 * 2 * 2 * 32 * 2, 4 * 2 * 2 * 36, 4 * 2 * 2 * 36, 4 * 2 * 2 * 20,
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "most"), [("bf16", 0.06), ("e4m3", 0.2), ("int8", 0.1)])
+@pytest.mark.parametrize(("name", "most"), [("bf16", 0.06), ("e4m3", 0.2), ("int8", 0.1), ("int4", 1.0)])
 def test_tokens_one_by_one_are_as_the_whole_prompt(name, most):
     """Every format's logits stay near the ones that the whole prompt has over bf16; a wrong scale or page does not."""
     torch.manual_seed(0)

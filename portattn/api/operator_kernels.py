@@ -17,6 +17,7 @@ from portattn.api.request import Request, request_from
 from portattn.errors import PathUnavailable
 from portattn.planning.gradients import own_names
 from portattn.validate.quantised import result_dtype
+from portattn.validate.stored import format_of, numbers_of
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,7 +50,7 @@ def forward_shapes(signature: Signature, *arguments: Any) -> Results:
     latent = signature.row.latent
     v = tensors[tuple(signature.row.tensors).index("v")]
     dtype = result_dtype(q, v, signature.value(arguments, "out_dtype")) if "out_dtype" in signature.values else q.dtype
-    out = q.new_empty((*q.shape[:-1], q.shape[-1] if latent else v.shape[-1]), dtype=dtype)
+    out = q.new_empty((*q.shape[:-1], q.shape[-1] if latent else numbers_of(v, format_of(v))), dtype=dtype)
     if not signature.value(arguments, "return_lse"):
         return out, q.new_empty(0, dtype=torch.float32)
     axes: tuple[Any, ...]

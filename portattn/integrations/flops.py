@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from portattn.api.operators import SIGNATURES, Signature
+from portattn.validate.stored import format_of, numbers_of
 
 
 def register() -> None:
@@ -49,7 +50,7 @@ def sizes(signature: Signature, arguments: Any) -> tuple[int, int, int]:
         width, width_v = q.shape[-1] + given["q_rope"].shape[-1], q.shape[-1]
     else:
         k, v = arguments[1], arguments[2]
-        width, width_v = k.shape[-1], v.shape[-1]
+        width, width_v = (numbers_of(cache, format_of(cache)) for cache in (k, v))
     if q.ndim == 3:
         heads, batch = q.shape[1], given["cu_seqlens_q"].shape[0] - 1
         rows = _lengths(given["cu_seqlens_q"])

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from portattn.kernels.dropout import kept_scores
 from portattn.kernels.operands import operand, products, query_tile, split_product
-from portattn.kernels.stored import token_scales, widened, widened_groups
+from portattn.kernels.stored import token_scales, widened, widened_groups, widened_pairs, without_zero
 from portattn.kernels.tiles import load_columns, load_rows, softmax_step
 
 
@@ -35,6 +35,15 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
         else:
             rows = widened(rows, q_tile, KV_FORMAT)
         scores = tl.dot(q_tile, tl.trans(rows), input_precision=DOT_PRECISION)
+    elif KV_FORMAT == "int4":
+        raw = None
+        if scales is not None:
+            raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
+                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
+                          BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        scores = tl.dot(q_tile, tl.trans(widened_pairs(pairs, q_tile, raw)), input_precision=DOT_PRECISION)
+        rows = scores  # never used, as below
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
                               BLOCK_D, BOUNDED, LOAD, K_TILE, BLOCK_ORDER, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
@@ -50,6 +59,12 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                                   HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE, BLOCK_ORDER,
                                   PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
             scores = tl.dot(q_tail, k_tail, scores, input_precision=DOT_PRECISION)
+        elif KV_FORMAT == "int4":
+            pairs = load_rows(k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
+                              (HEAD_DIM - MAIN) // 2, BLOCK_N, BLOCK_TAIL // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP,
+                              READS)  # fmt: skip
+            tail = tl.trans(widened_pairs(pairs, q_tail, raw))
+            scores = tl.dot(q_tail, tail, scores, input_precision=DOT_PRECISION)
         else:
             k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
                                   stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
@@ -61,8 +76,11 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                 k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
                 scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
     if scales is not None:
-        by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
-                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        if KV_FORMAT == "int4":
+            by_key = without_zero(raw)
+        else:
+            by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N,
+                                  BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores = scores * by_key[None, :]
     return scores, rows
 
@@ -73,6 +91,17 @@ def drop_out(p, seed, rows, start, head, threshold, BLOCK_N: tl.constexpr, MULHI
     once, at the end; the row's sum is of all of them."""
     keys = start + tl.arange(0, BLOCK_N)
     return tl.where(kept_scores(seed, keys[None, :], rows[:, None], head, threshold, MULHI), p, 0.0)
+
+
+@triton.jit
+def add_pairs(acc, correction, p, pairs, scales):
+    """add_values of int4 numbers. They are exact in bfloat16, which has float32's range: so tokens' scales go into the
+    probabilities, of which there are fewer than values, and each of these becomes two bfloat16 numbers."""
+    v_tile = widened_pairs(pairs, tl.full([1], 0.0, tl.bfloat16), scales)
+    if scales is not None:
+        # What has no weight may have a scale that is NaN, and no number of it is.
+        p = tl.where(p == 0.0, 0.0, p * without_zero(scales)[None, :])
+    return split_product(p, v_tile, acc * correction[:, None], 2)
 
 
 @triton.jit
@@ -91,25 +120,33 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
     scales  a cache's scale for each token, or None. They go into the values: times a probability, a small scale would
             leave float16's range
     """
+    PER: tl.constexpr = 2 if V_FORMAT == "int4" else 1  # numbers of a byte
     if READ:
         v_tile = read
     else:
-        v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V, BLOCK_N,
-                           BLOCK_DV, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-    if Q_FORMAT == "as_q":
-        v_tile = widened(v_tile, like, V_FORMAT)
+        v_tile = load_rows(v_rows, table, start, end, pages, stride_page, stride_row, stride_col, HEAD_DIM_V // PER,
+                           BLOCK_N, BLOCK_DV // PER, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+    if V_FORMAT == "int4":
+        raw = None
+        if scales is not None:
+            raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
+                               PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        acc = add_pairs(acc, correction, p, v_tile, raw)
     else:
-        v_tile = operand(v_tile, V_FORMAT, "widened")
-    if scales is not None:
-        by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
-                              PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-        v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
-    if UNUSED_ZERO:
-        v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
-    if Q_FORMAT == "as_q":
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
-    else:
-        acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
+        if Q_FORMAT == "as_q":
+            v_tile = widened(v_tile, like, V_FORMAT)
+        else:
+            v_tile = operand(v_tile, V_FORMAT, "widened")
+        if scales is not None:
+            by_key = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N,
+                                  BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+            v_tile = (v_tile.to(tl.float32) * by_key[:, None]).to(like.dtype)
+        if UNUSED_ZERO:
+            v_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, v_tile)
+        if Q_FORMAT == "as_q":
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=DOT_PRECISION)
+        else:
+            acc = split_product(p, v_tile, acc * correction[:, None], P_TERMS)
     return acc
 
 
@@ -185,8 +222,9 @@ def attend(
         q_tail = None
     if PIPELINE == "single":
         # Without a loop there is half as much code, and registers are those of one step.
-        values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
-                           BLOCK_DV, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        PER: tl.constexpr = 2 if V_FORMAT == "int4" else 1  # numbers of a byte
+        values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V // PER,
+                           BLOCK_N, BLOCK_DV // PER, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores, k_tile = key_scores(
             q_tile, q_tail, k_rows, k_tail_rows, table, origin, end, pages, k_stride_p, k_stride_s, k_stride_d,
             k_scales, k_scale_stride_p, k_scale_stride_s,

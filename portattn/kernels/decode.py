@@ -73,6 +73,7 @@ def decode_split(
     NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
+    PER: tl.constexpr = 2 if KV_FORMAT == "int4" else 1  # numbers of a byte
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
@@ -162,17 +163,16 @@ def decode_split(
             if PAGE_SIZE == 0:
                 k_token_scales += slot_0 * k_scale_stride_b
                 v_token_scales += slot_0 * v_scale_stride_b
-        k_rows = row_source(k_base, source_rows, k_stride_s, MAIN, BLOCK_N, BLOCK_D, LOAD)
+        k_rows = row_source(k_base, source_rows, k_stride_s, MAIN // PER, BLOCK_N, BLOCK_D // PER, LOAD)
         k_tail_rows, v_rows = k_rows, k_rows
         if KV_FORMAT == "fp8_ds_mla":
             # The offset follows the cast: see widened_groups.
             k_tail_rows = k_base.to(tl.pointer_type(tl.bfloat16)) + (MAIN + MAIN // DS_GROUP * 4) // 2
         elif BLOCK_TAIL != 0:
-            k_tail_rows = row_source(
-                k_base + MAIN * k_stride_d, source_rows, k_stride_s, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, LOAD
-            )
+            k_tail_rows = row_source(k_base + MAIN // PER * k_stride_d, source_rows, k_stride_s,
+                                     (HEAD_DIM - MAIN) // PER, BLOCK_N, BLOCK_TAIL // PER, LOAD)  # fmt: skip
         if not LATENT:
-            v_rows = row_source(v_base, source_rows, v_stride_s, HEAD_DIM_V, BLOCK_N, BLOCK_DV, LOAD)
+            v_rows = row_source(v_base, source_rows, v_stride_s, HEAD_DIM_V // PER, BLOCK_N, BLOCK_DV // PER, LOAD)
         slopes = None  # one by one: Triton 3.3.1 assigns no tuple of None
         bias_rows = None
         mask_rows = None

@@ -7,7 +7,7 @@ gathered whole, and products are sums along them, in float32.
 import triton
 import triton.language as tl
 
-from portattn.kernels.stored import head_scale, widened
+from portattn.kernels.stored import head_scale, widened, widened_pairs, without_zero
 from portattn.kernels.tiles import (
     capped,
     exponential,
@@ -105,6 +105,10 @@ def sparse_split(
         rounds: tl.constexpr = 1
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
+    # Places of a row, each of one number, or of two.
+    PER: tl.constexpr = 2 if KV_FORMAT == "int4" else 1
+    at_k = tl.arange(0, BLOCK_D // PER)
+    at_v = tl.arange(0, BLOCK_DV // PER)
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         split = tile % splits
@@ -160,17 +164,32 @@ def sparse_split(
                 k_offsets = slot * k_stride_b + within * k_stride_s
                 v_offsets = slot * v_stride_b + within * v_stride_s
             keys = tl.load(
-                k_base + k_offsets[:, None] + columns[None, :] * k_stride_d,
-                mask=keep[:, None] & (columns < HEAD_DIM)[None, :], other=0.0,
+                k_base + k_offsets[:, None] + at_k[None, :] * k_stride_d,
+                mask=keep[:, None] & (at_k < HEAD_DIM // PER)[None, :], other=0.0,
             )  # fmt: skip
-            keys = widened(keys, query, KV_FORMAT).to(tl.float32)
+            raw_k = None
+            raw_v = None
+            if KV_FORMAT == "int4":
+                if KV_SCALES == "token":
+                    raw_k = tl.load(k_scale + slot * k_scale_stride_b + kv_head * k_scale_stride_h
+                                    + within * k_scale_stride_s, mask=keep, other=1.0)  # fmt: skip
+                    raw_v = tl.load(v_scale + slot * v_scale_stride_b + kv_head * v_scale_stride_h
+                                    + within * v_scale_stride_s, mask=keep, other=1.0)  # fmt: skip
+                keys = widened_pairs(keys, query, raw_k)
+                # Where there is no byte the number is no 0: MagicPIG takes the lengths of whole rows.
+                keys = tl.where((columns < HEAD_DIM)[None, :], keys, 0.0)
+            else:
+                keys = widened(keys, query, KV_FORMAT).to(tl.float32)
             values = tl.load(
-                v_base + v_offsets[:, None] + columns_v[None, :] * v_stride_d,
-                mask=keep[:, None] & (columns_v < HEAD_DIM_V)[None, :], other=0.0,
+                v_base + v_offsets[:, None] + at_v[None, :] * v_stride_d,
+                mask=keep[:, None] & (at_v < HEAD_DIM_V // PER)[None, :], other=0.0,
             )  # fmt: skip
             products = tl.sum(keys * query[None, :], 1)  # [BLOCK_N] of the cache's numbers
             scores = products * score_scale
-            if KV_SCALES == "token":
+            if KV_FORMAT == "int4" and KV_SCALES == "token":
+                scores = scores * without_zero(raw_k)
+                value_scales = without_zero(raw_v)
+            elif KV_SCALES == "token":
                 places_k = slot * k_scale_stride_b + kv_head * k_scale_stride_h + within * k_scale_stride_s
                 places_v = slot * v_scale_stride_b + kv_head * v_scale_stride_h + within * v_scale_stride_s
                 scores = scores * tl.load(k_scale + places_k, mask=keep, other=1.0)
@@ -204,7 +223,10 @@ def sparse_split(
             p = tl.where(keep, exponential(scores - base, EXP, True), 0.0)
             correction = exponential(row_max - base, EXP, True)
             row_sum = row_sum * correction + tl.sum(p, 0)
-            values = widened(values, query, KV_FORMAT).to(tl.float32)
+            if KV_FORMAT == "int4":
+                values = widened_pairs(values, query, raw_v)
+            else:
+                values = widened(values, query, KV_FORMAT).to(tl.float32)
             if KV_SCALES == "token":
                 values = values * value_scales[:, None]
             acc = acc * correction + tl.sum(p[:, None] * values, 0)

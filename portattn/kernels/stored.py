@@ -10,6 +10,8 @@ import triton.language as tl
 
 from portattn.kernels.tiles import tile_place
 
+ZERO_BITS: tl.constexpr = tl.constexpr(15)  # of a token's scale of int4 numbers, the lowest: which number stands for 0
+MIDDLE: tl.constexpr = tl.constexpr(8)  # the int4 number that stands for 0 where a scale is not a token's
 DS_GROUP: tl.constexpr = tl.constexpr(128)  # numbers that share a scale in a row of fp8_ds_mla
 
 
@@ -40,6 +42,29 @@ def widened(tile, like, KV_FORMAT: tl.constexpr):
             number = tl.where((code & 0xFF) == 0x80, float("nan"), small * 128.0)
         wide = number.to(like.dtype)
     return wide
+
+
+@triton.jit
+def widened_pairs(tile, like, scales):
+    """A tile [N, W] of bytes that hold two int4 numbers each as [N, 2W] in the dtype of `like`, less what stands for 0.
+
+    Of a byte the lower four bits come first. Numbers are 0 to 15. What stands for 0 is 8, or of rows whose tokens have
+    scales of their own (`scales`, [N], as they are stored) what a scale's lowest four bits say. Source: vLLM's
+    int4_per_token_head. Whole numbers up to 15 are exact in float16 and in bfloat16.
+    """
+    pairs = tile.to(tl.int32)
+    numbers = tl.interleave(pairs & 15, (pairs >> 4) & 15)
+    if scales is None:
+        numbers = numbers - MIDDLE
+    else:
+        numbers = numbers - (scales.to(tl.int32, bitcast=True) & ZERO_BITS)[:, None]
+    return numbers.to(tl.float32).to(like.dtype)  # the interpreter makes no bfloat16 of an integer
+
+
+@triton.jit
+def without_zero(scales):
+    """Tokens' scales of int4 numbers, without the bits that say what stands for 0."""
+    return (scales.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ A row is one head's key or value of one token. Each program writes BLOCK_M rows 
 import triton
 import triton.language as tl
 
+from portattn.kernels.stored import MIDDLE
+
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number
 
 
@@ -59,6 +61,57 @@ def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
             code = tl.where(is_nan, 0x7F, code | sign)
         code = tl.where(code > 127, code - 256, code)  # the byte as a signed number
     return code.to(tl.int8)
+
+
+@triton.jit
+def four_bits(numbers, zero):
+    """float32 numbers [M, N] as int4 ones, 0 to 15: to the nearest whole number, ties to even; then `zero` [M, 1] or a
+    number is added. What is too large becomes the last on its side, NaN becomes `zero`."""
+    low, high = (0 - zero).to(tl.float32), (15 - zero).to(tl.float32)
+    inside = tl.where(numbers > high, high, tl.where(numbers < low, low, numbers))  # NaN stays
+    whole = (inside + 12582912.0) - 12582912.0  # as in to_eight_bits
+    return tl.where(numbers != numbers, 0.0, whole).to(tl.int32) + zero
+
+
+@triton.jit
+def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, there,
+                COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+                KV_SCALES: tl.constexpr):  # fmt: skip
+    """Store rows [BLOCK_ROWS, BLOCK_COLS] as int4 numbers, two to a byte; even columns are the lower four bits.
+
+    scale  pointer to the scales, and by offsets each row's. One for each token is computed of its row, and stored with
+           the number that stands for 0 in its lowest four bits (kernels/stored.py)
+    """
+    numbers = tile.to(tl.float32)
+    if KV_SCALES == "head":
+        step = tl.load(scale + scale_offsets, mask=there, other=1.0)
+        zero = tl.full([BLOCK_ROWS], MIDDLE, tl.int32)
+    else:
+        # From the smallest finite number to the largest, 0 among them. Each is divided: no difference is infinite.
+        most = tl.full([BLOCK_ROWS], 15.0, tl.float32)
+        high = tl.max(finite(numbers, inside, 1.0), axis=1)
+        deep = tl.max(finite(numbers, inside, -1.0), axis=1)
+        step = tl.div_rn(high, most) + tl.div_rn(deep, most)
+        step = tl.where(step > SMALLEST_SCALE, step, SMALLEST_SCALE)
+        step = (step.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+        below = (tl.div_rn(deep, step) + 12582912.0) - 12582912.0
+        zero = tl.where(below > 15.0, 15.0, below).to(tl.int32)
+        stored = (step.to(tl.int32, bitcast=True) | zero).to(tl.float32, bitcast=True)
+        tl.store(scale + scale_offsets, stored, mask=there)
+    code = four_bits(tl.div_rn(numbers, tl.broadcast_to(step[:, None], numbers.shape)), zero[:, None])
+    even, odd = tl.split(tl.reshape(code, [BLOCK_ROWS, BLOCK_COLS // 2, 2]))
+    byte = even | (odd << 4)
+    byte = tl.where(byte > 127, byte - 256, byte)  # as a signed number
+    places = tl.arange(0, BLOCK_COLS // 2)
+    within = there[:, None] & (places < COLS // 2)[None, :]
+    tl.store(cache + offsets[:, None] + places[None, :] * stride_d, byte.to(tl.int8), mask=within)
+
+
+@triton.jit
+def finite(numbers, inside, sign):
+    """Numbers times `sign`, 1 or -1, where that is positive and finite, and 0 elsewhere."""
+    found = numbers * sign
+    return tl.where(inside & ((found > 0.0) & (found < float("inf"))), found, 0.0)
 
 
 @triton.jit
@@ -197,7 +250,13 @@ def write_cache(
             if KV_SCALES == "token":
                 k_scales += at * k_scale_stride_s
                 v_scales += at * v_scale_stride_s
-        store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
-                   k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
-        store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v, inside_v,
-                   v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+        if KV_FORMAT == "int4":
+            store_pairs(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, inside, k_scale,
+                        k_scales, there, HEAD_DIM, BLOCK_M, BLOCK_D, KV_SCALES)  # fmt: skip
+            store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
+                        v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES)  # fmt: skip
+        else:
+            store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
+                       k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+            store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
+                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip

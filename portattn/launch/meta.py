@@ -10,7 +10,7 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
 from portattn.schema.problem import DS_MLA, Problem, ds_row_bytes
-from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
+from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0
@@ -63,7 +63,8 @@ def meta_call(problem: Problem) -> Call:
         if feature.axes and getattr(p, name)
     }
     latent = p.op == "mla_attention"
-    k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if p.kv_format == DS_MLA else p.head_dim)
+    pair = 2 if p.kv_format == INT4 else 1  # numbers that share a byte
+    k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if p.kv_format == DS_MLA else p.head_dim // pair)
     if p.dropout:
         features["dropout_seed"] = torch.empty(1, dtype=torch.int64, device="meta")
         features["dropout_p"] = DROPPED
@@ -76,7 +77,7 @@ def meta_call(problem: Problem) -> Call:
         q=rows(p.head_dim_v if latent else p.head_dim),
         q_rope=view(batch_q, p.heads_q, rows_q, p.head_dim - p.head_dim_v, queries_first) if latent else None,
         k=k,
-        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v, values),
+        v=k[..., : p.head_dim_v] if latent else keys(p.head_dim_v // pair, values),
         q_scale=scales(rows, p.q_format != "as_q"),
         k_scale=scales(keys),
         v_scale=scales(keys, p.v_format != "as_q"),

@@ -22,7 +22,7 @@ MOST_TOGETHER = 64  # heads; more even out the end of a launch no further
 INT32_MAX = 2**31 - 1
 WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
 # The largest numbers of a cache's formats (schema/tensors.py, which has torch).
-LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
+LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
 MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 

@@ -107,7 +107,7 @@ def _widened(
         j, page = torch.arange(start, stop, device=scale.device), call.problem.page_size
         pages = call.page_table[:, j // page].long().clamp(0, scale.shape[0] - 1)
         scale = scale[pages, :, (j % page).expand_as(pages)].transpose(1, 2)
-    return widened(numbers, call.problem.kv_format, scale)
+    return widened(numbers, call.problem.kv_format, scale, call.problem.kv_scales == "token")
 
 
 def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
@@ -136,7 +136,10 @@ def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
                 return None if scale is None else scale.repeat_interleave(p.group, dim=1)[..., None]
             return scale[slot, head, place]
 
-        k, v = widened(k, p.kv_format, chosen(call.k_scale)), widened(v, p.kv_format, chosen(call.v_scale))
+        k, v = (
+            widened(numbers, p.kv_format, chosen(scale), p.kv_scales == "token")
+            for numbers, scale in ((k, call.k_scale), (v, call.v_scale))
+        )
     return KeyBlock(start, stop, k, v, token, valid)
 
 

@@ -5,18 +5,43 @@ from __future__ import annotations
 import torch
 
 from portattn.schema.problem import DS_GROUP
-from portattn.schema.tensors import KV_DTYPE
+from portattn.schema.tensors import INT4, KV_DTYPE
+
+ZERO_BITS = 0xF  # of a token's scale of int4 numbers: the lowest bits of its fraction
+MIDDLE = 8  # the int4 number that stands for 0 where a scale is not a token's
 
 
-def widened(stored: torch.Tensor, kind: str, scale: torch.Tensor | None) -> torch.Tensor:
+def widened(stored: torch.Tensor, kind: str, scale: torch.Tensor | None, by_token: bool = False) -> torch.Tensor:
     """Numbers (…, n, D) of a block, times their scales (…, n) or (…, 1); as they are where they are of q's dtype.
 
-    kind  the cache's format, Problem.kv_format
+    kind      the cache's format, Problem.kv_format. Of int4 `stored` is (…, n, D / 2)
+    by_token  each token has a scale of its own: of int4 it says which number stands for 0
     """
     if kind == "as_q":
         return stored
+    if kind == INT4:
+        assert scale is not None
+        numbers = unpacked(stored).float()
+        if by_token:
+            scale, zero = parted(scale)
+            return (numbers - zero[..., None]) * scale[..., None]
+        return (numbers - MIDDLE) * scale[..., None]
     numbers = stored.view(KV_DTYPE[kind]).float()
     return numbers if scale is None else numbers * scale[..., None]
+
+
+def unpacked(stored: torch.Tensor) -> torch.Tensor:
+    """The numbers 0 to 15 (…, D) of bytes (…, D / 2), as int8: of each byte the lower four bits come first."""
+    return torch.stack((stored & 15, (stored >> 4) & 15), dim=-1).flatten(-2)
+
+
+def parted(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token's scale of int4 numbers without its lowest four bits, and what these say: the number that stands for 0.
+
+    Source: vLLM's int4_per_token_head, vllm/v1/attention/ops/int4_per_token_head.py.
+    """
+    bits = scale.view(torch.int32)
+    return (bits & ~ZERO_BITS).view(torch.float32), (bits & ZERO_BITS).float()
 
 
 def latent_rows(stored: torch.Tensor, rank: int) -> torch.Tensor:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from portattn.reference.stored import MIDDLE, ZERO_BITS
 from portattn.schema.call import Call
-from portattn.schema.tensors import KV_DTYPE, KV_LARGEST, KV_STORED
+from portattn.schema.tensors import INT4, KV_DTYPE, KV_LARGEST, KV_STORED
 
 NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e4m3fnuz": -0x80}
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+MOST = 15  # the largest of int4's sixteen numbers
 
 
 def run(call: Call) -> tuple[torch.Tensor, None]:
@@ -25,7 +27,10 @@ def run(call: Call) -> tuple[torch.Tensor, None]:
     for new, cache, scale in ((keys, call.k, call.k_scale), (values, call.v, call.v_scale)):
         rows = new.transpose(1, 2)  # (B, Sq, Hk, D)
         numbers = rows
-        if p.kv_format != "as_q":
+        if p.kv_format == INT4:
+            assert scale is not None
+            numbers = _four_bits(call, rows.float(), scale, (block, at, there))
+        elif p.kv_format != "as_q":
             numbers = rows.float()
             if p.kv_scales == "head":
                 assert scale is not None
@@ -38,6 +43,18 @@ def run(call: Call) -> tuple[torch.Tensor, None]:
             numbers = eight_bits(numbers, p.kv_format)
         _put(cache, numbers, block, at, there)
     return call.new_out(), None
+
+
+def _four_bits(
+    call: Call, numbers: torch.Tensor, scale: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Rows (B, Sq, Hk, D) as bytes (B, Sq, Hk, D / 2). A scale for each token is put where it goes, too."""
+    if call.problem.kv_scales == "head":
+        return four_bits(numbers / scale[: call.problem.batch, None, :, None], torch.full((), MIDDLE))
+    step, zero = int4_step(numbers)
+    own = (step.view(torch.int32) | zero).view(torch.float32)
+    _put(scale[..., None], own[..., None], *places)
+    return four_bits(numbers / step[..., None], zero[..., None])
 
 
 def _places(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,3 +133,27 @@ def eight_bits(numbers: torch.Tensor, kind: str) -> torch.Tensor:
         return inside.round().nan_to_num(0.0).to(KV_STORED)
     stored = inside.to(KV_DTYPE[kind]).view(KV_STORED)
     return torch.where(numbers.isnan(), NAN_CODE[kind], stored)
+
+
+def int4_step(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row (…, D) the distance between two of the sixteen numbers, and which of them stands for 0 (int32).
+
+    They cover 0 and all finite numbers of the row. The distance's lowest four bits are 0: the other number's place.
+    """
+    finite = torch.where(numbers.abs() < torch.inf, numbers, 0.0)
+    low, high = finite.amin(-1).clamp_max(0.0), finite.amax(-1).clamp_min(0.0)
+    most = torch.full_like(low, MOST)  # divided by each, so that no difference is infinite
+    step = (high / most - low / most).clamp_min(SMALLEST_SCALE)
+    step = (step.view(torch.int32) & ~ZERO_BITS).view(torch.float32)
+    return step, (-low / step).round().clamp_max(MOST).int()
+
+
+def four_bits(numbers: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """float32 numbers (…, D), divided by their scales, as a Call has them, two to a byte: (…, D / 2).
+
+    To the nearest whole number, ties to even; then `zero` is added. Too large ones saturate, and NaN is `zero`.
+    """
+    low, high = -zero.float(), MOST - zero.float()
+    whole = torch.where(numbers > high, high, torch.where(numbers < low, low, numbers)).round().nan_to_num(0.0)
+    code = (whole.int() + zero).unflatten(-1, (-1, 2))
+    return (code[..., 0] | code[..., 1] << 4).to(torch.uint8).view(KV_STORED)

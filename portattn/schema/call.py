@@ -20,8 +20,9 @@ class Call:
                      paged: (P, Hk, page, D), (P, Hk, page, Dv)
     k_scale, v_scale  float32, what a cache's numbers are multiplied by, with strides of 0 where several share one:
                      (B, Hk), or for each token (B, Hk, Sk), paged (P, Hk, page). k and v are then the cache's numbers,
-                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format). Of fp8_ds_mla k is the
-                     bytes of whole rows, (P, 1, page, width), and there are no scales
+                     int8, or the bytes of float8 numbers as int8 (Problem.kv_format). Of int4, two numbers a byte,
+                     they are D/2 and Dv/2 wide. Of fp8_ds_mla k is the bytes of whole rows, (P, 1, page, width), and
+                     there are no scales
     new_v            of what writes a cache: the new values, (B, Hk, Sq, Dv); q are then the new keys, k and v the cache
     slots            write_pages: (Sq,) int32 or int64, the slot of each new token, page·page_size + row; negative: none
     cos, sin         of a rotary embedding, (positions, rotary_dim / 2)

@@ -19,11 +19,12 @@ Op = Literal[
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 # How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
-KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "fp8_ds_mla"]
+KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "int4", "fp8_ds_mla"]
 KvScales = Literal["none", "head", "token"]
 # Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
 Rotary = Literal["none", "neox", "interleaved"]
 DS_MLA, DS_GROUP = "fp8_ds_mla", 128  # and how many of its numbers share a scale
+INTEGERS = ("int8", "int4")  # formats that mean nothing without scales
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 
@@ -192,15 +193,29 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return
         if "k_scale" not in ROWS[self.op].tensors:
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
+        if self.kv_format == "int4":
+            self._check_int4()
         if self.q_format not in ("as_q", "int8") and self.kv_scales == "token":
             limit = f"must be none or head with q, k and v of {self.kv_format}"
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
         if self.dtype == "fp32" and not self.writes:
             raise ArgumentError(self.op, "dtype", self.dtype, f"must be fp16 or bf16 with kv_format {self.kv_format}")
-        if self.kv_format == "int8" and self.kv_scales == "none":
-            raise ArgumentError(self.op, "kv_scales", self.kv_scales, "must be head or token with kv_format int8")
+        if self.kv_format in INTEGERS and self.kv_scales == "none":
+            limit = f"must be head or token with kv_format {self.kv_format}"
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
         if self.kv_format == DS_MLA:
             self._check_ds_mla()
+
+    def _check_int4(self) -> None:
+        """Two numbers a byte: of caches whose keys and values are rows of their own, and of an even width."""
+        row = ROWS[self.op]
+        if row.latent or "q_scale" in row.tensors:
+            whose = "latent rows" if row.latent else "operands"
+            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} takes no {whose} of int4")
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) % 2:
+                limit = "must be even with kv_format int4, two numbers a byte"
+                raise ArgumentError(self.op, name, getattr(self, name), limit)
 
     def _check_ds_mla(self) -> None:
         """Rows of numbers, scales and rotary numbers: of a latent cache alone, with queries of their rotary dtype."""

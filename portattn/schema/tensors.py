@@ -19,6 +19,10 @@ KV_FORMAT = {
     torch.int8: "int8",
 }
 KV_DTYPE = {name: dtype for dtype, name in KV_FORMAT.items()}
+# The format with two numbers of four bits in a byte, and the dtype of its tensors, which are half as wide.
+INT4, PACKED = "int4", torch.uint8
+# What the tensors of each such cache are, by the format.
+CACHE_DTYPE = KV_DTYPE | {INT4: PACKED}
 # The largest number that is written in each, on both sides of 0.
 KV_LARGEST = {name: 127.0 if name == "int8" else torch.finfo(dtype).max for name, dtype in KV_DTYPE.items()}
 # What a Call holds of each: kernels read float8 numbers as bytes, since no compiler knows all of them. They are signed,

@@ -15,7 +15,7 @@ from portattn.reference.magicpig import log_sampling_probability
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES, of_kinds
 from portattn.schema.problem import DS_GROUP, DS_MLA
-from portattn.schema.tensors import KV_DTYPE
+from portattn.schema.tensors import INT4, KV_DTYPE
 
 # Tensors that are added to scores, or to a row's sum.
 _ADDED = [
@@ -317,11 +317,28 @@ def _dequantised(call: Call, storage: torch.Tensor, kind: str, scale: torch.Tens
     """Keys or values (B, Hk, Sk, X) by position; narrow numbers of a format times their scales, in float64."""
     if kind == "as_q":
         return _in_order(call, storage)
-    numbers = _in_order(call, storage).view(KV_DTYPE[kind]).double()
+    ordered = _in_order(call, storage)
     if scale is None:
-        return numbers
+        return ordered.view(KV_DTYPE[kind]).double()
     by_token = scale[:, :, None] if scale.ndim == 2 else _in_order(call, scale[..., None])[..., 0]
-    return numbers * by_token.double()[..., None]
+    if kind == INT4:
+        return _of_pairs(ordered, by_token, scale.ndim == 3)
+    return ordered.view(KV_DTYPE[kind]).double() * by_token.double()[..., None]
+
+
+def _of_pairs(pairs: torch.Tensor, scale: torch.Tensor, by_token: bool) -> torch.Tensor:
+    """Values (B, Hk, Sk, X) of bytes (B, Hk, Sk, X / 2) of int4 numbers, column by column, in float64.
+
+    A token's scale is a float32 whose last hexadecimal digit is the number that stands for 0, and no part of the scale.
+    """
+    codes, zero = pairs.to(torch.int64) % 256, torch.full_like(scale, 8.0, dtype=torch.float64)
+    if by_token:
+        word = scale.contiguous().view(torch.int32).to(torch.int64)
+        zero = (word % 16).double()
+        scale = (word - word % 16).to(torch.int32).view(torch.float32)
+    values = codes.new_zeros((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=torch.float64)
+    values[..., 0::2], values[..., 1::2] = (codes % 16).double(), (codes // 16).double()
+    return (values - zero[..., None]) * scale.double()[..., None]
 
 
 def _dequantised_rows(call: Call) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from portattn.schema.problem import DS_GROUP, DS_MLA, Problem
-from portattn.schema.tensors import KV_DTYPE, KV_STORED
+from portattn.schema.tensors import INT4, KV_DTYPE, KV_STORED
 
 SPREAD = 2.0  # scales differ by factors up to this from the one that fills the format's range
 _LARGEST = {"int8": 127.0}
@@ -17,12 +17,14 @@ def stored(
     """Keys or values (batch, Hk, rows, D) in the problem's format, as a Call has them, and their scales.
 
     unused  (batch, Hk, rows) bool: no attended key lies there. What is NaN in `values` there is NaN in the format where
-            it has one; of int8, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
+            it has one; of integers, and of a scale for each token, the scale is NaN, infinite, negative or 0 instead
 
     Scales are (B, Hk), or (batch, Hk, rows) for each token; None where there are none, and the numbers are the values.
     """
     if p.kv_format == DS_MLA:
         return _latent_rows(p, values, unused, generator), None
+    if p.kv_format == INT4:
+        return _pairs(p, values, unused, generator)
     kind, dtype = p.kv_format, KV_DTYPE[p.kv_format]
     largest = _LARGEST.get(kind) or torch.finfo(dtype).max
     if p.kv_scales == "none":
@@ -45,6 +47,31 @@ def stored(
     if p.op == "mla_attention" and scale is not None and p.kv_scales == "head":
         scale = scale.expand(p.batch, 1)
     return numbers.to(dtype).view(KV_STORED), scale
+
+
+def _pairs(
+    p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (…, D) as bytes of two int4 numbers each, and their scales, under which the largest values are too large.
+
+    A token's scale holds the number that stands for 0, any of the sixteen; so some rows have numbers of one sign.
+    """
+    filling = float(values.nan_to_num(0.0).abs().max()) / 15.0 if values.numel() else 1.0
+    shape = (p.batch, p.heads_k) if p.kv_scales == "head" else values.shape[:3]
+    scale = max(filling, 1e-6) * (1.0 + (SPREAD - 1.0) * torch.rand(shape, generator=generator))
+    zero = torch.full((1, 1, 1), 8)
+    by_row = scale.max().expand(1, 1, 1) if p.kv_scales == "head" and scale.numel() else scale
+    if p.kv_scales == "token":
+        middle = torch.rand(shape, generator=generator) < 0.7  # most have room on both sides of 0
+        any_ = torch.randint(16, shape, generator=generator)
+        zero = torch.where(middle, 6 + any_ % 4, any_)
+        scale = ((scale.view(torch.int32) & ~15) | zero.int()).view(torch.float32)
+    elif not scale.numel():
+        by_row = torch.ones(1, 1, 1)
+    numbers = (values.float() / by_row[..., None]).round() + zero[..., None]
+    codes = numbers.clamp(0, 15).nan_to_num(15.0).to(torch.int32)
+    stored = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(KV_STORED)
+    return stored, _wild(scale, unused, generator) if p.kv_scales == "token" else scale
 
 
 def _wild(scale: torch.Tensor, unused: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

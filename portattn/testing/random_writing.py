@@ -11,7 +11,7 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
+from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 
 BEFORE = 42.0  # what caches and scales of tokens hold before
 BEYOND = (2**31 - 1, -(2**31), -1)  # what says that a token has no place, beside a place behind the last one
@@ -42,6 +42,7 @@ def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: boo
     def cache(width: int) -> torch.Tensor:
         heads_last = (p.page_layout == "phd") if p.page_size else (p.layout == "bshd")
         shape = (pages, rows, p.heads_k) if heads_last else (pages, p.heads_k, rows)
+        width = width // 2 if p.kv_format == INT4 and width > 1 else width  # 1: a scale
         memory = torch.full((pages * rows * p.heads_k * (width + spare) + spare,), BEFORE, dtype=stored, device=device)
         view = memory[int(spare) :].view(*shape, width + spare)[..., :width]
         return view.transpose(1, 2) if heads_last else view
@@ -132,6 +133,12 @@ def expected_cache(call: Call) -> dict[str, torch.Tensor]:
                     rows = _turned(call, rows, position)
                 scale = getattr(call, f"{name}_scale")
                 factor = None if scale is None or p.kv_scales == "token" else scale[b].detach().cpu()[:, None]
+                if p.kv_format == INT4:
+                    rows, own = _pairs(rows.float(), factor)
+                    if own is not None:
+                        found[f"{name}_scale"][block, :, at] = own
+                    found[name][block, :, at] = rows
+                    continue
                 if p.kv_format != "as_q":
                     numbers = rows.float()
                     if p.kv_scales == "token":
@@ -141,6 +148,27 @@ def expected_cache(call: Call) -> dict[str, torch.Tensor]:
                     rows = nearest(numbers if factor is None else numbers / factor, p.kv_format)
                 found[name][block, :, at] = rows.to(found[name].dtype)
     return found
+
+
+def _pairs(rows: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """float32 rows (Hk, D) as bytes of two int4 numbers each, and without `factor` (Hk, 1) their own scales (Hk,)."""
+    scales = None
+    if factor is None:
+        finite = [[x for x in row if abs(x) < float("inf")] for row in rows.tolist()]
+        ends = torch.tensor([[max([0.0, *row]), -min([0.0, *row])] for row in finite])
+        factor = (ends / torch.tensor(15.0)).sum(1, keepdim=True).clamp(min=_TINY)
+        factor = (factor.view(torch.int32) // 16 * 16).view(torch.float32)
+        zero = (ends[:, 1:] / factor).round().clamp(max=15)
+        scales = (factor.view(torch.int32) + zero.int()).view(torch.float32)[:, 0]
+    else:
+        zero = torch.full((rows.shape[0], 1), 8.0)
+    levels = torch.arange(16) - zero.double()  # (Hk, 16): the numbers in units of the scale
+    exact = (rows / factor).double()
+    # What is beyond all levels, and infinity, is nearest to the last on its side. Of two equally near, the even one.
+    away = (exact.nan_to_num(0.0).clamp(-99.0, 99.0)[..., None] - levels[:, None]).abs()
+    code = (away + (levels.long() % 2)[:, None] * 1e-9).argmin(-1)
+    code = torch.where(exact.isnan(), zero.long(), code)
+    return (code[:, 0::2] + 16 * code[:, 1::2]).to(torch.uint8).view(KV_STORED), scales
 
 
 def _place(call: Call, b: int, i: int) -> tuple[int, int, int] | None:

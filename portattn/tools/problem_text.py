@@ -10,7 +10,7 @@ import click
 from portattn.errors import ArgumentError
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import ASKED, DTYPES, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Problem, Rotary
+from portattn.schema.problem import ASKED, DTYPES, INTEGERS, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Problem, Rotary
 from portattn.schema.target import Target
 from portattn.tools import shell_values
 from portattn.tools.shell_values import ALIGNMENTS as CAUSAL
@@ -105,7 +105,7 @@ def problem_options(function: F) -> F:
             click.option(
                 "--kv-scales",
                 metavar="|".join(get_args(KvScales)),
-                help="What a scale of a quantised cache belongs to; of int8 token by default, of float8 none.",
+                help="What a scale of a quantised cache belongs to; of int8 and int4 token by default, of float8 none.",
             ),
             click.option(
                 "--rotary",
@@ -200,7 +200,7 @@ def problem_from(
         for name in ("bias", "mask"):
             if given[name]:
                 raise ArgumentError(op, _option(name), True, "goes with queries that are not packed (--total-q)")
-    given["kv_scales"] = given["kv_scales"] or ("token" if given["kv_format"] == "int8" else "none")
+    given["kv_scales"] = given["kv_scales"] or ("token" if given["kv_format"] in INTEGERS else "none")
     given["seqlens_k"] = given["seqlens_k"] or ROWS[op].always_lengths
     if given["rotary"] != _DEFAULTS["rotary"] and given["rotary_dim"] is None:
         given["rotary_dim"] = head_dim

@@ -13,7 +13,7 @@ from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import MAX_HEAD_DIM, MAX_SPLITS
 from portattn.schema.sizes import is_size, most, next_power_of_two
-from portattn.schema.tensors import INT32_MAX, KV_FORMAT, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
+from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -57,8 +57,8 @@ def other_dtype(dtype: torch.dtype, taken: Collection[torch.dtype]) -> str:
     """What takes tensors of such a dtype, where another operation does; what a dtype that none takes may stand for."""
     if dtype in KV_FORMAT and dtype not in taken:
         return "; the operations that read a cache take caches of it"
-    if dtype is torch.uint8:
-        return "; int4 numbers, two to a byte, are taken by no operation"
+    if dtype is PACKED and dtype not in taken:
+        return "; the operations that read a cache take int4 numbers, two to a byte, as it"
     return ""
 
 

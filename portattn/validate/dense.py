@@ -28,7 +28,16 @@ from portattn.validate.features import Features, Scores
 from portattn.validate.layouts import AXES as AXES
 from portattn.validate.layouts import with_advice
 from portattn.validate.quantised import Operands
-from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
+from portattn.validate.stored import (
+    CACHE_DTYPES,
+    OPERAND_DTYPES,
+    ScaleShapes,
+    as_stored,
+    check_format,
+    check_scales,
+    check_stored_width,
+    numbers_of,
+)
 
 
 def check_layout(op: str, layout: Any) -> None:
@@ -82,7 +91,7 @@ def _attention_call(
     every = "q_scale" in ROWS[op].tensors  # queries may be quantised too
     for name, tensor in zip(names, (q, k, v), strict=True):
         narrow = name != names[0] or every
-        check_tensor(op, name, tensor, AXES[layout], CACHE_DTYPES if narrow else DTYPES)
+        check_tensor(op, name, tensor, AXES[layout], (OPERAND_DTYPES if every else CACHE_DTYPES) if narrow else DTYPES)
     q_name, k_name, v_name = names
     operands = Operands(op, q, k, v, out_dtype) if every else None
     stored = check_format(op, (k_name, v_name), k, v, q) if operands is None else operands.kind
@@ -97,9 +106,10 @@ def _attention_call(
     seq_k = k.shape[2]
     check_equal(op, f"{k_name}'s batch", k.shape[0], f"{q_name}'s", batch)
     check_equal(op, f"{v_name}'s batch", v.shape[0], f"{q_name}'s", batch)
-    check_equal(op, f"{k_name}'s head_dim", k.shape[3], f"{q_name}'s", head_dim)
+    check_stored_width(op, k_name, k, stored, f"{q_name}'s", head_dim)
     check_width(op, q_name, head_dim)
-    check_width(op, v_name, v.shape[3])
+    head_dim_v = numbers_of(v, stored)
+    check_width(op, v_name, head_dim_v)
     check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
     check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
 
@@ -151,7 +161,7 @@ def _attention_call(
             "seq_q": seq_q,
             "seq_k": seq_k,
             "head_dim": head_dim,
-            "head_dim_v": v.shape[3],
+            "head_dim_v": head_dim_v,
             **{name: length is not None for name, length in lengths.items()},
             "num_splits": splits,
             "return_lse": return_lse,

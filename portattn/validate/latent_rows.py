@@ -25,7 +25,7 @@ def check_latent(
     q           q_nope, whose dtype and device decide
     rank, rope  widths of q_nope and of q_rope
     """
-    check_tensor(op, "kv_pages", kv_pages, AXES, (*CACHE_DTYPES, torch.uint8))
+    check_tensor(op, "kv_pages", kv_pages, AXES, CACHE_DTYPES)
     if kv_pages.dtype == torch.uint8:
         _check_ds_rows(op, kv_pages, kv_scale, q, rank, rope)
         return kv_pages.view(KV_STORED), DS_MLA

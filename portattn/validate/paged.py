@@ -29,7 +29,15 @@ from portattn.validate.checks import (
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features, Scores
-from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
+from portattn.validate.stored import (
+    CACHE_DTYPES,
+    ScaleShapes,
+    as_stored,
+    check_format,
+    check_scales,
+    check_stored_width,
+    numbers_of,
+)
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import beginnings, packed
 
@@ -165,9 +173,10 @@ def paged_call(
     stored = check_format(OP, ("k_pages", "v_pages"), k, v, q)
     k, v = as_stored(k, stored), as_stored(v, stored)
     head_dim, page_size = q.shape[-1], k.shape[2]
-    check_equal(OP, "k_pages's head_dim", k.shape[3], "q's", head_dim)
+    check_stored_width(OP, "k_pages", k, stored, "q's", head_dim)
     check_width(OP, "q", head_dim)
-    check_width(OP, "v_pages", v.shape[3])
+    head_dim_v = numbers_of(v, stored)
+    check_width(OP, "v_pages", head_dim_v)
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q.device, k, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
@@ -193,7 +202,7 @@ def paged_call(
             "heads_k": k.shape[1],
             "seq_k": capacity,
             "head_dim": head_dim,
-            "head_dim_v": v.shape[3],
+            "head_dim_v": head_dim_v,
             "seqlens_k": True,
             "page_size": page_size,
             "page_layout": page_layout,

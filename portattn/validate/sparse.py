@@ -25,7 +25,15 @@ from portattn.validate.checks import (
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.features import Features, Scores
 from portattn.validate.paged import PAGE_AXES, check_page_layout, check_pages, check_table
-from portattn.validate.stored import CACHE_DTYPES, ScaleShapes, as_stored, check_format, check_scales
+from portattn.validate.stored import (
+    CACHE_DTYPES,
+    ScaleShapes,
+    as_stored,
+    check_format,
+    check_scales,
+    check_stored_width,
+    numbers_of,
+)
 
 OP: Op = "sparse_attention"
 LEAST_TABLES = 2  # MagicPIG samples what is found in two tables or more
@@ -77,9 +85,10 @@ def sparse_call(
     batch, heads_q, seq_q, head_dim = q.shape
     if seq_q != 1:
         raise ArgumentError(OP, "q's seq", seq_q, "must be 1: tokens are chosen for one query a sequence")
-    check_equal(OP, "k_cache's head_dim", k.shape[3], "q's", head_dim)
+    check_stored_width(OP, "k_cache", k, stored, "q's", head_dim)
     check_width(OP, "q", head_dim)
-    check_width(OP, "v_cache", v.shape[3])
+    head_dim_v = numbers_of(v, stored)
+    check_width(OP, "v_cache", head_dim_v)
     if page_table is None:
         check_equal(OP, "k_cache's batch", k.shape[0], "q's", batch)
         page_size, capacity = 0, k.shape[2]
@@ -124,7 +133,7 @@ def sparse_call(
             "seq_q": 1,
             "seq_k": capacity,
             "head_dim": head_dim,
-            "head_dim_v": v.shape[3],
+            "head_dim_v": head_dim_v,
             "seqlens_k": seqlens_k is not None,
             "page_size": page_size,
             "page_layout": page_layout if page_size else "phd",

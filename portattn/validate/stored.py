@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.tensors import KV_FORMAT, KV_STORED
-from portattn.validate.checks import DTYPES, check_done, check_like
+from portattn.schema.problem import INTEGERS
+from portattn.schema.tensors import INT4, KV_FORMAT, KV_STORED, PACKED
+from portattn.validate.checks import DTYPES, check_done, check_equal, check_like
 
-# What a cache's tensors may hold: numbers of q's dtype, or narrower ones.
-CACHE_DTYPES = (*DTYPES, *KV_FORMAT)
+# What operands' tensors may hold, and a cache's: numbers of q's dtype, or narrower ones.
+OPERAND_DTYPES = (*DTYPES, *KV_FORMAT)
+CACHE_DTYPES = (*OPERAND_DTYPES, PACKED)
 SCALES = ("k_scale", "v_scale")
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -24,8 +26,8 @@ def check_format(
 
     whose  what messages call q
     """
-    kind = KV_FORMAT.get(k.dtype)
-    if kind is None:
+    kind = format_of(k)
+    if kind == "as_q":
         for name, tensor in zip(names, (k, v), strict=True):
             check_like(op, name, tensor, whose, q)
         return "as_q"
@@ -38,8 +40,33 @@ def check_format(
     return kind
 
 
+def format_of(cache: torch.Tensor) -> str:
+    """The format that the dtype of a cache's tensor says: int4 for bytes, of rows that are no latent ones."""
+    return INT4 if cache.dtype is PACKED else KV_FORMAT.get(cache.dtype, "as_q")
+
+
+def check_stored_width(op: str, name: str, cache: torch.Tensor, kind: str, whose: str, width: int) -> None:
+    """The width of a cache's rows, for numbers as many as `whose`: of int4 half of it. Raises ArgumentError."""
+    found = cache.shape[-1]
+    if kind != INT4:
+        check_equal(op, f"{name}'s head_dim", found, whose, width)
+        return
+    if width % 2:
+        raise ArgumentError(
+            op, f"{whose} head_dim", width, f"must be even with a cache of {PACKED}, two numbers a byte"
+        )
+    if found != width // 2:
+        limit = f"must be {width // 2} as {PACKED}: two int4 numbers a byte, for {whose} head_dim of {width}"
+        raise ArgumentError(op, f"{name}'s head_dim", found, limit)
+
+
+def numbers_of(cache: torch.Tensor, kind: str) -> int:
+    """How many numbers a row of a cache holds: a byte of int4 two."""
+    return cache.shape[-1] * 2 if kind == INT4 else cache.shape[-1]
+
+
 def as_stored(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """The tensor as a Call has it: float8 numbers as their bytes."""
+    """The tensor as a Call has it: float8 numbers, and pairs of int4, as their bytes."""
     return tensor if kind == "as_q" or tensor.dtype is KV_STORED else tensor.view(KV_STORED)
 
 
@@ -83,7 +110,7 @@ def check_scale(op: str, kind: str, name: str, scale: Any, device: torch.device)
     if not isinstance(scale, torch.Tensor):
         raise ArgumentError(op, name, type(scale).__name__, "must be a float32 torch.Tensor")
     if kind == "as_q":
-        formats = ", ".join(map(str, KV_FORMAT))
+        formats = ", ".join(map(str, (*KV_FORMAT, PACKED)))
         raise ArgumentError(op, name, tuple(scale.shape), f"goes with a cache of one of {formats}")
     if scale.dtype != torch.float32:
         raise ArgumentError(op, f"{name}.dtype", scale.dtype, "must be torch.float32")
@@ -101,8 +128,9 @@ def check_scales(
     """
     given = dict(zip(SCALES, (k_scale, v_scale), strict=True))
     if k_scale is None and v_scale is None:
-        if kind == "int8":
-            raise ArgumentError(op, "k_scale", None, "must be a float32 torch.Tensor with a cache of torch.int8")
+        if kind in INTEGERS:
+            dtype = PACKED if kind == INT4 else torch.int8
+            raise ArgumentError(op, "k_scale", None, f"must be a float32 torch.Tensor with a cache of {dtype}")
         return "none", {}
     views = {}
     for name, scale in given.items():

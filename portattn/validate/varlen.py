@@ -26,7 +26,7 @@ from portattn.validate.checks import (
 )
 from portattn.validate.features import Features, Scores
 from portattn.validate.quantised import Operands
-from portattn.validate.stored import CACHE_DTYPES, ScaleShapes
+from portattn.validate.stored import OPERAND_DTYPES, ScaleShapes
 
 OP: Op = "varlen_attention"
 AXES = ("tokens", "heads", "head_dim")
@@ -69,7 +69,7 @@ def varlen_call(
 ) -> Call:
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(OP, name, tensor, AXES, CACHE_DTYPES)
+        check_tensor(OP, name, tensor, AXES, OPERAND_DTYPES)
     operands = Operands(OP, q, k, v, out_dtype)
     q, k, v = operands.stored(q, k, v)
     head_dim = q.shape[2]

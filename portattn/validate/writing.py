@@ -11,7 +11,6 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import MAX_LENGTH, Problem, Rotary
-from portattn.schema.tensors import KV_FORMAT
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
@@ -28,7 +27,15 @@ from portattn.validate.checks import (
 )
 from portattn.validate.dense import AXES, check_layout
 from portattn.validate.paged import PAGE_AXES, check_pages
-from portattn.validate.stored import CACHE_DTYPES, SCALES, ScaleShapes, as_stored, check_scales
+from portattn.validate.stored import (
+    CACHE_DTYPES,
+    SCALES,
+    ScaleShapes,
+    as_stored,
+    check_scales,
+    check_stored_width,
+    format_of,
+)
 from portattn.validate.varlen import AXES as PACKED_AXES
 from portattn.validate.varlen import packed
 
@@ -162,16 +169,16 @@ class _Writing:
     ) -> None:  # fmt: skip
         self.op, (k, v), (k_cache, v_cache) = op, new, cache
         check_like(op, names[1], v_cache, names[0], k_cache)
+        self.kind = format_of(k_cache)
         for name, tensor in zip(("k", "v", *names), (k, v, k_cache, v_cache), strict=True):
             check_done(op, name, tensor)
             if tensor.device != k.device:
                 raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be k's, {k.device}")
         for name, tensor, like, other in ((names[0], k_cache, k, "k's"), (names[1], v_cache, v, "v's")):
             check_equal(op, f"{name}'s heads", tensor.shape[1], other, like.shape[1])
-            check_equal(op, f"{name}'s head_dim", tensor.shape[3], other, like.shape[3])
-            check_width(op, name, tensor.shape[3])
+            check_stored_width(op, name, tensor, self.kind, other, like.shape[3])
+            check_width(op, name, like.shape[3])
             _check_own_memory(op, name, tensor)
-        self.kind = KV_FORMAT.get(k_cache.dtype, "as_q")
         self.scales, found = check_scales(op, self.kind, *scales, shapes, k.device)
         self.tensors: dict[str, Any] = {"q": k, "new_v": v, **found}
         self.tensors |= {"k": as_stored(k_cache, self.kind), "v": as_stored(v_cache, self.kind)}

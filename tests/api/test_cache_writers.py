@@ -22,6 +22,7 @@ from portattn.validate.builders import build_call
 
 PAGES, PAGE, HEADS, WIDTH = 6, 8, 2, 16
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8]
+INT4 = torch.uint8  # two numbers a byte: half as wide
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -29,6 +30,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def pages(dtype: torch.dtype = torch.bfloat16, hpd: bool = False, width: int = WIDTH) -> torch.Tensor:
+    width = width // 2 if dtype is INT4 and width == WIDTH else width  # others are bytes of rows with scales in them
     shape = (PAGES, HEADS, PAGE, width) if hpd else (PAGES, PAGE, HEADS, width)
     return torch.zeros(shape, dtype=dtype)
 
@@ -49,8 +51,8 @@ def writing(tokens: int = 5, dtype: torch.dtype = torch.bfloat16, **changes: Any
 def appending(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
     """Arguments of append_kv."""
     given = {"k": normal(3, HEADS, 2, WIDTH), "v": normal(3, HEADS, 2, WIDTH, seed=1),
-             "k_cache": torch.zeros(3, HEADS, 12, WIDTH, dtype=dtype),
-             "v_cache": torch.zeros(3, HEADS, 12, WIDTH, dtype=dtype),
+             "k_cache": torch.zeros(3, HEADS, 12, WIDTH // 2 if dtype is INT4 else WIDTH, dtype=dtype),
+             "v_cache": torch.zeros(3, HEADS, 12, WIDTH // 2 if dtype is INT4 else WIDTH, dtype=dtype),
              "seqlens_k": torch.tensor([4, -1, 10], dtype=torch.int32)}  # fmt: skip
     return given | changes
 
@@ -71,7 +73,7 @@ def caches(given: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rotary", ["", "neox", "interleaved"])
 @pytest.mark.parametrize("kind", ["one", "head", "token"])
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, INT4], ids=str)
 @pytest.mark.parametrize("op", CALLS)
 def test_paths_write_the_same_bits(op: str, dtype: torch.dtype, kind: str, rotary: str, device: Device) -> None:
     found = []
@@ -90,14 +92,15 @@ def test_paths_write_the_same_bits(op: str, dtype: torch.dtype, kind: str, rotar
 
 
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, INT4], ids=str)
 def test_attention_reads_what_was_written(dtype: torch.dtype, page_layout: str, device: Device) -> None:
     """Pages of an engine's form, [numbers | float32 scale]: one prompt, then a token more."""
     hpd = page_layout == "hpd"
     found = []
+    width = WIDTH // 2 if dtype is INT4 else WIDTH
     for _ in range(2):
-        memory = pages(torch.uint8, hpd, WIDTH + 4).to(device.name)
-        found.append((memory[..., :WIDTH].view(dtype), memory[..., WIDTH:].view(torch.float32)[..., 0]))
+        memory = pages(torch.uint8, hpd, width + 4).to(device.name)
+        found.append((memory[..., :width].view(dtype), memory[..., width:].view(torch.float32)[..., 0]))
     (k_pages, k_scale), (v_pages, v_scale) = found
     keys, values = (normal(19, HEADS, WIDTH, seed=seed).to(device.name) for seed in (2, 3))
     table = torch.tensor([[4, 1, 5]], dtype=torch.int32, device=device.name)
@@ -114,7 +117,7 @@ def test_attention_reads_what_was_written(dtype: torch.dtype, page_layout: str, 
         q, k_pages, v_pages, table, lengths, k_scale=k_scale, v_scale=v_scale, page_layout=page_layout
     )
     exact = portattn.attention(q.float(), keys.transpose(0, 1)[None].float(), values.transpose(0, 1)[None].float())
-    assert float((ours - exact).abs().max()) < 0.1
+    assert float((ours - exact).abs().max()) < (0.3 if dtype is INT4 else 0.1)
     assert float(exact.abs().max()) > 0.2
 
 
@@ -164,6 +167,7 @@ E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
 TABLES = dict(zip(("cos", "sin"), tables(), strict=True))
 POSITIONS = torch.zeros(5, dtype=torch.int64)
+ONE = torch.ones(())
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a slot beyond": ("write_pages", {"slot_mapping": torch.tensor([0, 1, 48, 2, 3])},
         "slot_mapping[2] is 48, but must be in 0..47"),
@@ -178,6 +182,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised keys": ("write_pages", {"k": pages(E4M3)[0]}, "k.dtype is torch.float8_e4m3fn"),
     "int8 without scales": ("write_pages", {"k_pages": pages(torch.int8), "v_pages": pages(torch.int8)},
         "k_scale is None"),
+    "int4 without scales": ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(INT4)},
+        "k_scale is None, but must be a float32 torch.Tensor with a cache of torch.uint8"),
+    "bytes as many as numbers": ("write_pages", {"k_pages": pages(INT4, width=2 * WIDTH), "v_pages": pages(INT4),
+        "k_scale": ONE, "v_scale": ONE}, "k_pages's head_dim is 32, but must be 8 as torch.uint8: two int4 numbers"),
+    "int4 of an odd width": ("write_pages", {"k": normal(5, HEADS, 15), "k_pages": pages(INT4), "v_pages": pages(INT4),
+        "k_scale": ONE, "v_scale": ONE}, "k's head_dim is 15, but must be even with a cache of torch.uint8"),
+    "int4 beside int8": ("write_pages", {"k_pages": pages(INT4), "v_pages": pages(torch.int8), "k_scale": ONE,
+        "v_scale": ONE}, "v_pages.dtype is torch.int8, but must be k_pages's, torch.uint8"),
     "other heads": ("write_pages", {"k_pages": pages()[:, :, :1], "v_pages": pages()[:, :, :1]},
         "k_pages's heads is 1, but must be k's, 2"),
     "another width": ("write_pages", {"v_pages": pages(width=8)}, "v_pages's head_dim is 8, but must be v's, 16"),

@@ -18,9 +18,10 @@ from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
 from portattn.launch import cache
 from portattn.schema.call import Call
+from portattn.schema.problem import INTEGERS
 
 NAMES = ("decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragged")
-FORMATS = [("e4m3", "none"), ("e5m2", "head"), ("int8", "token")]
+FORMATS = [("e4m3", "none"), ("e5m2", "head"), ("int8", "token"), ("int4", "token")]
 # Scales of tokens that a mask hides are checked as others are: these calls hide none but by lengths.
 SMALL = {"dtype": "bf16", "return_lse": True, "leftpad_k": False}
 
@@ -30,8 +31,9 @@ def call_of(name: str, kind: str, scales: str, **fields: object) -> Call:
 
 
 @pytest.mark.parametrize("backend", ["reference", "interpreter"])
-@pytest.mark.parametrize(("kind", "scales"), FORMATS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind", "scales"), [
+    (name, *stored) for name in NAMES for stored in FORMATS if stored[0] != "int4" or not name.startswith("mla")
+])  # fmt: skip
 @pytest.mark.interpreter
 def test_the_operations_are_right(name: str, kind: str, scales: str, backend: str) -> None:
     call = call_of(name, kind, scales)
@@ -98,16 +100,16 @@ def test_opcheck(name: str, kind: str, scales: str, device: Device) -> None:
     request = request_of(model.op, named_arguments(model.op)(**model.arguments))
     operator = getattr(torch.ops.portattn, model.op).default
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if kind == "int8":  # torch compares arguments for it, which it cannot do with float8
+    if kind in INTEGERS:  # torch compares arguments for it, which it cannot do with float8
         checks.append("test_schema")
     found = torch.library.opcheck(operator, arguments_of(model.op, *request.parts), test_utils=checks)
     assert set(found.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("recorder", ["torch.export", "make_fx, symbolic"])
-@pytest.mark.parametrize("name", ["decode", "paged"])
-def test_a_graph_gives_the_eager_result(recorder: str, name: str, device: Device) -> None:
-    model, tensors = a_model(name, device, **SMALL, kv_format="e4m3", kv_scales="token")
+@pytest.mark.parametrize(("name", "kind"), [("decode", "e4m3"), ("paged", "e4m3"), ("paged", "int4")])
+def test_a_graph_gives_the_eager_result(recorder: str, name: str, kind: str, device: Device) -> None:
+    model, tensors = a_model(name, device, **SMALL, kv_format=kind, kv_scales="token")
     graph = RECORDERS[recorder](model, tensors)
     for ours, eager in zip(graph(*tensors), model(*tensors), strict=True):
         torch.testing.assert_close(ours, eager, rtol=0, atol=0)
@@ -184,7 +186,13 @@ def test_problems_of_quantised_caches_are_checked() -> None:
     good = problem("decode", dtype="bf16", kv_format="int8", kv_scales="head")
     for changes, named in (
         ({"kv_scales": "none"}, "must be head or token"), ({"dtype": "fp32"}, "must be fp16 or bf16"),
-        ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "int4"}, "must be one of as_q, e4m3"),
+        ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "nvfp4"}, "must be one of as_q, e4m3"),
+        ({"kv_format": "int4", "kv_scales": "none"}, "must be head or token with kv_format int4"),
+        ({"kv_format": "int4", "head_dim": 33}, "must be even with kv_format int4"),
+        ({"kv_format": "int4", "head_dim_v": 31}, "must be even with kv_format int4"),
+        ({"kv_format": "int4", "op": "attention"}, "attention takes no operands of int4"),
+        ({"kv_format": "int4", "op": "mla_attention", "page_size": 8, "heads_q": 4, "heads_k": 1},
+         "takes no latent rows of int4"),
         ({"op": "attention_backward"}, "reads keys and values in q's dtype"),
         ({"kv_format": "fp8_ds_mla"}, "reads no latent rows"),
     ):  # fmt: skip
@@ -193,9 +201,11 @@ def test_problems_of_quantised_caches_are_checked() -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("scales", ["none", "head", "token"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cached_launch_serves_other_sizes(name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "kind", "scales"), [
+    *((name, "e4m3", scales) for name in NAMES for scales in ("none", "head", "token")),
+    *((name, "int4", "token") for name in ("decode", "paged", "ragged", "sparse paged")),
+])  # fmt: skip
+def test_a_cached_launch_serves_other_sizes(name: str, kind: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU tensors that count as an H100's: the second call is of the first one's class, and neither is fixed."""
     opcalls.pretend_accelerator(monkeypatch)
     cache.forget()
@@ -203,7 +213,7 @@ def test_a_cached_launch_serves_other_sizes(name: str, scales: str, monkeypatch:
     for size in (96, 112):
         page_size = 0 if name in ("decode", "sparse") else 8
         widths = {} if name.startswith("mla") else {"head_dim": 32, "head_dim_v": 32}
-        call = call_of(name, "e4m3", scales, seq_k=size, page_size=page_size, **widths)
+        call = call_of(name, kind, scales, seq_k=size, page_size=page_size, **widths)
         with portattn.settings(canary="never"):
             results.append((call, perform(call.problem.op, given(call), backend="triton", scale=0.25)))
             again = perform(call.problem.op, given(call), backend="triton", scale=0.25)

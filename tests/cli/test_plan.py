@@ -95,6 +95,7 @@ CACHE = ("--q", "2,8,1,128", "--kv", "2,8,512,128", "--dtype", "bf16")
         (("e4m3",), "e4m3", "none"),
         (("e5m2", "--kv-scales", "head"), "e5m2", "head"),
         (("int8",), "int8", "token"),
+        (("int4",), "int4", "token"),
     ],
 )
 def test_a_quantised_caches_options_reach_the_problem(portattn, given, kind, scales):
@@ -106,7 +107,9 @@ def test_a_quantised_caches_options_reach_the_problem(portattn, given, kind, sca
 @pytest.mark.parametrize(
     ("op", "given", "named"),
     [
-        ("decode_attention", ("--kv-format", "int4"), "kv_format is 'int4'"),
+        ("decode_attention", ("--kv-format", "nvfp4"), "kv_format is 'nvfp4'"),
+        ("attention", ("--kv-format", "int4"), "attention takes no operands of int4"),
+        ("decode_attention", ("--kv-format", "int4", "--kv-scales", "none"), "must be head or token"),
         ("decode_attention", ("--kv-scales", "head"), "kv_scales is 'head'"),
         ("decode_attention", ("--kv-format", "int8", "--kv-scales", "none"), "must be head or token"),
     ],

@@ -147,7 +147,10 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
         fields["num_splits"] = r.choice((0, 0, 1, 2, 3))
     if op not in ("attention", "varlen_attention") and fields["dtype"] != "fp32" and flag(0.4):
         kind, scales = r.choice(("e4m3", "e5m2", "e4m3fnuz", "int8")), r.choice(("none", "head", "token"))
+        even = not latent and fields["head_dim"] % 2 == fields.get("head_dim_v", 0) % 2 == 0
         fields |= {"kv_format": kind, "kv_scales": "head" if (kind, scales) == ("int8", "none") else scales}
+        if kind == "int8" and even and flag(0.5):
+            fields["kv_format"] = "int4"
     if op in ("attention", "varlen_attention") and fields["dtype"] != "fp32" and flag(0.2):
         kind = r.choice(("e4m3", "e5m2", "e4m3fnuz", "int8"))
         fields |= {"kv_format": kind, "kv_scales": r.choice(("head", "token" if kind == "int8" else "none"))}

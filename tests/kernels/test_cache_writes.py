@@ -13,7 +13,7 @@ import torch
 from support import Device, run_core
 
 from portattn.reference import writing
-from portattn.schema.problem import Problem
+from portattn.schema.problem import INTEGERS, Problem
 from portattn.schema.tensors import KV_FORMAT, KV_LARGEST
 from portattn.testing.random_writing import BEFORE, nearest, random_writing
 from portattn.testing.verdict import judge
@@ -22,8 +22,8 @@ NEW: dict[str, Any] = {"heads_q": 3, "heads_k": 3, "head_dim": 24, "dtype": "bf1
 APPEND: dict[str, Any] = NEW | {"op": "append_kv", "batch": 4, "seq_q": 5, "seq_k": 20, "seqlens_k": True}
 PAGES: dict[str, Any] = NEW | {"op": "write_pages", "batch": 1, "seq_q": 21, "seq_k": 40, "page_size": 8}
 OPS = {"append": APPEND, "pages": PAGES}
-STORED = [("as_q", "none"), *((kind, s) for kind in KV_FORMAT.values() for s in ("none", "head", "token")
-          if (kind, s) != ("int8", "none"))]  # fmt: skip
+STORED = [("as_q", "none"), *((kind, s) for kind in (*KV_FORMAT.values(), "int4") for s in ("none", "head", "token")
+          if kind not in INTEGERS or s != "none")]  # fmt: skip
 ROTARY = [{"rotary": "neox", "rotary_dim": 24}, {"rotary": "interleaved", "rotary_dim": 24},
           {"rotary": "neox", "rotary_dim": 6}, {"rotary": "interleaved", "rotary_dim": 2}]  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_formats_and_scales(device: Device, op: str, stored: tuple[str, str], dt
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("rotary", ROTARY, ids=lambda one: "-".join(map(str, one.values())))
-@pytest.mark.parametrize("stored", [("as_q", "none"), ("e4m3", "token")], ids="-".join)
+@pytest.mark.parametrize("stored", [("as_q", "none"), ("e4m3", "token"), ("int4", "token")], ids="-".join)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_rotation(device: Device, op: str, rotary: dict[str, Any], stored: tuple[str, str], dtype: str) -> None:
     check(device, 1, **OPS[op] | rotary | {"dtype": dtype, "kv_format": stored[0], "kv_scales": stored[1]})

@@ -10,9 +10,10 @@ from support import TILE, Device, assert_right, problem, random_call, run_core
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.schema.tensors import KV_DTYPE
+from portattn.schema.problem import INTEGERS
+from portattn.schema.tensors import CACHE_DTYPE, KV_DTYPE
 
-FORMATS = tuple(KV_DTYPE)
+FORMATS = tuple(CACHE_DTYPE)
 SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dtype": "bf16"}
 # Caches, each with features that decide how scales are read: hidden tokens, paddings, pages, packed queries.
 CACHES: dict[str, dict[str, Any]] = {
@@ -76,8 +77,13 @@ CACHES: dict[str, dict[str, Any]] = {
 # Of latent rows with their scales inside.
 DS = {"kv_format": "fp8_ds_mla", "head_dim": 272, "head_dim_v": 256, "dtype": "bf16"}  # fmt: skip
 SCALED = [
-    (kind, scales) for kind in FORMATS for scales in ("none", "head", "token") if (kind, scales) != ("int8", "none")
+    (kind, scales)
+    for kind in FORMATS
+    for scales in ("none", "head", "token")
+    if kind not in INTEGERS or scales != "none"
 ]
+EVERY = [(kind, scales, cache) for kind, scales in SCALED for cache in CACHES
+         if kind != "int4" or not cache.startswith("latent")]  # fmt: skip
 
 
 def quantised(device: str, cache: str, kind: str, scales: str, **fields: Any) -> Call:
@@ -90,8 +96,7 @@ def on(device: Device, call: Call, **launch: int) -> tuple[torch.Tensor, torch.T
     return run_core(device, call, {"page_loop": page_loop}, launch)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("kind", "scales"), SCALED)
+@pytest.mark.parametrize(("kind", "scales", "cache"), EVERY)
 def test_kernels_are_right(device: Device, kind: str, scales: str, cache: str) -> None:
     """NaN, or a scale that is NaN, infinite, negative or 0, is wherever a token is not attended."""
     call = quantised(device.name, cache, kind, scales)
@@ -99,8 +104,7 @@ def test_kernels_are_right(device: Device, kind: str, scales: str, cache: str) -
         assert_right(call, *on(device, call, splits=splits))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("kind", "scales"), SCALED)
+@pytest.mark.parametrize(("kind", "scales", "cache"), EVERY)
 def test_the_reference_is_right(kind: str, scales: str, cache: str) -> None:
     call = quantised("cpu", cache, kind, scales)
     assert_right(call, *blockwise.run(call))
@@ -128,7 +132,7 @@ def test_scales_inside_rows_that_are_no_powers_of_two(device: Device) -> None:
     assert_right(call, *run_core(device, call), extra=0.02)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KV_DTYPE)
 def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> None:
     """One key a sequence: the result is its value. In float16 and bfloat16 every finite number is exact."""
     codes = torch.arange(256, dtype=torch.uint8, device=device.name)
@@ -148,7 +152,10 @@ def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> 
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("cache", "kind"), [("decode", "e4m3"), ("decode", "int8"), ("sparse", "e4m3")])
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [("decode", "e4m3"), ("decode", "int8"), ("decode", "int4"), ("sparse", "e4m3"), ("sparse", "int4")],
+)
 def test_the_scales_of_an_empty_sequence_count_for_nothing(device: Device, cache: str, kind: str, sinks: bool) -> None:
     """A batch that is padded for a graph has sequences without keys, whose scales may be anything."""
     call = quantised(device.name, cache, kind, "head", leftpad_k=False, log_weights=False, sinks=sinks)
@@ -182,28 +189,32 @@ def test_small_scales_lose_nothing_in_float16(device: Device, scales: str) -> No
 
 @pytest.mark.parametrize("load", ["pointer", "block_ptr", "descriptor"])
 @pytest.mark.parametrize("cache", ["decode", "paged_packed_hpd"])
-def test_each_way_to_load_tiles(device: Device, load: str, cache: str) -> None:
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_each_way_to_load_tiles(device: Device, load: str, cache: str, kind: str) -> None:
     lowering = {"load": load, "k_tile": "row"} | ({"page_loop": "per_page"} if cache.startswith("paged") else {})
     call = quantised(
-        device.name, cache, "e4m3", "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False
+        device.name, cache, kind, "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False
     )
     assert_right(call, *run_core(device, call, lowering=lowering))
 
 
 @pytest.mark.parametrize("pipeline", ["rotated", "single"])
 @pytest.mark.parametrize("scales", ["head", "token"])
-def test_each_loop(device: Device, pipeline: str, scales: str) -> None:
-    call = quantised(device.name, "decode", "int8", scales, **({"seq_k": 13} if pipeline == "single" else {}))
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_each_loop(device: Device, pipeline: str, scales: str, kind: str) -> None:
+    call = quantised(device.name, "decode", kind, scales, **({"seq_k": 13} if pipeline == "single" else {}))
     assert_right(call, *run_core(device, call, lowering={"pipeline": pipeline, "q_operand": "reload"}))
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced"])
-def test_strides(device: Device, strides: str) -> None:
-    p = problem(**(SMALL | CACHES["decode"] | {"kv_format": "e4m3", "kv_scales": "token", "aligned": False}))
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_strides(device: Device, strides: str, kind: str) -> None:
+    p = problem(**(SMALL | CACHES["decode"] | {"kv_format": kind, "kv_scales": "token", "aligned": False}))
     call = random_call(p, seed=3, strides=strides, device=device.name)
     assert_right(call, *run_core(device, call))
 
 
-def test_a_wide_head_in_two_parts(device: Device) -> None:
-    call = quantised(device.name, "decode", "e4m3", "token", head_dim=528, head_dim_v=32)
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_a_wide_head_in_two_parts(device: Device, kind: str) -> None:
+    call = quantised(device.name, "decode", kind, "token", head_dim=528, head_dim_v=32)
     assert_right(call, *run_core(device, call))

@@ -20,8 +20,8 @@ from portattn.kernels import attend
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
-from portattn.schema.problem import KvFormat, KvScales, Problem
-from portattn.schema.tensors import KV_FORMAT, KV_STORED
+from portattn.schema.problem import INTEGERS, KvFormat, KvScales, Problem
+from portattn.schema.tensors import CACHE_DTYPE, KV_STORED
 from portattn.testing import canary, run_plan
 from portattn.testing.numerics import interpreter_missing
 from portattn.worker.client import Reply
@@ -31,9 +31,9 @@ CUDA = torch.device("cuda", 0)
 READERS = ("decode_attention", "paged_attention")
 FORMATS = [
     (kind, scales)
-    for kind in KV_FORMAT.values()
+    for kind in CACHE_DTYPE
     for scales in ("none", "head", "token")
-    if (kind, scales) != ("int8", "none")
+    if kind not in INTEGERS or scales != "none"
 ]
 SOURCE = ROOT / "portattn" / "kernels" / "stored.py"
 # Wrong widenings: what stands in kernels/stored.py, and what a compiler might make of it.
@@ -46,6 +46,14 @@ WRONG = {
     "e4m3fnuz": {"the bias of e4m3": ("small * 128.0", "small * 256.0")},
     "e5m2": {"the last bit of the fraction lost": ("tile.to(tl.int16) << 8", "(tile.to(tl.int16) & 0xFE) << 8")},
     "int8": {"without its sign": ("tile.to(tl.float32).to(like", "(tile.to(tl.int16) & 0xFF).to(tl.float32).to(like")},
+    "int4": {
+        "the other four bits first": (
+            "tl.interleave(pairs & 15, (pairs >> 4) & 15)",
+            "tl.interleave((pairs >> 4) & 15, pairs & 15)",
+        ),
+        "the upper four bits with a sign": ("(pairs >> 4) & 15)", "pairs >> 4)"),
+        "another number for 0": ("numbers = numbers - MIDDLE", "numbers = numbers - 7"),
+    },
 }
 
 
@@ -59,7 +67,7 @@ def test_verify_runs_every_format_and_kind_of_scales(op: str) -> None:
     assert found[: len(plain)] == plain
     stored = [(p.kv_format, p.kv_scales) for p in found[len(plain) :]]
     assert stored == list(canary.STORED[op])
-    assert {kind for kind, _ in stored} == set(KV_FORMAT.values())
+    assert {kind for kind, _ in stored} == set(CACHE_DTYPE)
     assert {scales for _, scales in stored} == {"none", "head", "token"}
     assert {p.dtype for p in found[len(plain) :]} == {"fp16", "bf16"}
 
@@ -148,6 +156,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(attend, "widened", module.widened)
+    monkeypatch.setattr(attend, "widened_pairs", module.widened_pairs)
 
 
 @pytest.mark.interpreter

@@ -11,7 +11,7 @@ from good_calls import NAN, assert_refused, good, sparse_paged
 import portattn
 from portattn import ArgumentError
 
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+E4M3, E5M2, INT8, INT4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 CACHES = {
     "decode_attention": ("k_cache", "v_cache"), "paged_attention": ("k_pages", "v_pages"),
     "sparse_attention": ("k_cache", "v_cache"),
@@ -23,7 +23,13 @@ def quantised(op: str, dtype: torch.dtype = E4M3, other: torch.dtype | None = No
     """A good call with a cache of this dtype; values in another one where it is named."""
     given = good(op)
     k, v = CACHES[op]
-    return given | {"q": given["q"].bfloat16(), k: given[k].to(dtype), v: given[v].to(other or dtype)}
+
+    def stored(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if dtype is not INT4:
+            return cache.to(dtype)
+        return torch.randint(256, (*cache.shape[:-1], cache.shape[-1] // 2), dtype=INT4)
+
+    return given | {"q": given["q"].bfloat16(), k: stored(given[k], dtype), v: stored(given[v], other or dtype)}
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -35,12 +41,15 @@ def both(scale: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("op", CACHES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, INT8])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, INT8, INT4])
 def test_the_shapes_that_scales_may_have(op: str, dtype: torch.dtype) -> None:
-    """All ones: the result of each is the same."""
-    cases = [both(ones(*shape)) for shape in ((), (1,), (2,), (2, 2), TOKENS[op])]
-    cases += [{"k_scale": ones(), "v_scale": ones(2, 2)}] + ([] if dtype is INT8 else [{}])
-    results = [getattr(portattn, op)(**quantised(op, dtype), **case) for case in cases]
+    """All ones: the result of each is the same. One for each token of int4 says beside it that 8 stands for 0."""
+    torch.manual_seed(0)
+    tokens = (ones(*TOKENS[op]).view(torch.int32) | 8).view(torch.float32) if dtype is INT4 else ones(*TOKENS[op])
+    cases = [both(ones(*shape)) for shape in ((), (1,), (2,), (2, 2))] + [both(tokens)]
+    cases += [{"k_scale": ones(), "v_scale": ones(2, 2)}] + ([] if dtype in (INT8, INT4) else [{}])
+    given = quantised(op, dtype)
+    results = [getattr(portattn, op)(**given, **case) for case in cases]
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
 
@@ -99,17 +108,29 @@ def test_bad_scales_are_named(op: str, bad: tuple[dict[str, Any], str, str]) -> 
         ((E4M3, torch.bfloat16), "{v}.dtype is torch.bfloat16", "must be {k}'s, torch.float8_e4m3fn"),
         ((torch.bfloat16, E4M3), "{v}.dtype is torch.float8_e4m3fn", "must be q's, torch.bfloat16"),
         ((INT8, INT8), "k_scale is None", "with a cache of torch.int8"),
-        (
-            (torch.uint8, torch.uint8),
-            "{k}.dtype is torch.uint8",
-            "int4 numbers, two to a byte, are taken by no operation",
-        ),
+        ((INT4, INT4), "k_scale is None", "with a cache of torch.uint8"),
+        ((INT4, INT8), "{v}.dtype is torch.int8", "must be {k}'s, torch.uint8"),
+        ((torch.bfloat16, INT4), "{v}.dtype is torch.uint8", "must be q's, torch.bfloat16"),
         ((torch.float8_e5m2fnuz, torch.float8_e5m2fnuz), "{k}.dtype is torch.float8_e5m2fnuz", "torch.float8_e4m3fn"),
     ],
 )
 def test_bad_formats_are_named(op: str, dtypes: tuple[torch.dtype, torch.dtype], what: str, limit: str) -> None:
     k, v = CACHES[op]
     assert_refused(op, quantised(op, *dtypes), what.format(k=k, v=v), limit.format(k=k, v=v))
+
+
+@pytest.mark.parametrize("op", CACHES)
+def test_int4_rows_have_half_as_many_bytes_as_numbers(op: str) -> None:
+    """So bytes of another width, or of a head of odd width, are no int4 cache."""
+    k, v = CACHES[op]
+    given = quantised(op, INT4) | both(ones())
+    whole = torch.cat((given[k], given[k]), dim=-1)
+    assert_refused(op, given | {k: whole}, f"{k}'s head_dim is 16", "must be 8 as torch.uint8: two int4 numbers a byte")
+    odd = given | {"q": given["q"][..., :15]}
+    assert_refused(op, odd, "q's head_dim is 15", "must be even with a cache of torch.uint8")
+    narrow = given | {v: given[v][..., :3]}  # values have a width of their own
+    assert getattr(portattn, op)(**narrow).shape[-1] == 6
+    assert_refused(op, given | {v: given[v][..., :0]}, f"{v}'s head_dim is 0", "must be in 1..576")
 
 
 @pytest.mark.parametrize("op", CACHES)
@@ -134,6 +155,8 @@ def test_other_operations_say_what_takes_such_a_cache() -> None:
         given = good(op)
         changed = {name: given[name].to(E4M3) for name in names}
         assert_refused(op, given | changed, f"{names[0]}.dtype is torch.float8_e4m3fn", "take caches of it")
+        bytes_ = {name: given[name].to(INT4) for name in names}
+        assert_refused(op, given | bytes_, f"{names[0]}.dtype is torch.uint8", "int4 numbers, two to a byte")
 
 
 def test_scales_of_tokens_that_no_sequence_has_may_hold_anything() -> None:

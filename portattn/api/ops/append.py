@@ -35,13 +35,15 @@ def append_kv(
                 float16, bfloat16 or float32; any strides
     k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv) in the same layout, as `decode_attention` takes them. Both
                 of one dtype: float16, bfloat16 or float32, to which numbers are converted, or float8_e4m3fn,
-                float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised. Any strides but 0
+                float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised; or uint8, D/2 and Dv/2 wide: int4,
+                two numbers a byte. Any strides but 0
     seqlens_k   (B,) int32 on k's device: keys that each sequence has before the call. Its new row i goes to row
                 seqlens_k[b] + i. Nothing is written of a sequence whose number is negative. It stays on the device
     k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,), (Hk,) or (B, Hk): what is stored is the
                 number divided by its scale; positive and finite. A scale for each token and head, (B, Hk, Smax), with
                 bshd (B, Smax, Hk), of any strides but 0: it is computed of the new row and written, |largest|/limit of
-                the format. int8 must have them; float8 without them holds the numbers themselves
+                the format; of int4 a fifteenth of the row's range, with the number for 0 in its lowest four bits. int8
+                and int4 must have them; float8 without them holds the numbers themselves
     cos, sin    (positions, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are
                 stored, by the angle of their row in the cache; None for no rotation. The queries are not rotated
     rotary      which columns are rotated together: "neox", i and i + R/2; "interleaved", 2i and 2i + 1 (GPT-J)
@@ -52,7 +54,8 @@ def append_kv(
                 nothing is checked, rows beyond the cache are not written, and angles beyond the tables are the last
 
     Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
-    its largest number (448, 57344, 240 or ±127), infinity too. NaN stays NaN, and is 0 in int8.
+    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen), infinity too. NaN stays NaN,
+    and is 0 in int8 and int4.
 
     Returns None: the caches hold the new rows, and the caller counts them (`seqlens_k` is only read).
 

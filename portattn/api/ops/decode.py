@@ -43,13 +43,13 @@ def decode_attention(
     q           (B, Hq, Sq, D), Sq small (1 for ordinary decoding), or (B, Sq, Hq, D) with layout="bshd"; float16,
                 bfloat16 or float32; any strides
     k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv), in the same layout as q; Hq must be a multiple of Hk. Of
-                q's dtype, or quantised: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, both alike, with q in
-                float16 or bfloat16
+                q's dtype, or quantised, with q in float16 or bfloat16: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or
+                int8, both alike, or uint8, D/2 and Dv/2 wide: int4, two numbers a byte (docs/low-precision.md)
     seqlens_k   (B,) int32 on q's device: keys in each sequence's cache; None when every cache is full. It stays on
                 the device: no host synchronisation, so a CUDA graph can replay the call with lengths changed in place
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (B, Hk, Smax), with bshd (B, Smax, Hk), of any
-                strides. int8 must have them; float8 numbers count as they are without
+                strides. int8 and int4 must have them; float8 numbers count as they are without
     leftpad_k   (B,) int32: padding rows before a sequence's first key
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
     causal      True or "bottom_right": query i sees what ends Sq-1-i keys before the last (speculative decoding);

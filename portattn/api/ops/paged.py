@@ -49,15 +49,15 @@ def paged_attention(
                 bfloat16 or float32; any strides
     k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or (P, Hk, page, D) with page_layout="hpd"; any page size
                 and any strides, so both can be views of one cache: cache[:, 0] and cache[:, 1] of (P, 2, Hk, page, D).
-                Of q's dtype, or quantised: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, both alike, with q in
-                float16 or bfloat16
+                Of q's dtype, or quantised, with q in float16 or bfloat16: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz
+                or int8, both alike, or uint8, D/2 and Dv/2 wide: int4, two numbers a byte (docs/low-precision.md)
     page_table  (B, pages a sequence) int32 on q's device: page ids of each sequence in order; entries past its length
                 are never used. Or a PageTable, whose lengths each call computes (six small kernels; in a hot path
                 give `table.pages` and `table.seqlens(page_size)`)
     seqlens_k   (B,) int32: keys of each sequence, its own new ones included; may be 0. A PageTable brings its own
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (P, page, Hk), with hpd (P, Hk, page), of any
-                strides. int8 must have them; float8 numbers count as they are without
+                strides. int8 and int4 must have them; float8 numbers count as they are without
     cu_seqlens_q  (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
     max_seqlen_q  rows of the longest sequence of packed queries, or more, if known
     scale       factor on the scores; None for 1/√D. Negative and zero are legal

@@ -44,14 +44,14 @@ def sparse_attention(
 
     q           (B, Hq, 1, D), or (B, 1, Hq, D) with layout="bshd"
     k_cache, v_cache  (B, Hk, Smax, D) and (B, Hk, Smax, Dv) in q's layout, or pages with page_table, as in
-                `paged_attention`. Of q's dtype, or quantised: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, both
-                alike, with q in float16 or bfloat16
+                `paged_attention`. Of q's dtype, or quantised, with q in float16 or bfloat16: float8_e4m3fn,
+                float8_e5m2, float8_e4m3fnuz or int8, both alike, or uint8, D/2 and Dv/2 wide: int4, two numbers a byte
     indices     (B, Hq, Lmax) int32: token positions, in any order; negative ones are padding and passed over. A token
                 that is listed twice counts twice
     counts      (B, Hq) int32: how many places of a head's row of `indices` are used, from the first on
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head, in the cache's shape without its last axis, of
-                any strides. int8 must have them; float8 numbers count as they are without
+                any strides. int8 and int4 must have them; float8 numbers count as they are without
     seqlens_k   (B,) int32: keys of each sequence; tokens beyond are passed over. None: as many as the cache holds
     log_weights   (B, Hq, Lmax) float32, added to the scores of the tokens in those places: the logarithm of a weight
                 (minus that of a sampling probability); -inf masks

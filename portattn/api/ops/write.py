@@ -36,15 +36,16 @@ def write_pages(
                 any strides
     k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or with page_layout="hpd" (P, Hk, page, D), as
                 `paged_attention` takes them. Both of one dtype: float16, bfloat16 or float32, to which numbers are
-                converted, or float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised. Any
-                strides but 0; both may be views of one tensor
+                converted, or float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8, in which they are quantised; or
+                uint8, D/2 and Dv/2 wide: int4, two numbers a byte. Any strides but 0; both may be views of one tensor
     slot_mapping  (T,) int32 or int64 on k's device: token t goes to row slot_mapping[t] % page of page
                 slot_mapping[t] // page. Nothing is written of a token whose slot is negative. Of two tokens with one
                 slot, either may be what lies there afterwards. It stays on the device
     k_scale, v_scale  float32, of a quantised cache, both or neither. (), (1,) or (Hk,): what is stored is the number
                 divided by its scale; positive and finite. A scale for each token and head, (P, page, Hk), with hpd
                 (P, Hk, page), of any strides but 0: it is computed of the new row and written, |largest|/limit of the
-                format. int8 must have them; float8 without them holds the numbers themselves
+                format; of int4 a fifteenth of the row's range, with the number for 0 in its lowest four bits. int8 and
+                int4 must have them; float8 without them holds the numbers themselves
     cos, sin    (N, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are stored;
                 None for no rotation. The queries are not rotated
     positions   (T,) int32 or int64 on k's device: the row of cos and sin of each token; goes with them
@@ -57,7 +58,8 @@ def write_pages(
                 are clamped to the tables
 
     Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
-    its largest number (448, 57344, 240 or ±127), infinity too. NaN stays NaN, and is 0 in int8.
+    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen), infinity too. NaN stays NaN,
+    and is 0 in int8 and int4.
 
     Returns None: the pages hold the new rows.
 

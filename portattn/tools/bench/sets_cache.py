@@ -49,6 +49,7 @@ _STORED: dict[str, dict[str, Any]] = {
     "e4m3 scales=tensor": {"kv_format": "e4m3", "kv_scales": "head"},
     "e4m3 scales=token": {"kv_format": "e4m3", "kv_scales": "token"},
     "int8 scales=token": {"kv_format": "int8", "kv_scales": "token"},
+    "int4 scales=token": {"kv_format": "int4", "kv_scales": "token"},
 }
 # As vLLM's caches with a scale for each token and head have them, in its pages of 16 tokens.
 _INLINE: dict[str, dict[str, Any]] = {

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from portattn.schema.tensors import KV_DTYPE
+from portattn.reference.stored import widened as widened_int4
+from portattn.reference.writing import MIDDLE, four_bits, int4_step
+from portattn.schema.tensors import INT4, KV_DTYPE, PACKED
 from portattn.tools.bench.cases import SCALE_BYTES, Case
+
+LARGEST_INT4 = 7.0  # on both sides of 0, where 8 stands for it
 
 
 def quantised(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values (…, width) in the case's format, and their scales: (…) for each token, (), or None.
 
-    A scale lets the largest number that goes with it fill the format's range. With `case.inline_scales` numbers and
-    scales are views of the same rows, [numbers | scale]; width must then be a multiple of 4. Tensors without data (the
-    meta device) give such ones.
+    int4 is two numbers a byte, (…, width / 2). A scale lets the largest number that goes with it fill the format's
+    range. With `case.inline_scales` numbers and scales are views of the same rows, [numbers | scale]; a row's bytes
+    must then be a multiple of 4. Tensors without data (the meta device) give such ones.
     """
+    if case.kv_format == INT4:
+        return _in_pairs(case, values.float())
     dtype = KV_DTYPE[case.kv_format]
     largest = torch.iinfo(dtype).max if dtype is torch.int8 else torch.finfo(dtype).max
     numbers = values.float()
@@ -30,6 +36,18 @@ def quantised(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return _in_rows(numbers, scale) if case.inline_scales and scale is not None else (numbers, scale)
 
 
+def _in_pairs(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in int4, as write_pages stores it."""
+    if case.kv_scales == "token":
+        step, zero = int4_step(values)
+        numbers = four_bits(values / step[..., None], zero[..., None]).view(PACKED)
+        scale = (step.view(torch.int32) | zero).view(torch.float32)
+    else:
+        scale = (values.abs().amax() / LARGEST_INT4).clamp_min(torch.finfo(torch.float32).tiny)
+        numbers = four_bits(values / scale, torch.full((), MIDDLE, device=values.device)).view(PACKED)
+    return _in_rows(numbers, scale) if case.inline_scales else (numbers, scale)
+
+
 def _in_rows(numbers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as two views of rows [numbers | scale]."""
     width = numbers.shape[-1]
@@ -42,5 +60,7 @@ def _in_rows(numbers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 
 def widened(numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The values that stored numbers (…, width) stand for, rounded to `dtype`. scale: (…), () or None."""
+    if numbers.dtype is PACKED and scale is not None:
+        return widened_int4(numbers, INT4, scale, by_token=scale.ndim > 0).to(dtype)
     values = numbers.float()
     return (values if scale is None else values.mul_(scale[..., None])).to(dtype)

@@ -9,8 +9,8 @@ import msgspec
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DS_MLA, DTYPES, Problem
-from portattn.schema.tensors import KV_DTYPE
+from portattn.schema.problem import DS_MLA, DTYPES, INTEGERS, Problem
+from portattn.schema.tensors import CACHE_DTYPE, INT4
 
 SetName = Literal["quick", "full"]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # those of published models, and two that are no power of two
@@ -267,8 +267,9 @@ def _decode() -> list[Named]:
 
 def _quantised() -> list[tuple[str, str, dict[str, Any]]]:
     """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to."""
-    found = [("bf16", name, "token") for name in KV_DTYPE]
-    found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head")]
+    found = [("bf16", name, "token") for name in CACHE_DTYPE]
+    found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head"),
+              ("fp16", "int4", "head")]  # fmt: skip
     return [
         (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
         for dtype, name, scales in found
@@ -361,7 +362,11 @@ def _mla() -> list[Named]:
         mla("LSE", **wide, return_lse=True),
         mla("one split", **wide, num_splits=1),
         mla("ragged", **wide, **RAGGED),
-        *(mla(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()),
+        *(
+            mla(words, **wide | {"dtype": dtype}, **fields)
+            for dtype, words, fields in _quantised()
+            if fields["kv_format"] != INT4
+        ),
         *(
             mla(f"{words}{DS_MLA} cache", **wide, kv_format=DS_MLA, **fields)
             for words, fields in (
@@ -402,7 +407,10 @@ def _new_rows(make: Callable[..., Named]) -> list[Named]:
         make("rotary", **wide, **ROTARY),
         make("rotary", **wide | {"dtype": "fp32"}, **ROTARY),
         make("rotary of neighbours, half", **wide, rotary="interleaved", rotary_dim=64),
-        make("rotary, int8 cache, scales token", **wide, kv_format="int8", kv_scales="token", **ROTARY),
+        *(
+            make(f"rotary, {kind} cache, scales token", **wide, kv_format=kind, kv_scales="token", **ROTARY)
+            for kind in INTEGERS
+        ),
         make("unaligned", **wide, aligned=False),
         make("", dtype="bf16", head_dim=192, head_dim_v=128),
     ]

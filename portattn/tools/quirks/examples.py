@@ -24,7 +24,7 @@ from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
 from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DS_MLA, Problem
+from portattn.schema.problem import DS_MLA, INTEGERS, Problem
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
@@ -328,7 +328,7 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         chosen["window_left"] = _WINDOW
     if chosen.pop("packed", False):
         chosen["total_q"] = chosen["batch"] * chosen["seq_q"]
-    if chosen.get("kv_format") == "int8":  # which has no meaning without them
+    if chosen.get("kv_format") in INTEGERS:  # which has no meaning without them
         chosen.setdefault("kv_scales", "token")
     if chosen.get("kv_format") == DS_MLA and "dtype" not in named:  # its rows have numbers of bfloat16
         chosen["dtype"] = "bf16"

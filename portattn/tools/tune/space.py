@@ -18,7 +18,7 @@ from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch
 from portattn.schema.problem import Problem
 from portattn.schema.sizes import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
-from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
+from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 from portattn.tools.tune.choice import Choice, Setting, changed
 
 
@@ -169,9 +169,11 @@ Rule = Callable[[Choice, Problem, Target], "str | None"]
 def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
     """The pipeline's tiles of K and V, or Q and dO, alone: Triton keeps at least one fewer than num_stages of them."""
     width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
-    item = (KV_STORED if problem.kv_format != "as_q" else TORCH_DTYPE[problem.dtype]).itemsize
+    item = float((KV_STORED if problem.kv_format != "as_q" else TORCH_DTYPE[problem.dtype]).itemsize)
+    if problem.kv_format == INT4:  # two numbers a byte
+        item /= 2
     launches = Launch().changed(choice.launch).kernels()
-    least = max((launch.num_stages - 1) * launch.block_n for launch in launches) * width * item
+    least = int(max((launch.num_stages - 1) * launch.block_n for launch in launches) * width * item)
     if problem.op == "sparse_attention" or least <= target.arch.scratchpad_bytes:
         return None
     return f"its K and V tiles alone take {least} bytes, {target.arch.name} has {target.arch.scratchpad_bytes}"

@@ -9,7 +9,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import KvFormat, KvScales, Problem
+from portattn.schema.problem import INTEGERS, KvFormat, KvScales, Problem
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import STORED_OPS, Case
 from portattn.tools.bench.sets import SETS
@@ -73,8 +73,8 @@ _FORM = (
 def parse(text: str) -> Case:
     """A case of one line of text: `attention q=B,H,S,D kv=B,H,S,D dtype=bf16 causal window=1023,0 page_size=64`.
 
-    All sequences are full. Without kv_scales an int8 cache has a scale for each token, and others have none. Raises
-    ArgumentError naming the word that is wrong.
+    All sequences are full. Without kv_scales a cache of int8 or int4 has a scale for each token, and others have
+    none. Raises ArgumentError naming the word that is wrong.
     """
 
     def bad(limit: str = _FORM) -> ArgumentError:
@@ -109,7 +109,7 @@ def parse(text: str) -> Case:
             if fields[name] not in known:
                 raise bad(f"{name} must be one of {', '.join(known)}")
     stored = fields.get("kv_format", "as_q")
-    if stored == "int8":
+    if stored in INTEGERS:
         fields.setdefault("kv_scales", "token")
     if stored == "as_q" and fields.get("kv_scales", "none") != "none":
         raise bad("kv_scales goes with a kv_format other than as_q")

@@ -10,7 +10,8 @@ import torch
 from benchfakes import LIMITS, FakeClock, a_result, figures, made
 from tiny import CASES
 
-from portattn.schema.tensors import KV_DTYPE
+from portattn.reference.stored import widened
+from portattn.schema.tensors import CACHE_DTYPE
 from portattn.tools.bench import gate, peers
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
 from portattn.tools.bench.goals import GOALS, goal_results
@@ -22,8 +23,8 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.workloads import shapes
 
 CPU = torch.device("cpu")
-FORMATS = {"e4m3 scales=tensor", "e4m3 scales=token", "int8 scales=token"}
-INLINE = {"e4m3 scales=inline", "int8 scales=inline"}
+FORMATS = {"e4m3 scales=tensor", "e4m3 scales=token", "int8 scales=token", "int4 scales=token"}
+INLINE = {"e4m3 scales=inline", "int8 scales=inline", "int4 scales=inline"}
 KINDS = {
     name: CASES[f"paged B=8 H=64/16 S=1024 D=64 page=16 {name}"] for name in sorted(FORMATS | INLINE)
 } | {f"contiguous {name}": CASES[f"decode B=8 H=64/16 S=1024 D=64 {name}"] for name in sorted(FORMATS)}  # fmt: skip
@@ -47,11 +48,13 @@ def test_every_shape_is_there_in_every_format():
 
 
 def test_bytes_are_the_numbers_and_the_scales_of_tokens():
-    """64 sequences of 8192 keys, 8 heads of 128: 2 · 64 · 8192 · 8 rows of 128 bytes, and 4 bytes of a scale each."""
+    """64 sequences of 8192 keys, 8 heads of 128: 2 · 64 · 8192 · 8 rows of 128 bytes, of int4 of 64, and 4 bytes of a
+    scale each."""
     rows, name = 2 * 64 * 8192 * 8, "paged B=64 H=32/8 S=8192 D=128 page=16"
     sizes = {case.name: case.read_bytes() for case in SETS["paged-quantised"] if case.name.startswith(name)}
     assert sizes == {f"{name} e4m3 scales=tensor": rows * 128} | {
-        f"{name} {ending}": rows * 132 for ending in (FORMATS | INLINE) - {"e4m3 scales=tensor"}
+        f"{name} {ending}": rows * (68 if ending.startswith("int4") else 132)
+        for ending in (FORMATS | INLINE) - {"e4m3 scales=tensor"}
     }
 
 
@@ -64,9 +67,15 @@ def test_numbers_and_scales_stand_for_the_values(case):
         (values.k, tensors.k, tensors.k_scale),
         (values.v, tensors.v, tensors.v_scale),
     ):
-        assert numbers.dtype is KV_DTYPE[case.kv_format]
+        assert numbers.dtype is CACHE_DTYPE[case.kv_format]
         assert scale.dtype is torch.float32
         assert scale.shape == (plain.shape[:-1] if case.kv_scales == "token" else ())
+        if case.kv_format == "int4":
+            reach = plain.float().amax(-1).clamp_min(0) - plain.float().amin(-1).clamp_max(0)
+            back = widened(numbers.view(torch.int8), "int4", scale, by_token=True)
+            assert bool(((back - plain.float()).abs() <= 0.51 / 15 * reach[..., None]).all())
+            assert len(numbers.unique()) > 128
+            continue
         back = numbers.float() * scale[..., None]
         peak = plain.float().abs().amax(-1, keepdim=True) if case.kv_format == "int8" else plain.float().abs()
         least = 2.0**-10 * scale[..., None]  # half of the smallest number of e4m3
@@ -152,9 +161,10 @@ def large():
     (1.8, 0.9, "met", "met"), (1.79, 0.91, "missed", "met"), (1.9, 0.89, "met", "missed"),
 ])  # fmt: skip
 def test_goals(ratio, share, first, second):
-    """Three of the six shapes are large, with 11 cells each; small ones count in neither."""
-    assert len(large()) == 3 * (3 * 3 + 2)
+    """Three of the six shapes are large, with 15 cells each; small ones count in neither."""
+    assert len(large()) == 3 * (4 * 3 + 3)
     rows = []
+    wide = [case for case in large() if case.kv_format != "int4"]  # which has a goal of its own
     for case in large():
         ms = case.read_bytes() / LIMITS.copy_tbs / 1e9 / share
         others = (figures("unquantised", ms * ratio), figures("flashinfer/decode", ms / 2))
@@ -167,7 +177,8 @@ def test_goals(ratio, share, first, second):
     )
     assert (of_own.status, of_copy.status) == (first, second)
     assert (of_own.value, of_copy.value) == (pytest.approx(ratio), pytest.approx(share))
-    assert of_own.cells == of_copy.cells == of_own.of == len(large())
+    assert of_own.cells == of_own.of == len(wide)
+    assert of_copy.cells == len(large())
     assert (of_own.worst.peer, of_copy.worst.peer) == ("unquantised", "copy")
 
 
@@ -195,6 +206,6 @@ def test_a_plot_has_a_panel_for_each_format():
     ]
     assert {facet for facet, _ in panels(rows)} == {
         f"bf16, pages of 16, {kind}"
-        for kind in ("e4m3, scales head", "e4m3, scales token", "int8, scales token", "e4m3, scales inline",
-                     "int8, scales inline")
+        for kind in ("e4m3, scales head", "e4m3, scales token", "int8, scales token", "int4, scales token",
+                     "e4m3, scales inline", "int8, scales inline", "int4, scales inline")
     }  # fmt: skip
