@@ -24,6 +24,7 @@ def mend_bf16() -> None:
     if hasattr(builder, "_portattn_originals"):
         return
     dot, subtract, cast = builder.create_dot, builder.create_fsub, builder.cast_impl
+    negate: Any = getattr(builder, "create_fneg", None)
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16 or handle.data.dtype != np.uint16:
@@ -55,7 +56,6 @@ def mend_bf16() -> None:
             return negate(self, operand)
         return interpreter.TensorHandle(operand.data ^ np.uint16(0x8000), tl.bfloat16)  # the sign is a bit, of NaN too
 
-    negate = getattr(builder, "create_fneg", None)
     builder._portattn_originals = (dot, subtract, cast, negate)
     builder.cast_impl = cast_impl
     builder.create_dot, builder.create_fsub = create_dot, create_fsub
