@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
+from portattn.api.binding import named_arguments
 from portattn.api.request import request_of
 from portattn.distributed.sharding import Documents, Mask, Shards
 from portattn.errors import ArgumentError
 
 _AXES = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # of sequences, of heads, of rows
-_UNSET = {
-    "q_scale": None, "k_scale": None, "v_scale": None, "bias": None, "mask": None, "seqlens_q": None, "seqlens_k": None,
-    "leftpad_q": None, "leftpad_k": None, "dropout_p": 0.0, "dropout_seed": None, "out_dtype": None, "validate": None,
-}  # fmt: skip
 _WHOLE = "portattn.attention takes it where one device has the whole sequence"
 
 
@@ -99,7 +96,7 @@ def checked(op: str, shards: Shards, given: dict[str, Any], documents: Documents
         slopes = slopes[:1] if sequences else None
     views = {"q": q, "k": k, "v": v, "layout": "bhsd", "alibi_slopes": slopes, "return_lse": given["return_lse"]}
     try:
-        request_of("attention", _UNSET | {n: x for n, x in given.items() if n not in views} | views).build()
+        request_of("attention", named_arguments("attention")(**given | views)).build()
     except ArgumentError as error:
         raise ArgumentError(op, error.argument, error.value, error.limit) from None
     length = local if by_heads else local * shards.ranks
