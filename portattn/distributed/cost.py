@@ -1,7 +1,7 @@
 """What a call over several ranks costs each of them: operations, bytes sent, memory, and a model of its time.
 
 Nothing runs, and no process group is needed: the geometry is that of the calls themselves (sharding.py, ulysses.py), so
-operations and bytes are exact. Times are a model of measured rates (Rates): docs/context-parallel-cost.md has its
+operations and bytes are exact. Times are a model of measured rates (Rates): docs/context-parallel.md has its
 assumptions. Of a ring the busiest of four ranks is shown: the first, the middle one, and the last two.
 """
 
