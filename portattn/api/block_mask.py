@@ -96,6 +96,7 @@ def _of_torch(block_mask: Any) -> BlockMask:
 def _map(name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor) -> torch.Tensor:
     for what, tensor, ndim in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
         whose = f"block_mask's {what}"
+        check_dense(OP, whose, tensor)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(
                 OP, whose, getattr(tensor, "dtype", type(tensor).__name__), "must be a torch.int32 tensor"

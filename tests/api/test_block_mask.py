@@ -196,6 +196,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "of other heads": (
         {"kv_num_blocks": torch.zeros(B, 1, 3, dtype=torch.int32)}, "block_mask's kv_indices.shape is (2, 4, 3, 7)"
     ),
+    "sparse": (
+        {"kv_num_blocks": torch.zeros(B, H, 3, dtype=torch.int32).to_sparse()},
+        "block_mask's kv_num_blocks",
+    ),
     "half of a pair": ({"full_kv_indices": None}, "block_mask's full_kv_indices is None, but goes with"),
     "no size": ({"block_size": 128}, "block_mask's block_size is 128, but must be a tuple of two integers"),
     "size 0": ({"block_size": (16, 0)}, "block_mask's block_size is (16, 0)"),
