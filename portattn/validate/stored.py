@@ -15,6 +15,7 @@ from portattn.validate.checks import DTYPES, check_done, check_equal, check_like
 # What operands' tensors may hold, and a cache's: numbers of q's dtype, or narrower ones.
 OPERAND_DTYPES = (*DTYPES, *KV_FORMAT)
 CACHE_DTYPES = (*OPERAND_DTYPES, PACKED)
+STORED_AS = frozenset({*KV_FORMAT.values(), INT4})  # the formats of such caches
 SCALES = ("k_scale", "v_scale")
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -27,7 +28,7 @@ def check_format(
     whose  what messages call q
     """
     kind = format_of(k)
-    if kind == "as_q":
+    if kind not in STORED_AS:
         for name, tensor in zip(names, (k, v), strict=True):
             check_like(op, name, tensor, whose, q)
         return "as_q"
