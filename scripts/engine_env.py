@@ -9,7 +9,7 @@ An environment is made from a list of exact versions, tests/engines/requirements
 its dependencies: an engine's own would bring CUDA's libraries, several GB of them. torch is its CPU build, so the index
 that pip knows must have it (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu). portattn is not installed: tests
 take it from this checkout, entry points included, so one environment serves every checkout. Environments lie in
-${PORTATTN_ENGINES:-~/.cache/portattn/engines}.
+${ENGINES_HOME:-~/.cache/portattn/engines}.
 
 Exit status: 0 done; 1 bad arguments, or what `test` found; 3 the environment cannot be made here; 130 interrupted.
 `test` gives pytest's own status, and 3 where there is no environment.
@@ -86,7 +86,7 @@ class Recipe:
 
 def root() -> Path:
     """The folder of all environments."""
-    given = os.environ.get("PORTATTN_ENGINES", "")
+    given = os.environ.get("ENGINES_HOME", "")
     return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "portattn" / "engines"
 
 
@@ -191,14 +191,14 @@ def _why(error: OSError) -> str:
 
 
 def _full(free: int) -> str:
-    return f"the disk is full: {root()} has {free // 1_000_000} MB left; PORTATTN_ENGINES names another folder"
+    return f"the disk is full: {root()} has {free // 1_000_000} MB left; ENGINES_HOME names another folder"
 
 
 def _room(one: Recipe) -> None:
     free = shutil.disk_usage(root()).free
     if free < one.size * 1_000_000:
         needs = f"needs {one.size} MB while it is made, and {root()} has {free // 1_000_000} MB left"
-        raise CannotBeMade(f"{one.folder.name}: {needs}; PORTATTN_ENGINES names another folder")
+        raise CannotBeMade(f"{one.folder.name}: {needs}; ENGINES_HOME names another folder")
 
 
 @contextlib.contextmanager

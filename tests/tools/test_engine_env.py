@@ -64,7 +64,7 @@ def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Mod
     monkeypatch.setattr(module, "LISTS", tmp_path / "lists")
     module.LISTS.mkdir()
     for name, value in {
-        "PORTATTN_ENGINES": str(tmp_path / "engines"),
+        "ENGINES_HOME": str(tmp_path / "engines"),
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(wheels),
         "PIP_CONFIG_FILE": os.devnull,
@@ -143,7 +143,7 @@ def test_tests_see_the_checkout(script: ModuleType, capfd: Capture) -> None:
             "#: size 99999999",
             "",
             [],
-            "needs 99999999 MB while it is made, and .* MB left; PORTATTN_ENGINES names another",
+            "needs 99999999 MB while it is made, and .* MB left; ENGINES_HOME names another",
         ),
         (
             "#: try import time; time.sleep(60)",
@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_clear_error(script: ModuleType, tmp_path: Path) -> N
     listed(script)
     (tmp_path / "engines").mkdir()
     says = "import sys; print('a line'); sys.exit('ERROR: [Errno 28] No space left on device')"
-    with pytest.raises(script.CannotBeMade, match=r"^toy-1.0: the disk is full: .* has \d+ MB left; PORTATTN_ENGINES"):
+    with pytest.raises(script.CannotBeMade, match=r"^toy-1.0: the disk is full: .* has \d+ MB left; ENGINES_HOME"):
         script._run([sys.executable, "-c", says], script.recipe("toy-1.0"), float("inf"), 1, {})
 
 
@@ -233,7 +233,7 @@ def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: 
 def make_engines(engines: str, tmp_path: Path, seconds: str) -> subprocess.CompletedProcess[str]:
     command = ["make", "--no-print-directory", "engines", "VENV=", f"PYTHON={sys.executable}", f"ENGINES={engines}",
                f"ENGINE_SECONDS={seconds}"]  # fmt: skip
-    environment = {**os.environ, "PORTATTN_ENGINES": str(tmp_path)}
+    environment = {**os.environ, "ENGINES_HOME": str(tmp_path)}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
 
 
