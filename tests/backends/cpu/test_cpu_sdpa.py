@@ -24,9 +24,10 @@ from portattn.testing.tolerance import random_call
 
 CPU = parse_target("cpu:generic", "none")
 PATH = CpuSdpaPath()
-# Sparse attention, and what changes a score by more than an addition, are the reference's.
-TAKEN = [(op, f) for op, f in CASES if not op.startswith("sparse") and f not in ("softcap", "alibi", "all")]
-LEFT = [(op, f) for op, f in CASES if op.startswith("sparse") or f in ("softcap", "alibi")]
+# Sparse attention, trees, and what changes a score by more than an addition, are the reference's.
+NOT_TAKEN = ("softcap", "alibi", "tree", "tree_causal_window")
+TAKEN = [(op, f) for op, f in CASES if not op.startswith("sparse") and f not in (*NOT_TAKEN, "all")]
+LEFT = [(op, f) for op, f in CASES if op.startswith("sparse") or f in NOT_TAKEN]
 
 
 def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
