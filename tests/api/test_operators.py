@@ -159,7 +159,7 @@ def test_the_operators_are_there_without_a_call() -> None:
 def test_a_signature_writes_and_reads_the_same(op: str) -> None:
     signature = SIGNATURES[op]
     row = ROWS[op]
-    special: dict[str, Any] = {"causal": "top_left", "window": (3, -1), "magicpig": (4, 5)}
+    special: dict[str, Any] = {"causal": "top_left", "window": (3, -1), "magicpig": (4, 5), "block_size": (64, 32)}
     values = tuple(special.get(name, name) for name in (*row.fixed, "backend", "validate"))
     tensors = tuple(row.parameters)
     assert signature.split(arguments_of(op, tensors, values, row.lengths)) == (tensors, values, row.lengths)
