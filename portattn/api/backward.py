@@ -51,6 +51,8 @@ def gradients(
     whose gradient is asked for another one in float32.
     """
     way = _WAYS[op]
+    if any(tensors[place] is not None for place in way.unknown):
+        return None
     fixed = way.values(tuple(values), tensors[0].device.type, current(), otherwise)
     if fixed is None:
         return None
@@ -102,6 +104,7 @@ class _Way:
     qkv     (name, place among the forward's) of those whose gradients it writes
     summed  (name, what takes their gradient's parts) of those whose gradients are asked for one by one
     source  places of the forward's tensors
+    unknown places among the forward's of tensors that it has none of: where one is given, it computes another gradient
     """
 
     def __init__(self, forward: str) -> None:
@@ -110,6 +113,7 @@ class _Way:
         names, self.source = list(row.tensors), {name: place for place, name in enumerate(before.tensors)}
         self.count, self.at = len(names), {name: place for place, name in enumerate(names)}
         self.copied = [(place, self.source[name]) for place, name in enumerate(names) if name in self.source]
+        self.unknown = [self.source[name] for name in before.tensors if name not in self.at]
         self.qkv = [(name, self.source[name]) for name in ("q", "k", "v")]
         summed = (("alibi_slopes", "grad_slopes"), ("bias", "grad_bias"))
         self.summed = [(name, own) for name, own in summed if own in self.at]

@@ -6,10 +6,13 @@ import functools
 import sys
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
+from portattn.config import current
 from portattn.errors import ArgumentError, warn_caller
 from portattn.validate.checks import check_dense
+from portattn.validate.values import reads
 
 OP = "attention"
 
@@ -49,13 +52,16 @@ def replace(given: dict[str, Any]) -> None:
     """
     if given.get("block_size") is not None:
         return
-    found = block_tensors(given["block_mask"], given["mask"], given["q"], given["k"], given["layout"])
+    names = ("block_mask", "mask", "q", "k", "layout", "validate")
+    found = block_tensors(*(given[name] for name in names))
     given["block_mask"], given["mask"], given["block_size"] = found
 
 
-def block_tensors(block_mask: Any, mask: Any, q: Any, k: Any, layout: Any) -> tuple[Any, Any, Any]:
+def block_tensors(
+    block_mask: Any, mask: Any, q: Any, k: Any, layout: Any, validate: bool | None = None
+) -> tuple[Any, Any, Any]:
     """(bool (B or 1, Hq or 1, R, C): some list names the block, the mask, the block's size). Nothing waits for the
-    device. Raises ArgumentError on lists that are none."""
+    device unless values are to be checked there. Raises ArgumentError on lists that are none."""
     if block_mask is None:
         return None, mask, None
     lists = block_mask
@@ -72,11 +78,14 @@ def block_tensors(block_mask: Any, mask: Any, q: Any, k: Any, layout: Any) -> tu
     if not good:
         raise ArgumentError(OP, "block_mask's block_size", size, "must be a tuple of two integers above 0")
     across, down = -(-keys // size[1]), -(-rows // size[0])
-    found = _map("kv", lists.kv_num_blocks, lists.kv_indices, down, across, q)
+    if lists is not block_mask:
+        _check_lengths(block_mask, rows, keys)
+    checked = _is_checked(q, validate)
+    found = _map("kv", lists.kv_num_blocks, lists.kv_indices, down, across, q, checked)
     if (lists.full_kv_num_blocks is None) != (lists.full_kv_indices is None):
         raise ArgumentError(OP, "block_mask's full_kv_indices", lists.full_kv_indices, "goes with full_kv_num_blocks")
     if lists.full_kv_num_blocks is not None:
-        found = found | _map("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q)
+        found = found | _map("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q, checked)
     if lists is not block_mask:
         mask = _with_mod(block_mask, mask, q, rows, keys)
     return found, mask, size
@@ -93,7 +102,47 @@ def _of_torch(block_mask: Any) -> BlockMask:
     return BlockMask(block_mask.kv_num_blocks, block_mask.kv_indices, *full, size)  # type: ignore[arg-type]
 
 
-def _map(name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor) -> torch.Tensor:
+def _check_lengths(block_mask: Any, rows: int, keys: int) -> None:
+    """torch's BlockMask is made for some numbers of queries and keys: for others its lists and function say nothing.
+
+    A mask of one block for everything, which torch makes where none is given, is for any of them. One that was made
+    of lists alone (BlockMask.from_kv_blocks) has whole blocks for its lengths.
+    """
+    from torch.nn.attention import flex_attention
+
+    if set(block_mask.BLOCK_SIZE) == {flex_attention._LARGE_SPARSE_BLOCK_SIZE}:
+        return
+    made = tuple(block_mask.seq_lengths)
+    whole = tuple(-(-n // size) * size for n, size in zip((rows, keys), block_mask.BLOCK_SIZE, strict=True))
+    if made not in ((rows, keys), whole):
+        limit = f"must be the call's queries and keys, {(rows, keys)}: make the mask for these, or adjust() it"
+        raise ArgumentError(OP, "block_mask's seq_lengths", made, limit)
+
+
+def _is_checked(q: torch.Tensor, validate: bool | None) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    settings = current()
+    if isinstance(validate, bool):  # anything else is refused with the call
+        settings = msgspec.structs.replace(settings, validate="always" if validate else "never")
+    return reads(settings, q)
+
+
+def _check_values(name: str, counts: torch.Tensor, indices: torch.Tensor, across: int) -> None:
+    """Reads them back."""
+    most = indices.shape[3]
+    wrong = (counts < 0) | (counts > most)
+    if bool(wrong.any()):
+        limit = f"must be from 0 to {most}, the places of a list"
+        raise ArgumentError(OP, f"block_mask's {name}_num_blocks", int(counts[wrong][0]), limit)
+    counted = torch.arange(most, device=indices.device) < counts[..., None]
+    wrong = counted & ((indices < 0) | (indices >= across))
+    if bool(wrong.any()):
+        limit = f"must be from 0 to {across - 1} where it counts: there are {across} blocks of keys"
+        raise ArgumentError(OP, f"block_mask's {name}_indices", int(indices[wrong][0]), limit)
+
+
+def _map(name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor, checked: bool) -> torch.Tensor:
     for what, tensor, ndim in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
         whose = f"block_mask's {what}"
         check_dense(OP, whose, tensor)
@@ -110,6 +159,8 @@ def _map(name: str, counts: Any, indices: Any, down: int, across: int, q: torch.
     if counts.shape != indices.shape[:3]:
         limit = f"must be {tuple(counts.shape)} and one axis more, as {name}_num_blocks"
         raise ArgumentError(OP, f"block_mask's {name}_indices.shape", tuple(indices.shape), limit)
+    if checked:
+        _check_values(name, counts, indices, across)
     # Behind the count stands anything; so may it before, where nothing has checked it: what is no block is passed over.
     counted = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
     there = counted & (indices >= 0) & (indices < across)
@@ -124,7 +175,8 @@ def _with_mod(block_mask: Any, mask: Any, q: torch.Tensor, rows: int, keys: int)
 
     if block_mask.mask_mod in (None, flex_attention.noop_mask):
         return mask
-    _warn_once()
+    if not torch.compiler.is_compiling():
+        _warn_once()
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     made = flex_attention.create_mask(block_mask.mask_mod, batch, heads, rows, keys, device=str(q.device))
     return made if mask is None else made & mask

@@ -162,15 +162,24 @@ class Features:
             self._add("block_mask", blocks)
 
     def block_size(self, size: Any, scores: Scores) -> None:
-        if size is None:
+        blocks = self.call.get("block_mask")
+        if blocks is None and size is None:
             return
-        p, blocks = self.problem, self.call["block_mask"]
-        p["block_q"], p["block_k"] = size
+        whole = isinstance(size, (tuple, list)) and len(size) == 2 and all(n > 0 for n in size)
+        if blocks is None or not whole:
+            raise ArgumentError(self.op, "block_size", size, "must be two integers above 0, and goes with block_mask")
+        self.problem["block_q"], self.problem["block_k"] = size
         down, across = ceil_div(scores.rows, size[0]), ceil_div(scores.keys, size[1])
+        given = tuple(blocks.shape)
+        if len(given) != 4 or given[2:] != (down, across):
+            limit = f"must be (B, Hq, {down}, {across}), of blocks of {tuple(size)}"
+            raise ArgumentError(self.op, "block_mask.shape", given, limit)
         for axis, most in enumerate((scores.batch, scores.heads)):
-            if blocks.shape[axis] not in (1, most):
+            if given[axis] not in (1, most):
                 whose = ("B", "Hq")[axis]
-                raise ArgumentError(self.op, f"block_mask's {whose}", blocks.shape[axis], f"must be 1 or {most}")
+                raise ArgumentError(self.op, f"block_mask's {whose}", given[axis], f"must be 1 or {most}")
+        if across > 1 and blocks.stride(3) != 1:  # as a compiler may have laid it out: kernels step by 1
+            blocks = blocks.contiguous()
         self.call["block_mask"] = blocks.expand(scores.batch, scores.heads, down, across)
 
     def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:

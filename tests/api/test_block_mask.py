@@ -14,10 +14,14 @@ from torch.nn.attention import flex_attention
 
 import portattn
 from portattn.api import block_mask as module
+from portattn.api.binding import named_arguments
+from portattn.api.operators import arguments_of
+from portattn.api.request import request_of
 from portattn.launch import cache
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.reference.tiles import Tiling
+from portattn.schema.ops import ROWS as OPS
 from portattn.schema.problem import Problem
 
 B, H, ROWS, KEYS = 2, 4, 70, 100
@@ -254,3 +258,81 @@ def test_a_call_without_lists_attends_all() -> None:
     out, lse = portattn.attention(q, k, v, block_mask=blocks, return_lse=True)
     assert not out.any()
     assert lse.eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("way", ["compile", "func.grad"])
+def test_gradients_in_a_graph_are_those_of_the_mask(way: str) -> None:
+    """The gradients' kernels know no lists: a graph must not ask them of the LSE of masked scores."""
+    blocks, shown = lists()
+    q, k, v = tensors()
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return portattn.attention(q, k, v, block_mask=blocks, backend="interpreter").square().sum()
+
+    if way == "compile":
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*leaves), leaves)
+    else:
+        found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(portattn.attention(*leaves, mask=shown).square().sum(), leaves)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("made", [(ROWS, KEYS + 32), (ROWS, KEYS - 30), (ROWS + 7, KEYS), (ROWS - 40, KEYS)])
+def test_torchs_mask_of_other_lengths_is_refused(made: tuple[int, int]) -> None:
+    blocks = flex_attention.create_block_mask(documents, B, H, *made, device="cpu", BLOCK_SIZE=SIZE)
+    with pytest.raises(portattn.ArgumentError, match=r"seq_lengths is \(\d+, \d+\), but must be .*\(70, 100\)"):
+        portattn.attention(*tensors(), block_mask=blocks)
+
+
+def test_wrong_ids_and_counts_are_refused_where_values_are_read() -> None:
+    q, k, v = tensors()
+    blocks, _ = lists()
+    across = -(-KEYS // SIZE[1])
+    counts, ids = blocks.kv_num_blocks.clamp(min=1), blocks.kv_indices.clone()
+    ids[..., 0] = across
+    for broken, what, value in (
+        (blocks._replace(kv_num_blocks=counts, kv_indices=ids), "kv_indices", across),
+        (blocks._replace(kv_num_blocks=counts + across), "kv_num_blocks", None),
+        (blocks._replace(full_kv_num_blocks=counts - across - 1), "full_kv_num_blocks", None),
+    ):
+        with pytest.raises(portattn.ArgumentError, match=what) as caught:
+            portattn.attention(q, k, v, block_mask=broken)
+        assert value is None or caught.value.value == value
+        portattn.attention(q, k, v, block_mask=broken, validate=False)
+
+
+def test_torchs_mask_in_a_whole_graph() -> None:
+    blocks = flex_attention.create_block_mask(documents, B, H, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
+    q, k, v = tensors()
+    compiled = torch.compile(lambda q, k, v: portattn.attention(q, k, v, block_mask=blocks), fullgraph=True,
+                             backend="aot_eager")  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(compiled(q, k, v), portattn.attention(q, k, v, block_mask=blocks))
+
+
+def test_the_operator_checks_its_map() -> None:
+    q, k, v = tensors()
+    down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
+    spread = torch.rand(1, 1, down, 2 * across).lt(0.5)[..., ::2]
+    call = request_of("attention", named_arguments("attention")(q, k, v) | {"block_mask": None})
+    tensors_, values, lengths = call.parts
+    names = list(OPS["attention"].tensors)
+    given = list(tensors_)
+    given[names.index("block_mask")] = spread
+
+    def run(blocks: torch.Tensor | None, size: Any, backend: str) -> Any:
+        given[names.index("block_mask")] = blocks
+        at = list(OPS["attention"].fixed)
+        fixed = list(values)
+        fixed[at.index("block_size")] = size
+        fixed[len(at)] = backend
+        return torch.ops.portattn.attention(*arguments_of("attention", tuple(given), tuple(fixed), lengths))[0]
+
+    torch.testing.assert_close(run(spread, SIZE, "interpreter"), run(spread, SIZE, "reference"), atol=2e-5, rtol=1e-4)
+    for blocks, size in ((spread[..., :1], SIZE), (spread, None), (None, SIZE), (spread, (0, 16))):
+        with pytest.raises(portattn.ArgumentError, match=r"block_mask|block_size"):
+            run(blocks, size, "reference")

@@ -113,7 +113,7 @@ def attention(
         raise wrong_arguments("attention", excess, unknown)
     block_size, blocks = None, block_mask
     if block_mask is not None:
-        blocks, mask, block_size = block_tensors(block_mask, mask, q, k, layout)
+        blocks, mask, block_size = block_tensors(block_mask, mask, q, k, layout, validate)
     found = try_cached(
         "attention",
         (
