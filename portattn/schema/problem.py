@@ -177,6 +177,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ArgumentError(self.op, name, given, f"{self.op} has none")
         if self.tree_mask and "tree_mask" in row.tensors and self.seq_q > MAX_TREE:
             raise ArgumentError(self.op, "seq_q", self.seq_q, f"must be at most {MAX_TREE} with a tree mask")
+        if self.block_mask and (self.leftpad_q or self.leftpad_k):
+            name = "leftpad_q" if self.leftpad_q else "leftpad_k"
+            raise ArgumentError(self.op, name, True, "goes without block_mask, whose blocks count from the first row")
         self._check_cache()
         if row.writes:
             self._check_written()

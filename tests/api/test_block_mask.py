@@ -336,3 +336,10 @@ def test_the_operator_checks_its_map() -> None:
     for blocks, size in ((spread[..., :1], SIZE), (spread, None), (None, SIZE), (spread, (0, 16))):
         with pytest.raises(portattn.ArgumentError, match=r"block_mask|block_size"):
             run(blocks, size, "reference")
+
+
+def test_a_problem_has_no_lists_beside_left_padding() -> None:
+    fields: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1, "seq_q": 32, "seq_k": 32, "head_dim": 16}
+    fields |= {"head_dim_v": 16, "dtype": "bf16", "block_mask": True}
+    with pytest.raises(portattn.ArgumentError, match="leftpad_k is True, but goes without block_mask"):
+        Problem(op="attention", **fields, leftpad_k=True)

@@ -257,3 +257,9 @@ def test_packed_masks_are_refused_by_name() -> None:
 def test_other_operations_refuse_it_by_name(op: str) -> None:
     with pytest.raises(portattn.UnknownArgument, match=f"{op} has no argument 'tree_mask'"):
         getattr(portattn, op)(tree_mask=WORDS)
+
+
+@pytest.mark.parametrize("tree", [torch.tensor([-1, 0, 0, 1]), torch.tensor([[-1, 0, 1]])])
+def test_words_are_made_in_a_graph(tree: torch.Tensor) -> None:
+    made = torch.compile(portattn.tree_mask, fullgraph=True, backend="eager")(tree)
+    assert torch.equal(made, portattn.tree_mask(tree))

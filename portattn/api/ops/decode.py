@@ -61,7 +61,7 @@ def decode_attention(
     sinks       (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
     bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Smax). -inf masks
     mask        bool, broadcast to (B, Hq, Sq, Smax): True = attend
-    tree_mask   int64 (B, Sq) or (Sq,): of each sequence's last Sq keys, which are its own new tokens, query i
+    tree_mask   int64 (B, Sq) or (Sq,), its rows contiguous: of each sequence's last Sq keys, its new tokens, query i
                 sees number j where bit j of its word is set; it sees all earlier keys. What causal, window and mask
                 hide stays hidden. Up to 64 queries a sequence. `portattn.tree_mask` makes it, of parents or of bools
     num_splits  programs that share a row's keys; None for what fits the chip best. In the kernels 1 gives each sequence
