@@ -71,7 +71,7 @@ def paged_attention(
     bias        added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, pages a sequence · page); not with
                 packed queries. -inf masks
     mask        bool, broadcast to (B, Hq, Sq, pages a sequence · page); not with packed queries. True = attend
-    tree_mask   int64 (B, Sq) or (Sq,), packed (Tq,), rows contiguous: of a sequence's last keys, as many as queries, its
+    tree_mask   int64 (B, Sq) or (Sq,), packed (Tq,), rows contiguous: of a sequence's last keys, as many as rows, its
                 new tokens, query i sees number j where bit j of its word is set; it sees all earlier keys. What
                 causal, window and mask hide stays hidden. Up to 64 queries a sequence (packed: max_seqlen_q must be
                 given where Tq is larger). `portattn.tree_mask` makes it, of parents or of bools
