@@ -38,7 +38,8 @@ nothing about speed.
 | **failed** | a test failed |
 | – | this version's run had no test of the feature |
 
-A version that has no column was not tried. The adapters refuse versions outside the range that they name.
+Of a version that has no column there is no whole run in an environment of its own; the engine's page says how else it
+was tried. The adapters refuse versions outside the range that they name.
 
 To run an engine's tests again, and make this page of what they found:
 

@@ -82,7 +82,10 @@ TABLES = (
         ("attention",),
         (
             Row("`score_mod`", "no: scores change by `bias`, `alibi_slopes` and `softcap` alone"),
-            Row("`block_mask`", "the same; its function becomes a mask of every score at each call, with a warning"),
+            Row(
+                "`block_mask`",
+                "the same; at each call its mask_mod is computed for each query and key, with a warning",
+            ),
             Row("`mask_mod`", "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing"),
             Row("`kernel_options`", "not needed: the plan chooses"),
             Row("`scale`, `return_lse`", "the same"),
@@ -145,9 +148,16 @@ TABLES = (
             ),
             Row(
                 "`cache_batch_idx`",
-                "no: give `k_cache[cache_batch_idx]`, a copy; or `page_table`, whose rows choose without one",
+                "no: a page each, `page_table=cache_batch_idx[:, None]`; or `portattn.integrations.flash_attn`",
             ),
-            Row("`k`, `v`, `rotary_cos`, `rotary_sin`", "no: write the new keys into the cache first"),
+            Row(
+                "`k`, `v`",
+                "no: `append_kv` or `write_pages` writes them first; `portattn.integrations.flash_attn` does both",
+            ),
+            Row(
+                "`rotary_cos`, `rotary_sin`",
+                "no: `append_kv` and `write_pages` rotate new keys; queries are rotated by the caller",
+            ),
             Row("`num_splits`, 0 for its own choice", "the same, or `None`; 1 is bitwise the same whatever the batch"),
             Row("`k_descale`, `v_descale` (B, Hk)", "`k_scale`, `v_scale`; queries stay in 16 bits"),
         ),

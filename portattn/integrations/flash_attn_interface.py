@@ -269,7 +269,8 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Append k and v to a cache in place, and attend the cache. It has no gradients.
+    """Append k and v to a cache in place, and attend the cache. It computes without a graph: tensors may require
+    gradients, and the results require none.
 
     q         (B, Sq, Hq, D); with cu_seqlens_q packed, (Tq, Hq, D)
     k_cache, v_cache  (B, Smax, Hk, D) and (B, Smax, Hk, Dv); with cache_batch_idx of any number of sequences; with

@@ -207,7 +207,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 validate="portattn.validate.dense:decode_call",
                 launches="portattn.launch.decode:calls",
                 packs_heads=True,
-                trained_by="attention, which takes the same tensors",
+                trained_by="attention, which takes the same tensors (a tree_mask written out as its mask)",
                 canaries=(_PLAIN | _CACHE | {"mask": True, "num_splits": 3}, _FEATURED | _CACHE | {"bias": True}),
             ),
             OpRow(
@@ -226,7 +226,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 needs=("page_size",),
                 takes=("page_size", "total_q"),
                 packs_heads=True,
-                trained_by="attention for dense keys and values, varlen_attention for packed ones",
+                trained_by="attention for dense keys and values (a tree_mask written out as its mask), "
+                "varlen_attention for packed ones",
                 canaries=(_PLAIN | _PAGES | {"num_splits": 2}, _FEATURED | _PAGES),
             ),
             OpRow(

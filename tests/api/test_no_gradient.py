@@ -66,6 +66,16 @@ def test_each_tensor_that_requires_a_gradient_is_named(name: str, device: Device
             assert f"to train, call {ROWS[op].trained_by}" in text
 
 
+@pytest.mark.parametrize("op", ["decode_attention", "paged_attention"])
+def test_what_trains_in_the_place_of_a_tree_mask_is_named(op: str) -> None:
+    """No operation with a gradient has a tree_mask; attention has a mask, which can say the same."""
+    assert "attention" in ROWS[op].trained_by
+    assert "(a tree_mask written out as its mask)" in ROWS[op].trained_by
+    names = ROWS["attention"].tensors
+    assert "mask" in names
+    assert "tree_mask" not in names
+
+
 def test_what_is_computed_from_a_weight_requires_a_gradient(device: Device) -> None:
     """The query of a model's layer, where somebody forgot no_grad; the caches of past steps require none."""
     op, arguments = a_call("paged", device)

@@ -62,9 +62,10 @@ def test_compiled_dropout() -> None:
     check_one(out[0], lse[0], q[0], k[0], v[0], math.inf, kept=kept[0], dropout_p=0.5)
 
 
-@pytest.mark.parametrize("form", ["own", "batch_idx", "pages"])
-def test_compiled_with_a_cache(form: str) -> None:
-    """A whole graph that writes in place and takes new lengths without being compiled again."""
+@pytest.mark.parametrize(("form", "grad"), [("own", False), ("own", True), ("batch_idx", False), ("pages", False)])
+def test_compiled_with_a_cache(form: str, grad: bool) -> None:
+    """A whole graph that writes in place and takes new lengths without being compiled again. Where gradients are
+    recorded and queries require them, it computes without."""
     torch._dynamo.reset()
     torch.manual_seed(2)
     given: dict[str, Any] = {
@@ -82,12 +83,13 @@ def test_compiled_with_a_cache(form: str) -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     eager_caches = [torch.randn(*sizes, 2, 16) for _ in range(2)]
     caches = [cache.clone() for cache in eager_caches]
-    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+    with torch.set_grad_enabled(grad), torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in (ints(3, 17), ints(4, 18)):
-            q, k, v = (torch.randn(2, 1, heads, 16) for heads in (4, 2, 2))
+            q, k, v = (torch.randn(2, 1, heads, 16, requires_grad=grad) for heads in (4, 2, 2))
             right = step(q, *eager_caches, k, v, lengths)
             found = compiled(q, *caches, k, v, lengths)
             assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, right, strict=True))
+            assert not any(tensor.requires_grad for tensor in (*found, *right, *caches, *eager_caches))
             assert all(torch.equal(a, b) for a, b in zip(caches, eager_caches, strict=True))
 
 

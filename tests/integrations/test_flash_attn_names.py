@@ -101,6 +101,12 @@ def test_the_functions_are_where_flash_attn_has_them_too() -> None:
         assert getattr(inner, name) is getattr(flash_attn, name)
 
 
+def test_the_version_is_that_of_the_functions() -> None:
+    """For code that asks for a minimum of flash_attn. FlashAttention-3's module has none."""
+    assert flash_attn.__version__ == "2.8.3"
+    assert not hasattr(flash_attn_interface, "__version__")
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_unpad_and_pad(dtype: torch.dtype) -> None:
     torch.manual_seed(1)

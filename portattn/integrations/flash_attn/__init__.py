@@ -2,6 +2,9 @@
 
 The functions of FlashAttention-2 are here and in `flash_attn_interface`, `bert_padding` beside them, as in flash_attn;
 those of FlashAttention-3 are in `portattn.integrations.flash_attn_interface`.
+
+`__version__` is that of the flash_attn whose functions these are, for code that asks for a minimum of it; portattn's
+own is `portattn.__version__`.
 """
 
 from portattn.integrations.flash_attn.flash_attn_interface import (
@@ -13,6 +16,8 @@ from portattn.integrations.flash_attn.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+
+__version__ = "2.8.3"
 
 __all__ = [
     "flash_attn_func",

@@ -29,7 +29,15 @@ _known: set[Any] = set()  # kinds of calls on an accelerator whose attention was
 
 
 def attend_cached(call: Cached) -> Any:
-    """out, or (out, lse) with -inf of rows without keys. Nothing is written where an argument is refused."""
+    """out, or (out, lse) with -inf of rows without keys. Nothing is written where an argument is refused.
+
+    No graph is made: tensors may require gradients, and the results require none.
+    """
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        return _attended(call)
+
+
+def _attended(call: Cached) -> Any:
     check(call)
     casts = autocast.is_on(call.q)
     call = _in_one_dtype(replace(call, max_seqlen_q=size_of(call.max_seqlen_q)), casts)
@@ -129,7 +137,7 @@ def _validated(operation: str, given: dict[str, Any]) -> None:
         return
     kind = None
     if given["q"].device.type not in ("cpu", "meta"):
-        kind = (operation, current().backend, torch.is_grad_enabled(), *map(_kind, given.values()))
+        kind = (operation, current().backend, *map(_kind, given.values()))
         if kind in _known:
             return
     request_of(operation, named_arguments(operation)(**given)).build()
@@ -142,7 +150,7 @@ def _validated(operation: str, given: dict[str, Any]) -> None:
 def _kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+    return tuple(value.shape), value.stride(), value.dtype, value.device
 
 
 def _write(call: Cached, before: torch.Tensor) -> None:

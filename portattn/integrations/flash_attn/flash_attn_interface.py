@@ -271,7 +271,8 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Append k and v to a cache in place, and attend the cache. It has no gradients.
+    """Append k and v to a cache in place, and attend the cache. It computes without a graph, as flash_attn's does:
+    tensors may require gradients, and the results require none.
 
     q         (B, Sq, Hq, D)
     k_cache, v_cache  (B, Smax, Hk, D) and (B, Smax, Hk, Dv); with cache_batch_idx of any number of sequences; with
