@@ -395,7 +395,7 @@ class ContextParallel:
         slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., run.mine]
         sinks = None if call.sinks is None else call.sinks[run.mine]
         out, lse = self._around(call, q, k, v, slopes, sinks)
-        return run.to_rows(out), run.to_rows(lse[..., None])[..., 0]
+        return run.to_rows(out, lse)
 
     def _around(
         self, call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
