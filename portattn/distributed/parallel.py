@@ -25,6 +25,7 @@ from portattn.errors import ArgumentError
 OP = "context_parallel"
 METHODS = ("ring", "ulysses")
 CHECKS = ("always", "first")
+_KINDS = 4096  # kinds of calls that check="first" remembers: a packed call's documents are part of its kind
 
 
 def context_parallel(
@@ -358,7 +359,7 @@ class ContextParallel:
         kind = repr((op, said))
         if problem is not None or self._check == "always" or kind not in self._seen:
             agree(op, self.dims, said, problem)
-            self._seen.add(kind)
+            self._note(kind)
         out, lse = _by_heads(found) if lying is not None and lying.by_heads else self._over_ranks(found)
         if packed is not None:
             out, lse = out[0].transpose(0, 1), lse[0]
@@ -367,6 +368,13 @@ class ContextParallel:
         if lying is not None:
             out, lse = lying.out(out), lying.lse(lse)
         return (out, lse) if given["return_lse"] else out
+
+    def _note(self, kind: str) -> None:
+        """Kinds that ranks have agreed on, which only "first" asks for; all ranks forget them after the same call."""
+        if self._check == "first":
+            if len(self._seen) >= _KINDS:
+                self._seen.clear()
+            self._seen.add(kind)
 
     def _local(self, op: str, given: dict[str, Any], packed: bool) -> tuple[dict[str, Any], Placed | None]:
         """The arguments with local tensors, in autocast's dtype; how they lie where they are DTensors."""
