@@ -445,6 +445,10 @@ def _whole(
 
 
 def _axis(name: str, tensor: torch.Tensor, dim: int) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{OP}.{name}", "tensor", type(tensor).__name__, "must be a torch.Tensor")
+    if not isinstance(dim, int):
+        raise ArgumentError(f"{OP}.{name}", "dim", dim, "must be an integer")
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ArgumentError(f"{OP}.{name}", "dim", dim, f"must be an axis of the tensor, which has {tensor.ndim}")
     return dim % tensor.ndim
