@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, UnknownArgument
 
 _DIGEST = 16  # bytes
 
@@ -144,7 +144,8 @@ def agree(op: str, dims: Sequence[Ranks], values: Mapping[str, object], problem:
     """
     said: Any = {name: repr(value) for name, value in values.items()}
     if problem is not None:
-        said = (problem.op, problem.argument, repr(problem.value), problem.limit)
+        unknown = isinstance(problem, UnknownArgument)
+        said = (problem.op, problem.argument, repr(problem.value), problem.limit, unknown)
     digest = hashlib.blake2b(repr(said).encode(), digest_size=_DIGEST).digest()
     same = True
     for ranks in reversed(dims):
@@ -175,7 +176,10 @@ def _raise(op: str, told: Mapping[int, Any]) -> NoReturn:
         first = next(iter(refused.values()))
         alike = [rank for rank, what in refused.items() if what == first]
         where = "" if len(alike) == len(told) else f" ({_ranks(alike)})"
-        raise ArgumentError(first[0], first[1], ByRank(first[2]), first[3] + where)
+        op, argument, value, limit, unknown = first
+        if unknown:  # whose text has no value
+            raise UnknownArgument(op, argument, limit + where)
+        raise ArgumentError(op, argument, ByRank(value), limit + where)
     names = list(dict.fromkeys(name for what in told.values() for name in what))
     for name in names:
         by_value: dict[str, list[int]] = {}
