@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ _WHOLE = "portattn.attention takes it where one device has the whole sequence"
 
 def axes(op: str, layout: Any) -> tuple[int, int, int]:
     """Axes of sequences, of heads and of rows in a layout. Raises ArgumentError for an unknown one."""
-    if layout not in _AXES:
+    if not isinstance(layout, str) or layout not in _AXES:
         raise ArgumentError(op, "layout", layout, "must be one of bhsd, bshd")
     return _AXES[layout]
 
@@ -61,12 +62,17 @@ def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
         if tensor.dtype != given["q"].dtype:
             limit = f"must be q's, {given['q'].dtype}: quantised operands are not taken over several ranks"
             raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit)
-    if given["dropout_p"]:
+    if not _is_nothing(given["dropout_p"]):
         limit = "must be 0: dropout is not computed over several ranks, whose masks would have to be parts of one"
         raise ArgumentError(op, "dropout_p", given["dropout_p"], limit)
     for name in ("bias", "mask", "seqlens_q", "seqlens_k"):
         if given.get(name) is not None:
             raise ArgumentError(op, name, "given", f"must be None over several ranks: {_WHOLE}")
+
+
+def _is_nothing(dropout_p: Any) -> bool:
+    """Whether it is 0 or None: a tensor, whose truth may not be asked for, is not."""
+    return dropout_p is None or (isinstance(dropout_p, numbers.Real) and dropout_p == 0)
 
 
 def checked(op: str, shards: Shards, given: dict[str, Any], documents: Documents | None, by_heads: bool) -> Arguments:

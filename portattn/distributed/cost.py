@@ -217,7 +217,7 @@ class _Run:
         ring = sum(max(own, moving) for own, moving in zip(times, fetched, strict=True))
         sent = sum(sent for _, _, sent in self.steps[1:]) * self.key_bytes
         messages = sum(1 for _, _, sent in self.steps[1:] if sent)
-        more, exchanging, exchanges = self._exchanged(forward=True)
+        more, exchanging, exchanges = self._exchanged()
         return ring + exchanging, sum(fetched) + exchanging, sent + more, messages + exchanges
 
     def backward(self, times: list[float]) -> tuple[float, float, int, int]:
@@ -228,7 +228,7 @@ class _Run:
         ring = sum(max(own, moving) for own, moving in zip(times, during, strict=True)) + home[-1]
         rows = sum(sent + received for received, _, sent in self.steps[1:])
         messages = sum((sent > 0) + (received > 0) for received, _, sent in self.steps[1:])
-        more, exchanging, exchanges = self._exchanged(forward=False)
+        more, exchanging, exchanges = self._exchanged()
         total = sum(fetched) + sum(home) + exchanging
         return ring + exchanging, total, rows * self.key_bytes + more, messages + exchanges
 
@@ -243,9 +243,9 @@ class _Run:
                 times.append(self.rates.latency + rows * self.key_bytes / width)
         return max(times, default=0.0)
 
-    def _exchanged(self, forward: bool) -> tuple[int, float, int]:
+    def _exchanged(self) -> tuple[int, float, int]:
         """(bytes, seconds, messages) of the all-to-alls of Ulysses: q, k and v, the result, and its LSE. In a backward
-        the gradient of the result, and those of q, k and v."""
+        the gradients of these."""
         inner, shape = self.shards.inner, self.shape
         if inner == 1:
             return 0, 0.0, 0
@@ -256,7 +256,7 @@ class _Run:
         ]
         messages = [rows * shape.item * (sum(columns) - min(columns))]
         each = rows * (inner - 1) * self.heads_q
-        messages += [each * shape.dim_v * shape.item, *([each * FLOAT32_BYTES] if forward else [])]
+        messages += [each * shape.dim_v * shape.item, each * FLOAT32_BYTES]
         width = self.rates.bandwidth(0, inner - 1)
         latency = self.rates.latency * math.ceil(math.log2(inner))
         return sum(messages), sum(latency + sent / width for sent in messages), len(messages)

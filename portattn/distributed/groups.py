@@ -8,8 +8,8 @@ difference is one error on every rank.
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, UnknownArgument
 
 _DIGEST = 16  # bytes
 
@@ -80,19 +80,48 @@ def control_group(ranks: Ranks) -> Any:
     A group of a device's backend alone gets one of gloo beside it, once, with its time-out: all its ranks must come
     here together.
     """
-    return _control(ranks.group, ranks.members)
+    group = ranks.group
+    if _has_host_messages(group):
+        return group
+    if group not in _made:
+        _made[group] = _control(group, ranks.members)
+    return _made[group]
 
 
-@functools.lru_cache(maxsize=256)
+# Weakly: a group that is destroyed must not be kept, nor its threads and connections.
+_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _has_host_messages(group: Any) -> bool:
+    return torch.device("cpu") in group._device_types and "gloo" in dist.get_backend_config(group).lower()
+
+
 def _control(group: Any, members: tuple[int, ...]) -> Any:
-    cpu, timeout = torch.device("cpu"), datetime.timedelta(minutes=10)
-    if cpu in group._device_types:
-        if "gloo" in dist.get_backend_config(group).lower():
-            return group
-    else:
+    timeout = datetime.timedelta(minutes=10)
+    if torch.device("cpu") not in group._device_types:
         device = next(iter(group._device_types))
         timeout = getattr(group._get_backend(device).options, "_timeout", timeout)
     return dist.new_group(list(members), backend="gloo", timeout=timeout, use_local_synchronization=True)
+
+
+_connected: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def connect(ranks: Ranks, device: torch.device) -> None:
+    """What a group needs before some of its ranks, and not others, send one another tensors of a device: once.
+
+    torch's note on batch_isend_irecv (2.13): with NCCL, "if this API is the first collective call in the group […], all
+    ranks of the group must participate in this API call; otherwise, the behavior is undefined". Nor may a rank do so
+    later than the others. So each rank comes here first, for one small collective. gloo needs nothing of the kind, and
+    no test with gloo can show it.
+    """
+    if device.type == "cpu":
+        return
+    done = _connected.setdefault(ranks.group, set())
+    if device.type in done:
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
+    done.add(device.type)
 
 
 class ByRank(str):
@@ -115,7 +144,8 @@ def agree(op: str, dims: Sequence[Ranks], values: Mapping[str, object], problem:
     """
     said: Any = {name: repr(value) for name, value in values.items()}
     if problem is not None:
-        said = (problem.op, problem.argument, repr(problem.value), problem.limit)
+        unknown = isinstance(problem, UnknownArgument)
+        said = (problem.op, problem.argument, repr(problem.value), problem.limit, unknown)
     digest = hashlib.blake2b(repr(said).encode(), digest_size=_DIGEST).digest()
     same = True
     for ranks in reversed(dims):
@@ -146,7 +176,10 @@ def _raise(op: str, told: Mapping[int, Any]) -> NoReturn:
         first = next(iter(refused.values()))
         alike = [rank for rank, what in refused.items() if what == first]
         where = "" if len(alike) == len(told) else f" ({_ranks(alike)})"
-        raise ArgumentError(first[0], first[1], ByRank(first[2]), first[3] + where)
+        op, argument, value, limit, unknown = first
+        if unknown:  # whose text has no value
+            raise UnknownArgument(op, argument, limit + where)
+        raise ArgumentError(op, argument, ByRank(value), limit + where)
     names = list(dict.fromkeys(name for what in told.values() for name in what))
     for name in names:
         by_value: dict[str, list[int]] = {}

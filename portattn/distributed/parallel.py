@@ -25,6 +25,7 @@ from portattn.errors import ArgumentError
 OP = "context_parallel"
 METHODS = ("ring", "ulysses")
 CHECKS = ("always", "first")
+_KINDS = 4096  # kinds of calls that check="first" remembers: a packed call's documents are part of its kind
 
 
 def context_parallel(
@@ -358,7 +359,7 @@ class ContextParallel:
         kind = repr((op, said))
         if problem is not None or self._check == "always" or kind not in self._seen:
             agree(op, self.dims, said, problem)
-            self._seen.add(kind)
+            self._note(kind)
         out, lse = _by_heads(found) if lying is not None and lying.by_heads else self._over_ranks(found)
         if packed is not None:
             out, lse = out[0].transpose(0, 1), lse[0]
@@ -367,6 +368,13 @@ class ContextParallel:
         if lying is not None:
             out, lse = lying.out(out), lying.lse(lse)
         return (out, lse) if given["return_lse"] else out
+
+    def _note(self, kind: str) -> None:
+        """Kinds that ranks have agreed on, which only "first" asks for; all ranks forget them after the same call."""
+        if self._check == "first":
+            if len(self._seen) >= _KINDS:
+                self._seen.clear()
+            self._seen.add(kind)
 
     def _local(self, op: str, given: dict[str, Any], packed: bool) -> tuple[dict[str, Any], Placed | None]:
         """The arguments with local tensors, in autocast's dtype; how they lie where they are DTensors."""
@@ -395,7 +403,7 @@ class ContextParallel:
         slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., run.mine]
         sinks = None if call.sinks is None else call.sinks[run.mine]
         out, lse = self._around(call, q, k, v, slopes, sinks)
-        return run.to_rows(out), run.to_rows(lse[..., None])[..., 0]
+        return run.to_rows(out, lse)
 
     def _around(
         self, call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
@@ -437,6 +445,10 @@ def _whole(
 
 
 def _axis(name: str, tensor: torch.Tensor, dim: int) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{OP}.{name}", "tensor", type(tensor).__name__, "must be a torch.Tensor")
+    if not isinstance(dim, int):
+        raise ArgumentError(f"{OP}.{name}", "dim", dim, "must be an integer")
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ArgumentError(f"{OP}.{name}", "dim", dim, f"must be an axis of the tensor, which has {tensor.ndim}")
     return dim % tensor.ndim

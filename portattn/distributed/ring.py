@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from portattn.distributed.groups import Ranks
+from portattn.distributed.groups import Ranks, connect
 from portattn.distributed.local import Merged, Rows, Scores, attend, differentiate, of_sinks
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
 
@@ -65,8 +65,10 @@ class Ring:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, LSE) of this rank's rows over all keys, of views (B, H, S, D): contiguous, in q's dtype and float32.
 
-        Differentiable in q, k, v and sinks; the sinks' gradient is of this rank's rows.
+        Differentiable in q, k, v and sinks; the sinks' gradient is of this rank's rows. Every rank of the ring comes
+        here, also one that neither sends nor receives.
         """
+        connect(self.ranks, q.device)
         found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(self, q, k, v, sinks)
         return found
 

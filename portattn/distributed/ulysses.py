@@ -84,9 +84,13 @@ class Ulysses:
         found: tuple[torch.Tensor, ...] = _ToHeads.apply(self, tuple(of), *tensors)
         return found
 
-    def to_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(B, heads of this rank, S, ·) of the query heads -> (B, Hq, S / N, ·), contiguous."""
-        found: torch.Tensor = _ToRows.apply(self, tensor)
+    def to_rows(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the query heads, (B, heads of this rank, S, Dv) -> (B, Hq, S / N, Dv), contiguous; lse without the last
+        axis.
+
+        One node of autograd: a rank whose loss has only one of the two answers both messages of the others' backward.
+        """
+        found: tuple[torch.Tensor, torch.Tensor] = _ToRows.apply(self, out, lse)
         return found
 
 
@@ -104,14 +108,17 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Ulysses, tensor: torch.Tensor) -> Any:
-        ctx.run = run
-        return _to_rows(run, (run.heads.q,), [sum(map(len, run.heads.q))], (tensor,))[0]
+    def forward(ctx: Any, run: Ulysses, out: torch.Tensor, lse: torch.Tensor) -> Any:
+        ctx.run = run  # and gradients that a loss does not give are zeros, which are sent as any others
+        of, counts = (run.heads.q,), [sum(map(len, run.heads.q))]
+        # A message is of one dtype.
+        return _to_rows(run, of, counts, (out,))[0], _to_rows(run, of, counts, (lse[..., None],))[0][..., 0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, _to_heads(ctx.run, (ctx.run.heads.q,), (gradient,))[0]
+    def backward(ctx: Any, of_out: torch.Tensor, of_lse: torch.Tensor) -> Any:
+        run, of = ctx.run, (ctx.run.heads.q,)
+        return None, _to_heads(run, of, (of_out,))[0], _to_heads(run, of, (of_lse[..., None],))[0][..., 0]
 
 
 def _to_heads(

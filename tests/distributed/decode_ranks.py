@@ -143,6 +143,8 @@ def raised(change: str) -> str:
             call[change] = torch.zeros(2, 4, 1, 10)
         elif change == "gradient":
             call["q"] = q.clone().requires_grad_()
+        elif change == "unknown":
+            call["foo"] = 1
         elif change == "heads":
             heads, call["q"] = "shard", q[:, :2]
             call["k_cache"] = call["v_cache"] = cache[:, :1]
