@@ -16,6 +16,7 @@ from portattn.distributed.sharding import Documents, Mask, Shards
 from portattn.errors import ArgumentError
 
 _AXES = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # of sequences, of heads, of rows
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WHOLE = "portattn.attention takes it where one device has the whole sequence"
 
 
@@ -62,6 +63,9 @@ def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
         if tensor.dtype != given["q"].dtype:
             limit = f"must be q's, {given['q'].dtype}: quantised operands are not taken over several ranks"
             raise ArgumentError(op, f"{name}.dtype", tensor.dtype, limit)
+    if given["q"].dtype not in _DTYPES:
+        limit = "must be float16, bfloat16 or float32 over several ranks"
+        raise ArgumentError(op, "q.dtype", given["q"].dtype, limit)
     if not _is_nothing(given["dropout_p"]):
         limit = "must be 0: dropout is not computed over several ranks, whose masks would have to be parts of one"
         raise ArgumentError(op, "dropout_p", given["dropout_p"], limit)

@@ -18,6 +18,7 @@ from portattn.distributed.ulysses import HeadShards, head_shards
 from portattn.errors import ArgumentError
 
 WHO = "context_parallel_cost"
+DECODE = "decode_parallel_cost"
 BACKWARD_FACTOR = 2.5  # a backward's five products for a forward's two
 FLOAT32_BYTES = 4
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -70,10 +71,10 @@ def context_parallel_cost(
     >>> found.forward.hidden
     True
     """
-    shape = _checked(q, kv, dim_v, dtype)
+    shape = _checked(WHO, q, kv, dim_v, dtype)
     rates = rates or Rates()
-    _check_count("ranks", ranks)
-    _check_count("inner", inner)
+    _check_count(WHO, "ranks", ranks)
+    _check_count(WHO, "inner", inner)
     if ranks % inner:
         raise ArgumentError(WHO, "ranks", ranks, f"must be a multiple of inner, {inner}")
     if layout not in LAYOUTS:
@@ -98,6 +99,7 @@ def context_parallel_cost(
         again = max(phases, key=lambda phase: phase.seconds)
     return Cost(
         method=method, layout=layout, ranks=ranks, inner=inner, q=tuple(q), kv=tuple(kv), dtype=dtype, rates=rates,
+        causal=bool(causal), window=(window[0], window[1]),
         calls=busiest.calls(), memory=max(run.memory() for run in runs), forward=forward, backward=again,
     )  # fmt: skip
 
@@ -118,7 +120,7 @@ def decode_parallel_cost(
     q, kv   (B, Hq, Sq, D) and (B, Hk, S, D) of whole sequences of S keys
     heads   what each rank gets, "all" or "shard"
     dim_v   v's head_dim, where it is not D
-    latent  whether values are a part of the keys (mla_attention): read once
+    latent  whether values are a part of the keys (mla_attention): read once. One key head then, and dim_v at most D
     dtype   "bf16", "fp16" or "fp32", of queries and cache
     ranks   that share each sequence
     rates   of the machine; None for Rates()
@@ -138,13 +140,18 @@ def decode_parallel_cost(
     True
     """
     rates = rates or Rates()
-    batch, heads_q, rows, dim = _sizes("q", q)
-    shape = _checked((batch, heads_q, _sizes("kv", kv)[2], dim), kv, dim_v, dtype)
-    _check_count("ranks", ranks)
+    batch, heads_q, rows, dim = _sizes(DECODE, "q", q)
+    shape = _checked(DECODE, (batch, heads_q, _sizes(DECODE, "kv", kv)[2], dim), kv, dim_v, dtype)
+    _check_count(DECODE, "ranks", ranks)
     if heads not in ("all", "shard"):
-        raise ArgumentError(WHO, "heads", heads, "must be one of all, shard")
+        raise ArgumentError(DECODE, "heads", heads, "must be one of all, shard")
     if heads == "shard" and heads_q % ranks:
-        raise ArgumentError(WHO, "heads_q", heads_q, f"must be a multiple of the {ranks} ranks")
+        raise ArgumentError(DECODE, "heads_q", heads_q, f"must be a multiple of the {ranks} ranks")
+    if latent and shape.heads_k != 1:
+        raise ArgumentError(DECODE, "heads_k", shape.heads_k, "must be 1 of latent keys, which all heads read")
+    if latent and shape.dim_v > shape.dim:
+        limit = f"must be at most D, {shape.dim}: latent values are a part of the keys"
+        raise ArgumentError(DECODE, "dim_v", shape.dim_v, limit)
     own = -(-shape.length // ranks)
     row = (-(-shape.dim_v * shape.item // WORD_BYTES) + 1) * WORD_BYTES
     packed = batch * heads_q * rows * row
@@ -309,25 +316,27 @@ def _clamped(rows: int, first: int, most: int) -> int:
     return rising * first + (begin + end - 1) * rising // 2 + (rows - max(end, begin)) * most
 
 
-def _checked(q: Sequence[int], kv: Sequence[int], dim_v: int | None, dtype: str) -> _Shape:
-    batch, heads_q, length, dim = _sizes("q", q)
-    batch_k, heads_k, length_k, dim_k = _sizes("kv", kv)
+def _checked(op: str, q: Sequence[int], kv: Sequence[int], dim_v: int | None, dtype: str) -> _Shape:
+    batch, heads_q, length, dim = _sizes(op, "q", q)
+    batch_k, heads_k, length_k, dim_k = _sizes(op, "kv", kv)
+    if dim_v is not None:
+        _check_count(op, "dim_v", dim_v)
     if (batch_k, length_k, dim_k) != (batch, length, dim):
-        raise ArgumentError(WHO, "kv", tuple(kv), f"must have q's batch, length and head_dim, {(batch, length, dim)}")
+        raise ArgumentError(op, "kv", tuple(kv), f"must have q's batch, length and head_dim, {(batch, length, dim)}")
     if heads_q % heads_k:
-        raise ArgumentError(WHO, "heads_q", heads_q, f"must be a multiple of heads_k, {heads_k}")
+        raise ArgumentError(op, "heads_q", heads_q, f"must be a multiple of heads_k, {heads_k}")
     if dtype not in ITEM_BYTES:
-        raise ArgumentError(WHO, "dtype", dtype, f"must be one of {', '.join(ITEM_BYTES)}")
+        raise ArgumentError(op, "dtype", dtype, f"must be one of {', '.join(ITEM_BYTES)}")
     return _Shape(batch, heads_q, heads_k, length, dim, dim if dim_v is None else dim_v, ITEM_BYTES[dtype])
 
 
-def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
+def _sizes(op: str, name: str, sizes: Sequence[int]) -> tuple[int, int, int, int]:
     if len(sizes) != 4 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        raise ArgumentError(WHO, name, tuple(sizes), "must be four integers ≥ 1: batch, heads, length, head_dim")
+        raise ArgumentError(op, name, tuple(sizes), "must be four integers ≥ 1: batch, heads, length, head_dim")
     batch, heads, length, dim = sizes
     return batch, heads, length, dim
 
 
-def _check_count(name: str, value: int) -> None:
+def _check_count(op: str, name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(WHO, name, value, "must be an integer ≥ 1")
+        raise ArgumentError(op, name, value, "must be an integer ≥ 1")

@@ -88,7 +88,9 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     method    "ring", "ulysses", "ring of ulysses" or "decode"
     ranks     in all; inner: of each Ulysses group
     calls     local calls of the busiest rank's forward
-    memory    bytes of a rank beyond its q, k, v and out: blocks in flight, messages, and float32 partial results
+    causal, window  the mask of the whole call
+    memory    bytes of a rank's forward pass beyond its q, k, v and out: blocks in flight, messages, and float32 partial
+              results. A backward pass takes more: docs/context-parallel.md lists what
     forward, backward  a Phase each; without gradients backward is None
 
     >>> from portattn.distributed import context_parallel_cost
@@ -109,6 +111,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     forward: Phase
     backward: Phase | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
 
     def data(self) -> dict[str, Any]:
         """All of it as plain numbers and texts, with what follows from them: the command line's --json."""
@@ -122,12 +126,12 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         """The text of `portattn context-parallel`."""
         by = "" if self.inner in (1, self.ranks) else f", {self.ranks // self.inner} × {self.inner}"
         lines = [f"{self.method} over {self.ranks} ranks{by}, {self.layout}: q {_shape(self.q)} kv {_shape(self.kv)} "
-                 f"{self.dtype}, whole"]  # fmt: skip
+                 f"{self.dtype}{self._mask()}"]  # fmt: skip
         for call in self.calls:
             seen = "" if call.window == (None, None) else f" window {call.window}"
             heads = f"{call.heads_q}/{call.heads_k} heads"
             lines.append(f"  a rank   {call.count} × ({heads}) {call.rows} rows × {call.keys} keys{seen}")
-        lines.append(f"  memory   {_bytes(self.memory)} beyond a rank's own q, k, v and out")
+        lines.append(f"  memory   {_bytes(self.memory)} of a forward pass beyond a rank's own q, k, v and out")
         for name, phase in (("forward", self.forward), ("backward", self.backward)):
             if phase is not None:
                 lines += _explained(name, phase)
@@ -135,6 +139,12 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
             f"{name} {value:.3g}" for name, value in msgspec.structs.asdict(self.rates).items()
         ))  # fmt: skip
         return "\n".join(lines)
+
+    def _mask(self) -> str:
+        if self.method == "decode":
+            return ""
+        window = [] if self.window == (None, None) else [f"window {self.window}"]
+        return "".join(f", {word}" for word in [*(["causal"] if self.causal else []), *window] or ["no mask"])
 
 
 def _explained(name: str, phase: Phase) -> list[str]:

@@ -72,7 +72,8 @@ class DecodeParallel:
 
     Each method takes what the operation of its name takes, with these differences: `seqlens_k` counts the keys of whole
     sequences, alike on every rank, and must be given; caches, page tables and per-token scales are this rank's own;
-    bias and mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence, sinks count once.
+    bias, mask and tree_mask are refused. Windows, ALiBi and causal masks go by positions in the whole sequence, sinks
+    count once.
 
     A rank whose part of a sequence is empty contributes nothing, whatever its cache holds. Every rank gets the same
     result, bit for bit.
@@ -115,7 +116,7 @@ class DecodeParallel:
         q                 (B, Hq, Sq, D), all of it on every rank; (B, Sq, Hq, D) with layout="bshd"
         k_cache, v_cache  (B, Hk, rows, D) and (B, Hk, rows, Dv): this rank's part of each sequence
         seqlens_k         (B,) int32: keys of each whole sequence, at most what the ranks' rows hold
-        options           the keywords of portattn.decode_attention but leftpad_k, bias and mask
+        options           the keywords of portattn.decode_attention but leftpad_k, bias, mask and tree_mask
 
         Returns out (B, Hq, Sq, Dv) in q's dtype and layout; with return_lse, (out, lse). With heads="shard" Hq / N
         heads.
@@ -144,7 +145,7 @@ class DecodeParallel:
         k_pages, v_pages  (P, page, Hk, D) and (P, page, Hk, Dv), or with page_layout="hpd" (P, Hk, page, D)
         page_table        (B, pages a sequence) int32: this rank's pages of each sequence, whose rows are its part
         seqlens_k         (B,) int32: keys of each whole sequence
-        options           the keywords of portattn.paged_attention but bias and mask
+        options           the keywords of portattn.paged_attention but bias, mask and tree_mask
 
         Returns out like q with Dv columns; with return_lse, (out, lse). With heads="shard" Hq / N heads.
 

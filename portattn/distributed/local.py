@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from portattn.api.backward import gradients, may_have_kernels
-from portattn.api.ops import attention, varlen_attention
+from portattn.api.ops import attention, plan, varlen_attention
 from portattn.distributed.sharding import Span
 from portattn.schema.ops import ROWS
 
@@ -108,6 +108,12 @@ def attend(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores
         return out.transpose(0, 1)[None], lse[None]
     out, lse = attention(**call.given, return_lse=True)
     return out, lse if call.lacks is None else lse + call.lacks
+
+
+def plan_span(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> None:
+    """Raise what `attend` would raise before anything runs: PathUnavailable, say."""
+    call = _call(span, q, k, v, scores)
+    plan(call.op, **call.given, return_lse=True, **({"validate": False} if call.packed else {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from portattn.distributed.groups import Ranks, connect
-from portattn.distributed.local import Merged, Rows, Scores, attend, differentiate, of_sinks
+from portattn.distributed.local import Merged, Rows, Scores, attend, differentiate, of_sinks, plan_span
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
 
 
@@ -71,6 +71,19 @@ class Ring:
         connect(self.ranks, q.device)
         found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(self, q, k, v, sinks)
         return found
+
+    @torch.no_grad()  # as a node of autograd's graph runs
+    def plan(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise what a local call of the forward pass would raise before anything runs. Nothing is sent.
+
+        Memory: of one block, while the calls on it are planned.
+        """
+        mine = self.ranks.rank
+        for source in range(self.ranks.size):
+            found = self.step(mine, source)
+            block = (k, v) if source == mine or not found.spans else _received(k, v, found.keys)[1:]
+            for span in found.spans:
+                plan_span(span, q, *block, self.scores)
 
 
 class _Attention(torch.autograd.Function):

@@ -76,6 +76,15 @@ class Ulysses:
         heads = self.heads.q[self.ranks.rank]
         return slice(heads[0], heads[-1] + 1) if heads else slice(0, 0)
 
+    def like_heads(self, *tensors: torch.Tensor, of: Sequence[tuple[Heads, ...]]) -> tuple[torch.Tensor, ...]:
+        """Memory of what `to_heads` makes of these tensors. Nothing is sent."""
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        mine = [heads[self.ranks.rank] for heads in of]
+        return tuple(
+            t.new_empty((t.shape[0], len(heads), self.length, t.shape[3])).requires_grad_(wanted)
+            for t, heads in zip(tensors, mine, strict=True)
+        )
+
     def to_heads(self, *tensors: torch.Tensor, of: Sequence[tuple[Heads, ...]]) -> tuple[torch.Tensor, ...]:
         """(B, H, S / N, ·) of all heads -> (B, heads of this rank, S, ·), contiguous; one message for all tensors.
 

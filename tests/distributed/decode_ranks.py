@@ -139,7 +139,7 @@ def raised(change: str) -> str:
             call["v_cache"] = cache[..., :3, :]
         elif change == "no lengths":
             call["seqlens_k"] = None
-        elif change in ("bias", "mask", "leftpad_k"):
+        elif change in ("bias", "mask", "tree_mask", "leftpad_k"):
             call[change] = torch.zeros(2, 4, 1, 10)
         elif change == "gradient":
             call["q"] = q.clone().requires_grad_()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+import portattn
 from portattn.distributed import context_parallel, local, ring
 from portattn.errors import ArgumentError
 
@@ -35,7 +36,7 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
 
     def tell(name: str, call: Callable[[], Any]) -> None:
         found[name] = refused(call)
-        for parallel in (zigzag, both):
+        for parallel in (zigzag, heads, both):
             right = parallel.attention(rows, rows, rows, causal=True)
             assert torch.allclose(right, torch.ones(()))
 
@@ -71,6 +72,19 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     tell("unshard along a name", lambda: zigzag.unshard(rows, at(3, "x", 2)))
     tell("no tensor", lambda: zigzag.attention(rows, None, rows))
     tell("quantised", lambda: zigzag.attention(rows, rows.to(torch.float8_e4m3fn), rows.to(torch.float8_e4m3fn)))
+    small = rows.to(torch.float8_e4m3fn)
+    tell("all quantised", lambda: zigzag.attention(small, small, small))
+    for name, parallel in (("ring", zigzag), ("ulysses", heads), ("both", both)):
+        tell(f"{name}: backend", lambda p=parallel: p.attention(rows, rows, rows, causal=True, backend="triton"))
+    tell("backend of packed rows", lambda: zigzag.varlen_attention(packed, packed, packed, cu, backend="triton"))
+    tell("unknown backend", lambda: both.attention(rows, rows, rows, backend="cutlass"))
+    named = at(1, "triton", "auto")
+    tell("one rank's backend", lambda: _with(named, lambda: zigzag.attention(rows, rows, rows, window=(9, 0))))
+    slopes = torch.full((4,), 0.5)
+    with portattn.settings(fallback="error"):  # each local call is planned first
+        for parallel in (zigzag, heads, both):
+            assert parallel.attention(rows, rows, rows, causal=True, alibi_slopes=slopes).shape == rows.shape
+            assert parallel.varlen_attention(packed, packed, packed, cu, window=(9, 3)).shape == packed.shape
     tell("unshard with gradients", lambda: zigzag.unshard(rows.clone().requires_grad_()))
     tell("unshard of other shapes", lambda: zigzag.unshard(at(2, rows[:, :1], rows)))
     tell("made differently", lambda: context_parallel(layout=at(1, "contiguous", "zigzag")))
@@ -79,6 +93,11 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     tell("two methods", lambda: context_parallel(init_device_mesh("cpu", (2, 2)), method="ring"))
     tell("no group", lambda: context_parallel("cuda"))
     return found
+
+
+def _with(backend: str, call: Callable[[], Any]) -> Any:
+    with portattn.settings(backend=backend):
+        return call()
 
 
 def _timed(call: Callable[[], Any]) -> dict[str, Any]:

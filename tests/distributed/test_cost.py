@@ -124,13 +124,46 @@ def test_bad_input(options: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ranks": 0}, "decode_parallel_cost: ranks is 0, but must be an integer ≥ 1"),
+        ({"ranks": 2, "dtype": "fp8"}, "decode_parallel_cost: dtype is 'fp8'"),
+        ({"ranks": 3, "heads": "shard"}, "decode_parallel_cost: heads_q is 64, but must be a multiple of the 3 ranks"),
+        ({"ranks": 2, "heads": "some"}, "decode_parallel_cost: heads is 'some', but must be one of all, shard"),
+        ({"ranks": 2, "kv": (1, 2, 4096, 576), "latent": True}, "heads_k is 2, but must be 1 of latent keys"),
+        ({"ranks": 2, "dim_v": 577, "latent": True}, "dim_v is 577, but must be at most D, 576: latent values are"),
+        ({"ranks": 2, "dim_v": 0}, "decode_parallel_cost: dim_v is 0, but must be an integer ≥ 1"),
+    ],
+)
+def test_bad_input_of_decoding(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        decode_parallel_cost(**{"q": (1, 64, 1, 576), "kv": (1, 1, 4096, 576)} | options)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "bf16, no mask"),
+        ({"causal": True}, "bf16, causal"),
+        ({"window": (4096, None)}, "bf16, window (4096, None)"),
+        ({"causal": True, "window": (4096, None)}, "bf16, causal, window (4096, None)"),
+    ],
+)
+def test_the_first_line_says_the_mask(options: dict[str, Any], text: str) -> None:
+    assert context_parallel_cost(*LONG, ranks=8, **options).explain().splitlines()[0].endswith(text)
+    assert decode_parallel_cost((1, 64, 1, 128), (1, 8, 4096, 128), ranks=2).explain().splitlines()[0].endswith("bf16")
+
+
 SHAPES = ("--q", "1,32,131072,128", "--kv", "1,8,131072,128", "--ranks", "8")
 
 
 def test_the_command_prints_text_and_json() -> None:
     called = CliRunner().invoke(main, ["context-parallel", *SHAPES, "--causal", "--rate", "link=1e9"])
     assert called.exit_code == 0
-    assert "ring over 8 ranks, zigzag: q (1,32,131072,128) kv (1,8,131072,128) bf16, whole" in called.output
+    assert "ring over 8 ranks, zigzag: q (1,32,131072,128) kv (1,8,131072,128) bf16, causal\n" in called.output
+    assert "  memory   450 MiB of a forward pass beyond a rank's own q, k, v and out\n" in called.output
     assert "448 MiB sent in 7 messages" in called.output
     called = CliRunner().invoke(main, ["context-parallel", *SHAPES, "--causal", "--json", "--rate", "link=1e9"])
     data = json.loads(called.output)

@@ -102,6 +102,7 @@ def test_ranks_without_memory_for_a_sequence(ranks: Start) -> None:
         ("no lengths", "seqlens_k is None, but must be given"),
         ("bias", "bias is (2, 4, 1, 10), but is not supported over a sharded cache"),
         ("mask", "mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
+        ("tree_mask", "tree_mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
         ("leftpad_k", "leftpad_k is (2, 4, 1, 10), but is not supported over a sharded cache"),
         ("gradient", "requires_grad is True, but has no gradient over a sharded cache"),
         ("unknown", "decode_attention has no argument 'foo': it takes q, k_cache"),

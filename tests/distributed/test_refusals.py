@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forke
 UNEVEN = "q.shape is (1, 4, 16, 8) on ranks 0 to 2, (1, 4, 12, 8) on rank 3, but must be the same on every rank"
 DTYPE = "dtype is torch.float32 on ranks 0, 2, 3, torch.bfloat16 on rank 1, but must be the same on every rank"
 FLAT = "q.shape is (4, 16, 8), but must have four axes (rank 2)"
+TRITON = "context_parallel.attention: backend is 'triton', but cannot run here: attention: backend='triton' cannot run"
 EXPECTED = {
     "ring: uneven shards": UNEVEN,
     "ring: dtype": DTYPE,
@@ -41,6 +42,13 @@ EXPECTED = {
     "unshard along a name": "unshard: dim is 'x', but must be an integer (rank 3)",
     "no tensor": "k is 'NoneType', but must be a torch.Tensor",
     "quantised": "k.dtype is torch.float8_e4m3fn, but must be q's, torch.float32",
+    "all quantised": "q.dtype is torch.float8_e4m3fn, but must be float16, bfloat16 or float32 over several ranks",
+    "ring: backend": TRITON,
+    "ulysses: backend": TRITON,
+    "both: backend": TRITON,
+    "backend of packed rows": "varlen_attention: backend is 'triton', but cannot run here: attention: backend=",
+    "unknown backend": "attention: backend is 'cutlass', but cpu knows auto, vendor, reference",
+    "one rank's backend": "(rank 1)",
     "unshard with gradients": "tensor.requires_grad is True, but must be False",
     "unshard of other shapes": "tensor.shape is (1, 4, 16, 8) on ranks 0, 1, 3, (1, 1, 16, 8) on rank 2",
     "made differently": "layout is 'zigzag' on ranks 0, 2, 3, 'contiguous' on rank 1, but must be the same",
