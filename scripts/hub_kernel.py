@@ -61,8 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also that leaves nothing behind
     try:
         report = write(given.out, given.variants.split(","))
-    except (Failed, OSError) as failed:
+    except Failed as failed:
         print(f"hub_kernel: {failed}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"hub_kernel: {given.out} was not written: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("hub_kernel: interrupted, nothing was written", file=sys.stderr)

@@ -90,7 +90,7 @@ def packed_rows(
 
 def seen_lengths(reach: Reach, rows: Rows) -> torch.Tensor:
     """(B,) keys of the whole sequence that some query of it sees: its beginning, up to the last query's right side."""
-    if reach.right < 0:
+    if reach.right < 0 or not rows.positions.shape[1]:
         return rows.lengths
     last = rows.positions[:, -1] + reach.right + 1
     return torch.minimum(rows.lengths.long(), last.clamp(min=0)).to(rows.lengths.dtype)

@@ -66,7 +66,7 @@ class PartialCall:
         queries = self.queries
         count = self._queries_a_sequence()
         by_row = reach.limited and not (count == 1 and reach.causal == "bottom_right" and reach.left < 0)
-        by_row = by_row or slopes is not None
+        by_row = (by_row or slopes is not None) and bool(lengths.shape[0])  # without sequences there are no keys
         unpack = self.is_packed and by_row
         if unpack:
             cu_seqlens_q = options.pop("cu_seqlens_q")

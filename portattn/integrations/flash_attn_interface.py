@@ -18,9 +18,16 @@ from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import scores_of, size_of
 from portattn.integrations.flash_attn.naming import named
-from portattn.integrations.flash_attn.options import check_bool, check_deterministic, check_packed, splits_of
+from portattn.integrations.flash_attn.options import (
+    check_bool,
+    check_deterministic,
+    check_packed,
+    check_tensors,
+    splits_of,
+)
 from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.integrations.flash_attn.used import used_rows
+from portattn.validate.checks import check_dense
 
 Window = tuple[int, int]
 
@@ -56,6 +63,7 @@ def flash_attn_qkvpacked_func(
     torch.Size([1, 5, 4, 16])
     """
     op = "flash_attn_qkvpacked_func"
+    check_dense(op, "qkv", qkv)
     if isinstance(qkv, torch.Tensor) and qkv.ndim == 4:
         heads = qkv.shape[2]
         if type(num_heads_q) is not int or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
@@ -177,6 +185,7 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     _check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
+    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     check_deterministic(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = _with_qv(op, q, k, v, qv, scores.scale)
@@ -221,6 +230,7 @@ def flash_attn_combine(
     """
     op = "flash_attn_combine"
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        check_dense(op, name, tensor)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
             given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ArgumentError(op, name, given, "must be a torch.Tensor of torch.float32")
@@ -228,6 +238,11 @@ def flash_attn_combine(
         limit = f"must be out_partial's without the last axis, {tuple(out_partial.shape[:-1])}"
         raise ArgumentError(op, "lse_partial.shape", tuple(lse_partial.shape), limit)
     dtype = out_dtype if out_dtype is not None else torch.float32
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(op, "out_dtype", out_dtype, "must be None or a floating-point torch.dtype")
+    check_dense(op, "out", out)
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise ArgumentError(op, "out", type(out).__name__, "must be None or a torch.Tensor")
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
         raise ArgumentError(
             op, "out", (tuple(out.shape), out.dtype), f"must be {tuple(out_partial.shape[1:])}, {dtype}"
@@ -287,8 +302,8 @@ def flash_attn_with_kvcache(
     cu_seqlens_q, max_seqlen_q  (B + 1,) int32 and the longest sequence's rows, of packed queries
     cu_seqlens_k_new  (B + 1,) int32, of packed k and v
     rotary_seqlens  (B,) int32: where the rotation of new keys and queries begins, in the place of cache_seqlens
-    q_descale, k_descale, v_descale  (B, Hk) float32, of a float8 cache. New rows in float8 are stored as they are,
-              others divided by their scale first
+    q_descale, k_descale, v_descale  (B, Hk) float32, of a float8 cache. Beside float8 queries new rows have the
+              cache's dtype and are stored as they are, beside others they are divided by their scale first
     scheduler_metadata  None, which is what get_scheduler_metadata gives
     num_splits  programs that share a row's keys; up to 0 for what fits the chip best
     return_softmax_lse  also return the LSE, float32 (B, Hq, Sq), packed (Hq, Tq), -inf where a row attends nothing
@@ -310,6 +325,8 @@ def flash_attn_with_kvcache(
     """
     op = "flash_attn_with_kvcache"
     _check_hints(op, 1, pack_gqa, attention_chunk, sm_margin)
+    check_dense(op, "qv", qv)
+    check_dense(op, "scheduler_metadata", scheduler_metadata)
     if qv is not None:
         limit = "is not taken: portattn.mla_attention attends a latent cache, and flash_attn_func takes qv without one"
         raise ArgumentError(op, "qv", _shape(qv), limit)
@@ -389,6 +406,7 @@ def _dense(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Any:
+    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     check_deterministic(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = _with_qv(op, q, k, v, qv, scores.scale)
@@ -406,9 +424,12 @@ def _with_qv(
     if qv is None:
         return q, k, scale
     for name, tensor in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        check_dense(op, name, tensor)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ArgumentError(op, name, given, "must be of float16, bfloat16 or float32 with qv")
+        if tensor.ndim != q.ndim or not tensor.ndim:
+            raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), "must have q's axes, head_dim the last")
     if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or k.shape[:-1] != v.shape[:-1]:
         limit = f"must be q's with v's head_dim, {(*q.shape[:-1], v.shape[-1])}, {q.dtype}"
         raise ArgumentError(op, "qv", (tuple(qv.shape), qv.dtype), limit)

@@ -12,6 +12,7 @@ from rank_processes import Ranks
 
 import portattn
 from portattn.distributed import CacheShard, partials
+from portattn.distributed.partial_call import PartialCall
 from portattn.errors import ArgumentError
 
 Start = Callable[[int], Ranks]
@@ -168,6 +169,31 @@ def test_slots_refuse_what_lies_beyond_a_table() -> None:
         CacheShard(0, 2).slots(torch.tensor([65]), 16, table)
     with pytest.raises(ArgumentError, match="rank is 2, but must be below world_size, 2"):
         CacheShard(2, 2).check()
+
+
+SCORES: list[dict[str, Any]] = [{"causal": True}, {"window": (3, 0)}, {"window": (3, None)}]
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_calls_without_queries_or_without_sequences(scores: dict[str, Any]) -> None:
+    shard, cache = CacheShard(0, 2), torch.ones(2, 2, 16, 8)
+    lengths, none = torch.tensor([5, 9], dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    call = PartialCall("decode_attention", shard, [torch.ones(2, 4, 0, 8)], [cache, cache], None, lengths, scores)
+    out, lse = call.run("all")
+    assert (out.shape, lse.shape) == ((4, 2, 0, 8), (4, 2, 0))
+    options = {**scores, "cu_seqlens_q": lengths.new_zeros(1), "max_seqlen_q": 1}
+    call = PartialCall(
+        "paged_attention",
+        shard,
+        [torch.ones(3, 4, 8)],
+        [cache.transpose(1, 2), cache.transpose(1, 2)],
+        none.view(0, 2),
+        none,
+        options,
+    )
+    out, lse = call.run("all")
+    assert torch.equal(out, torch.zeros(4, 3, 8))
+    assert torch.equal(lse, torch.full((4, 3), float("-inf")))
 
 
 def test_merging_is_merge_states() -> None:

@@ -304,6 +304,106 @@ def test_what_dense_calls_refuse(given: dict[str, Any], text: str) -> None:
         flash_attn_func(Q, CACHE, CACHE, dropout_p=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [("k", (torch.float16, torch.float16)), ("v", (E4M3, torch.float16)), ("k", (torch.float8_e5m2,) * 2)],
+)
+def test_new_rows_beside_float8_queries_have_the_cache_s_dtype(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    k_cache, v_cache = CACHE.to(E4M3), CACHE.to(E4M3)
+    k, v = (torch.ones(2, 1, 2, 16).to(dtype) for dtype in dtypes)
+    scales = {"k_descale": torch.full((2, 2), 0.25), "v_descale": torch.full((2, 2), 0.25)}
+    with pytest.raises(
+        ArgumentError, match=rf"^flash_attn_with_kvcache: {name}\.dtype is .* the cache's, torch\.float8_e4m3fn, beside"
+    ):
+        flash_attn_with_kvcache(Q.to(E4M3), k_cache, v_cache, k, v, cache_seqlens=3, **scales)
+    assert not k_cache.float().any()
+    assert not v_cache.float().any()
+
+
+@pytest.mark.parametrize(
+    ("beginnings", "text"),
+    [
+        (ints(0, 3), r"\.shape is \(2,\), but must be \(batch \+ 1,\), \(3,\)"),
+        (ints(0, 1, 2, 3), r"\.shape is \(4,\)"),
+        (ints(0, 1, 3).long(), r"\.dtype is torch\.int64"),
+        (ints(0, 1, 3).to("meta"), r"\.device is 'meta'"),
+        (ints(1, 2, 3), r"\[0\] is 1, but must be 0"),
+        (ints(0, 5, 3), r"\[1\] is 5, but must be at most the packed rows, 3"),
+        (ints(0, 2, 1), r"\[2\] is 1, but must be at least cu_seqlens_k_new\[1\], 2"),
+        (ints(0, 1, 4), r"\[2\] is 4, but must be at most the packed rows, 3"),
+        ([0, 1, 3], r" is 'list', but must be a torch\.Tensor"),
+    ],
+)
+def test_beginnings_of_new_keys_are_checked_before_a_row_is_written(beginnings: Any, text: str) -> None:
+    k_cache, v_cache, new = CACHE.clone(), CACHE.clone(), torch.ones(3, 2, 16)
+    with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: cu_seqlens_k_new{text}"):
+        flash_attn_with_kvcache(Q, k_cache, v_cache, new, new, cache_seqlens=3, cu_seqlens_k_new=beginnings)
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+def test_rows_without_sequences() -> None:
+    new, cache, none = torch.ones(3, 2, 16), CACHE[:0].clone(), ints(0)
+    tables = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}
+    out = flash_attn_with_kvcache(
+        Q[:, 0] + 1, cache, cache, new, new, cache_seqlens=none[:0], cu_seqlens_q=none, max_seqlen_q=1,
+        cu_seqlens_k_new=none, **tables,
+    )  # fmt: skip
+    assert torch.equal(out, torch.zeros(2, 4, 16))
+
+
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 4, 16), torch.zeros(2, 4, 16)])
+JAGGED = torch.nested.nested_tensor([torch.zeros(1, 4, 16), torch.zeros(2, 4, 16)], layout=torch.jagged)
+SPARSE = ints(0, 1).to_sparse()
+COS = torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize("bad", [NESTED, JAGGED, SPARSE, [1]], ids=["nested", "jagged", "sparse", "list"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "page_table", "cache_batch_idx",
+        "cache_seqlens", "cache_leftpad", "rotary_seqlens", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale",
+        "k_descale", "v_descale", "qv", "scheduler_metadata",
+    ],
+)  # fmt: skip
+def test_what_is_no_dense_tensor_is_one_error(name: str, bad: Any) -> None:
+    new = torch.ones(2, 1, 2, 16)
+    base = {"q": Q, "k_cache": CACHE.clone(), "v_cache": CACHE.clone()}
+    append = {"k": new, "v": new, "cache_seqlens": 3}
+    for others in (append if name in ("k", "v") else {}, append, {**append, "rotary_cos": COS, "rotary_sin": COS}):
+        with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: {name} is"):
+            flash_attn_with_kvcache(**{**base, **others, name: bad})
+    assert not base["k_cache"].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"out_dtype": "x"}, "out_dtype is 'x', but must be None or a floating-point"),
+        ({"out_dtype": torch.int8}, r"out_dtype is torch\.int8, but must be None or a floating-point"),
+        ({"out": [1]}, "out is 'list', but must be None or a torch"),
+        ({"out_partial": NESTED}, "out_partial is 'a nested tensor'"),
+        ({"lse_partial": COS.to_sparse()}, r"lse_partial is 'a torch\.sparse_coo tensor'"),
+    ],
+)
+def test_what_combine_refuses(given: dict[str, Any], text: str) -> None:
+    parts = {"out_partial": torch.zeros(2, 1, 3, 4, 16), "lse_partial": torch.zeros(2, 1, 3, 4)}
+    with pytest.raises(ArgumentError, match=f"^flash_attn_combine: {text}"):
+        flash_attn_combine(**{**parts, **given})
+
+
+def test_dense_and_packed_calls_name_what_is_no_dense_tensor() -> None:
+    with pytest.raises(ArgumentError, match=r"^flash_attn_func: k is 'list', but must be a torch"):
+        flash_attn_func(Q, [1], CACHE, deterministic=True)
+    with pytest.raises(ArgumentError, match=r"^flash_attn_func: v\.shape is \(\), but must have q's axes"):
+        flash_attn_func(Q, CACHE, torch.zeros(()), qv=Q)
+    with pytest.raises(ArgumentError, match=r"^flash_attn_qkvpacked_func: qkv is 'a nested tensor'"):
+        flash_attn_qkvpacked_func(NESTED)
+    with pytest.raises(ArgumentError, match=r"^flash_attn_varlen_func: qv is 'list', but must be a torch"):
+        flash_attn_varlen_func(Q[0], Q[0], Q[0], ints(0, 1), ints(0, 1), 1, 1, qv=[1], deterministic=True)
+
+
 def test_scheduler_metadata_goes_round() -> None:
     lengths = ints(3, 8)
     metadata: Any = get_scheduler_metadata(2, 1, 8, 4, 2, 16, lengths)

@@ -277,6 +277,7 @@ COS = torch.zeros(8, 4)
         ({**APPEND, "k": KV[..., :8]}, r"k_cache's head_dim is 16, but must be k's, 8"),
         ({**APPEND, "v": KV.half()}, r"v\.dtype is torch\.float16"),
         ({**APPEND, "cache_seqlens": 8}, r"cache_seqlens\[0\] is 8, but must be in 0\.\.7, for 1 new rows of 8"),
+        ({"cache_seqlens": 2**40}, r"cache_seqlens is 1099511627776, but must be in 0\.\.8"),
         ({"cache_seqlens": -1}, r"cache_seqlens\[0\] is -1, but must be in 0\.\.8"),
         ({"cache_seqlens": ints(1, 2).long()}, r"cache_seqlens\.dtype is torch\.int64, but must be torch\.int32"),
         ({"cache_seqlens": ints(1)}, r"cache_seqlens\.shape is \(1,\), but must be \(batch,\), \(2,\)"),

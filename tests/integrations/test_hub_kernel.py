@@ -5,6 +5,7 @@ through it give what eager gives.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import importlib.util
 import json
@@ -128,6 +129,18 @@ def test_an_interrupted_run_keeps_the_older_one(
     assert script.main(["--out", str(old), "--variants", "torch-cpu"]) == 130
     assert sorted(p.relative_to(old) for p in old.rglob("*")) == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_full_disk_names_the_folder(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(script.signal, "signal", lambda *given: None)  # this process keeps its handlers
+    assert script.main(["--out", str(tmp_path / "kernel"), "--variants", "torch-cpu"]) == 2
+    assert f"{tmp_path / 'kernel'} was not written: [Errno 28] No space left" in capsys.readouterr().err
 
 
 def test_another_portattn_in_the_process_is_said(repository: Path) -> None:

@@ -72,7 +72,19 @@ def _in_one_dtype(call: Cached, casts: bool) -> Cached:
     kept = call.k_cache.dtype
     if kept in KV_FORMAT and call.q.dtype in KV_FORMAT:
         if q_scale is not None:
+            if k_scale is not None and any(
+                mine != its and 1 not in (mine, its)
+                for mine, its in zip(reversed(q_scale.shape), reversed(k_scale.shape), strict=False)
+            ):
+                limit = f"must go with k_descale's, {tuple(k_scale.shape)}"
+                raise ArgumentError(call.op, "q_descale.shape", tuple(q_scale.shape), limit)
             k_scale = q_scale if k_scale is None else q_scale * k_scale
+        for name in ("k", "v"):
+            new = getattr(call, name)
+            if new is not None and new.dtype != kept:
+                raise ArgumentError(
+                    call.op, f"{name}.dtype", new.dtype, f"must be the cache's, {kept}, beside float8 queries"
+                )
         return replace(_cast(call, torch.bfloat16), descales=(None, k_scale, v_scale), narrow=True)
     if q_scale is not None:
         raise ArgumentError(call.op, "q_descale", tuple(q_scale.shape), "goes with float8 queries and a float8 cache")
@@ -162,6 +174,8 @@ def _write(call: Cached, before: torch.Tensor) -> None:
             call.k, call.v, call.k_cache, call.v_cache, before, cos=call.cos, sin=call.sin, rotary=style,
             layout="bshd", **scales,
         )  # fmt: skip
+        return
+    if not call.batch:
         return
     if call.cu_seqlens_k_new is None:
         within = torch.arange(call.k.shape[1], device=before.device)

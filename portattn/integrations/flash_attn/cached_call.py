@@ -14,8 +14,9 @@ from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn import rotary
 from portattn.integrations.flash_attn.calls import lengths_of
 from portattn.integrations.flash_attn.probabilities import Scores
-from portattn.schema.tensors import KV_FORMAT
-from portattn.validate.values import reads
+from portattn.schema.tensors import INT32_MAX, KV_FORMAT
+from portattn.validate.checks import check_dense, check_int32
+from portattn.validate.values import cu_seqlens, reads
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Cached:
 
 def check(call: Cached) -> None:
     op = call.op
+    _check_dense(call)
     axes = {"q": 4 if call.cu_seqlens_q is None else 3, "k_cache": 4, "v_cache": 4}
     if call.appends or call.v is not None:
         axes |= dict.fromkeys(("k", "v"), 4 if call.cu_seqlens_k_new is None else 3)
@@ -98,9 +100,14 @@ def check(call: Cached) -> None:
     if call.leftpad is not None and call.cu_seqlens_q is not None:
         limit = "is not taken with cu_seqlens_q: packed queries have no mask of their own; pad the queries to a batch"
         raise ArgumentError(op, "cache_leftpad", tuple(call.leftpad.shape), limit)
-    for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
-        if getattr(call, name) is not None:
-            lengths_of(op, name, getattr(call, name))
+    if call.cu_seqlens_q is not None:
+        lengths_of(op, "cu_seqlens_q", call.cu_seqlens_q)
+        if not call.cu_seqlens_q.shape[0]:
+            raise ArgumentError(op, "cu_seqlens_q.shape", (0,), "must be (batch + 1,)")
+    if call.cu_seqlens_k_new is not None:
+        check_int32(
+            op, "cu_seqlens_k_new", call.cu_seqlens_k_new, (call.batch + 1,), "(batch + 1,)", call.q.device, False
+        )
     if call.cu_seqlens_q is not None and call.max_seqlen_q is None:
         raise ArgumentError(op, "max_seqlen_q", None, "must be given with cu_seqlens_q")
     if call.table is None and call.batch_idx is None and call.k_cache.shape[0] != call.batch:
@@ -113,8 +120,30 @@ def check(call: Cached) -> None:
         rotary.check_tables(op, call.cos, call.sin, call.q if call.q.dtype not in KV_FORMAT else call.q.bfloat16())
 
 
+def _check_dense(call: Cached) -> None:
+    """Tensors are dense, before anything is asked of them; what has no words of its own for other types is a tensor."""
+    alone = {
+        "rotary_cos": call.cos, "rotary_sin": call.sin, "rotary_seqlens": call.rotary_seqlens,
+        "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k_new": call.cu_seqlens_k_new, "q_descale": call.descales[0],
+        "k_descale": call.descales[1], "v_descale": call.descales[2],
+    }  # fmt: skip
+    others = {
+        "q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "k": call.k, "v": call.v,
+        call.table_name: call.table, "cache_batch_idx": call.batch_idx, "cache_leftpad": call.leftpad,
+        "cache_seqlens": call.cache_seqlens, "max_seqlen_q": call.max_seqlen_q,
+    }  # fmt: skip
+    for name, value in (alone | others).items():
+        check_dense(call.op, name, value)
+    for name, value in alone.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ArgumentError(call.op, name, type(value).__name__, "must be a torch.Tensor")
+
+
 def _check_lengths(call: Cached) -> None:
     """What has a number for each sequence."""
+    if type(call.cache_seqlens) is int and not -INT32_MAX <= call.cache_seqlens <= INT32_MAX:
+        limit = f"must be in 0..{call.capacity}, the rows there are"
+        raise ArgumentError(call.op, "cache_seqlens", call.cache_seqlens, limit)
     named = {
         "cache_batch_idx": call.batch_idx, "cache_leftpad": call.leftpad, "rotary_seqlens": call.rotary_seqlens,
         "cache_seqlens": None if type(call.cache_seqlens) is int else call.cache_seqlens,
@@ -139,6 +168,8 @@ def check_values(call: Cached, before: torch.Tensor) -> None:
     """Lengths and indices, read back where the setting says so: on a CPU."""
     if torch.compiler.is_dynamo_compiling() or not reads(current(), call.q):
         return
+    if call.cu_seqlens_k_new is not None:
+        cu_seqlens(call.op, "k_new", call.cu_seqlens_k_new, call.k.shape[0], call.k.shape[0])
     rows = [0] * call.batch
     if call.appends:
         whole = call.k.shape[1] if call.cu_seqlens_k_new is None else 0
@@ -172,6 +203,8 @@ def query_positions(call: Cached, before: torch.Tensor) -> torch.Tensor:
     ordered = call.scores.causal or call.scores.window is not None
     if call.cu_seqlens_q is None:
         return first[:, None] + torch.arange(call.q.shape[1], device=first.device) * int(ordered)
+    if not call.batch:
+        return torch.zeros(call.q.shape[0], dtype=torch.int64, device=first.device)
     sequence, within = places(call.cu_seqlens_q, call.q.shape[0])
     return first[sequence] + within * int(ordered)
 

@@ -12,11 +12,13 @@ from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.options import (
     check_bool,
     check_deterministic,
+    check_tensors,
     infinite,
     softcap_of,
     window_of,
 )
 from portattn.integrations.flash_attn.probabilities import Scores, signed_packed, signed_probabilities
+from portattn.validate.checks import check_dense, check_share
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -40,8 +42,10 @@ def dense(
     sinks: torch.Tensor | None = None,
 ) -> Returned:
     """out (B, Sq, Hq, Dv); with return_attn_probs, (out, lse, S_dmask)."""
+    check_tensors(op, q=q, k=k, v=v)
     check_deterministic(op, deterministic, q, k, v)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
+    dropout_p = check_share(op, dropout_p)
     seed = new_seed(q) if wanted and dropout_p else None
     found: Any = ops.attention(
         q, k, v, dropout_p=dropout_p, dropout_seed=seed, sinks=sinks, return_lse=wanted, layout="bshd",
@@ -70,8 +74,10 @@ def varlen(
     sinks: torch.Tensor | None = None,
 ) -> Returned:
     """out (Tq, Hq, Dv); with return_attn_probs, (out, lse, S_dmask). With block_table keys and values are pages."""
+    check_tensors(op, q=q, k=k, v=v)
     check_deterministic(op, deterministic, q, k, v)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
+    dropout_p = check_share(op, dropout_p)
     longest_q, longest_k = (size_of(size) for size in longest)
     seed = new_seed(q) if wanted and dropout_p else None
     found: Any
@@ -104,6 +110,7 @@ def size_of(size: Any) -> Any:
 
 def lengths_of(op: str, name: str, beginnings: Any) -> torch.Tensor:
     """(B,) int32 of a sequence's beginnings (B + 1,)."""
+    check_dense(op, name, beginnings)
     if not isinstance(beginnings, torch.Tensor) or beginnings.ndim != 1 or beginnings.dtype != torch.int32:
         given = (tuple(beginnings.shape), beginnings.dtype) if isinstance(beginnings, torch.Tensor) else beginnings
         raise ArgumentError(op, name, given, "must be an int32 torch.Tensor of shape (batch + 1,)")

@@ -8,7 +8,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.validate import wants_gradients
-from portattn.validate.checks import check_number
+from portattn.validate.checks import check_dense, check_number
 
 Window = tuple[int | None, int | None]
 
@@ -59,8 +59,16 @@ def check_deterministic(op: str, deterministic: Any, *tensors: torch.Tensor | No
         raise ArgumentError(op, "deterministic", deterministic, limit)
 
 
+def check_tensors(op: str, **tensors: Any) -> None:
+    """What must be tensors, before they are asked for their device or gradients."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
+
+
 def check_packed(op: str, name: str, tensor: Any, axis: int, size: int, axes: str) -> None:
     """One tensor that holds several, along an axis."""
+    check_dense(op, name, tensor)
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(op, name, type(tensor).__name__, "must be a torch.Tensor")
     if tensor.ndim != axes.count(",") + 1 or tensor.shape[axis] != size:

@@ -14,6 +14,7 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.cached_call import places
 from portattn.integrations.flash_attn.calls import lengths_of
+from portattn.validate.checks import check_dense
 from portattn.validate.values import reads
 
 
@@ -50,6 +51,7 @@ def used_rows(op: str, side: str, beginnings: Any, used: Any) -> Used | None:
     """None where all rows count. Raises ArgumentError."""
     if used is None:
         return None
+    check_dense(op, f"seqused_{side}", used)
     lengths, name = lengths_of(op, f"cu_seqlens_{side}", beginnings), f"seqused_{side}"
     if not isinstance(used, torch.Tensor) or used.dtype != torch.int32 or used.shape != lengths.shape:
         given = (tuple(used.shape), used.dtype) if isinstance(used, torch.Tensor) else type(used).__name__
