@@ -409,3 +409,16 @@ def test_scheduler_metadata_goes_round() -> None:
     metadata: Any = get_scheduler_metadata(2, 1, 8, 4, 2, 16, lengths)
     out = flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=lengths, scheduler_metadata=metadata)
     assert out.shape == (2, 1, 4, 16)
+
+
+def test_packed_new_keys_in_one_graph() -> None:
+    torch.manual_seed(10)
+    q, cache, new = torch.randn(2, 1, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(3, 2, 16)
+    caches = [cache.clone() for _ in range(4)]
+
+    def call(k_cache: torch.Tensor, v_cache: torch.Tensor, cu_new: torch.Tensor) -> Any:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3, cu_seqlens_k_new=cu_new)
+
+    right = call(*caches[:2], ints(0, 1, 3))
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(*caches[2:], ints(0, 1, 3)), right)
+    assert torch.equal(caches[0], caches[2])

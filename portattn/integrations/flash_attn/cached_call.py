@@ -15,7 +15,7 @@ from portattn.integrations.flash_attn import rotary
 from portattn.integrations.flash_attn.calls import lengths_of
 from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT
-from portattn.validate.checks import check_dense, check_int32
+from portattn.validate.checks import check_dense
 from portattn.validate.values import cu_seqlens, reads
 
 
@@ -105,9 +105,7 @@ def check(call: Cached) -> None:
         if not call.cu_seqlens_q.shape[0]:
             raise ArgumentError(op, "cu_seqlens_q.shape", (0,), "must be (batch + 1,)")
     if call.cu_seqlens_k_new is not None:
-        check_int32(
-            op, "cu_seqlens_k_new", call.cu_seqlens_k_new, (call.batch + 1,), "(batch + 1,)", call.q.device, False
-        )
+        _check_new_beginnings(call)
     if call.cu_seqlens_q is not None and call.max_seqlen_q is None:
         raise ArgumentError(op, "max_seqlen_q", None, "must be given with cu_seqlens_q")
     if call.table is None and call.batch_idx is None and call.k_cache.shape[0] != call.batch:
@@ -137,6 +135,18 @@ def _check_dense(call: Cached) -> None:
     for name, value in alone.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise ArgumentError(call.op, name, type(value).__name__, "must be a torch.Tensor")
+
+
+def _check_new_beginnings(call: Cached) -> None:
+    """The type and the shape of cu_seqlens_k_new: its numbers are check_values'."""
+    name, beginnings = "cu_seqlens_k_new", call.cu_seqlens_k_new
+    if beginnings.dtype != torch.int32:
+        raise ArgumentError(call.op, f"{name}.dtype", beginnings.dtype, "must be torch.int32")
+    if tuple(beginnings.shape) != (call.batch + 1,):
+        limit = f"must be (batch + 1,), ({call.batch + 1},)"
+        raise ArgumentError(call.op, f"{name}.shape", tuple(beginnings.shape), limit)
+    if beginnings.device != call.q.device:
+        raise ArgumentError(call.op, f"{name}.device", str(beginnings.device), f"must be q's, {call.q.device}")
 
 
 def _check_lengths(call: Cached) -> None:
