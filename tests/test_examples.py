@@ -56,6 +56,6 @@ def test_the_arguments_of_other_libraries_are_ours() -> None:
     given = {name for row in rows for name in re.findall(r"`(\w+)(?:=|`)", row)}
     operations = ("attention", "varlen_attention", "decode_attention", "paged_attention", "merge_states")
     known = {name for op in operations for name in inspect.signature(getattr(portattn, op)).parameters}
-    words = {"None", "prepare", "run", *operations}  # a value, and functions
+    words = {"None", "prepare", "run", "append_kv", "write_pages", *operations}  # a value, and functions
     assert given - words <= known, sorted(given - words - known)
     assert {"causal", "mask", "bias", "scale", "window", "seqlens_k", "page_table"} <= given
