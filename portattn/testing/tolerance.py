@@ -15,7 +15,8 @@ import torch
 from portattn.schema.call import TENSORS, Call
 from portattn.testing.dense_view import dense_view
 from portattn.testing.oracle import oracle
-from portattn.testing.random_calls import DTYPES, random_call
+from portattn.testing.random_calls import random_call
+from portattn.testing.random_features import DTYPES
 
 __all__ = [
     "DTYPES", "budget", "judge", "largest", "misplaced", "nan_filled_memory", "on_cpu", "random_call", "rounded",
