@@ -119,8 +119,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    if name == "distributed":
-        return importlib.import_module("portattn.distributed")
+    if name in ("distributed", "integrations"):
+        return importlib.import_module(f"portattn.{name}")
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'portattn' has no attribute {name!r}")

@@ -364,3 +364,8 @@ def test_an_integration_imports_no_dynamo(module: str) -> None:
         print("torch._dynamo" in sys.modules)
     """)
     assert loaded == "False"
+
+
+def test_packages_of_its_own_are_attributes() -> None:
+    code = "import portattn; portattn.integrations.__name__; portattn.distributed.__name__"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

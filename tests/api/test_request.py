@@ -249,8 +249,8 @@ def test_a_wrong_name_of_an_operation_is_named(asking: str) -> None:
     for op in ("atention", "", 3, ["attention"], None, torch.zeros(3)):
         with pytest.raises(portattn.ArgumentError) as error:
             getattr(portattn, asking)(op)
-        asker, shown = "prepare" if asking == "prepare" else "plan", "Tensor" if isinstance(op, torch.Tensor) else op
-        assert str(error.value).startswith(f"{asker}: op is {shown!r}, but must be ")
+        shown = "Tensor" if isinstance(op, torch.Tensor) else op
+        assert str(error.value).startswith(f"{asking}: op is {shown!r}, but must be ")
         assert "one of attention, varlen_attention, decode_attention, paged_attention" in str(error.value)
 
 

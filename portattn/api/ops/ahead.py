@@ -20,6 +20,8 @@ from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 
+_PLANNERS = ("plan", "explain")  # they take a Problem too
+
 
 def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     """How a call would run, without running it.
@@ -40,14 +42,7 @@ def plan(op: str | Problem, *args: Any, **kwargs: Any) -> Plan:
     >>> portattn.plan(problem, portattn.target("rocm:gfx942", "triton==3.6.0")).kernel
     'dense_forward'
     """
-    if isinstance(op, Problem):
-        target = args[0] if args else kwargs.pop("target", None)
-        if not isinstance(target, Target) or len(args) > 1 or kwargs:
-            raise ArgumentError(
-                "plan", "arguments", (*args, *kwargs), "plan(problem, target) takes a Problem and a Target"
-            )
-        return plan_problem(op, target, settings=current())
-    return plan_request(make_request("plan", op, args, kwargs))
+    return _planned("plan", op, args, kwargs)
 
 
 def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
@@ -65,7 +60,7 @@ def explain(op: str | Problem, *args: Any, **kwargs: Any) -> str:
     >>> print(portattn.explain("attention", q, q, q).splitlines()[0])
     attention q (1,8,16,64) kv (1,8,16,64) fp32
     """
-    return plan(op, *args, **kwargs).explain()
+    return _planned("explain", op, args, kwargs).explain()
 
 
 def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
@@ -93,14 +88,25 @@ def prepare(op: str, *args: Any, **kwargs: Any) -> Prepared:
     return Prepared(make_request("prepare", op, args, kwargs))
 
 
+def _planned(asker: str, op: str | Problem, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    if isinstance(op, Problem):
+        target = args[0] if args else kwargs.pop("target", None)
+        if not isinstance(target, Target) or len(args) > 1 or kwargs:
+            raise ArgumentError(
+                asker, "arguments", (*args, *kwargs), f"{asker}(problem, target) takes a Problem and a Target"
+            )
+        return plan_problem(op, target, settings=current())
+    return plan_request(make_request(asker, op, args, kwargs))
+
+
 def make_request(asker: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
     """The request that a call with these arguments makes."""
     if not isinstance(op, str) or op not in PUBLIC:
-        problem = "a Problem or " if asker == "plan" else ""
+        problem = "a Problem or " if asker in _PLANNERS else ""
         given = type(op).__name__ if isinstance(op, torch.Tensor) else op  # not a page of numbers
         raise ArgumentError(asker, "op", given, f"must be {problem}one of {', '.join(PUBLIC)}")
     given = named_arguments(op)(*args, **kwargs)
-    if asker == "plan" and op == "attention" and are_jagged(given["q"], given["k"], given["v"]):
+    if asker in _PLANNERS and op == "attention" and are_jagged(given["q"], given["k"], given["v"]):
         op, given = "varlen_attention", packed(given)
     request = request_of(op, given)
     if are_transformed(request.tensors.values()):

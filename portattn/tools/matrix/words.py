@@ -68,7 +68,7 @@ def dot(cell: Cell) -> Numerics | None:
 
 
 def brief(cell: Cell) -> str:
-    """What a cell says in small: the path where it is not the kernel's, or the kernel's main figures."""
+    """What a cell says in small: the path where it is not the kernel's, or the main figures of its largest kernel."""
     if cell.plan is None:
         return ""
     if kind(cell) == REFERENCE:
@@ -82,7 +82,7 @@ def brief(cell: Cell) -> str:
         return cell.stage
     if cell.label:  # `runs`, and not on this very chip: that must be seen without pressing the cell
         return cell.label
-    facts = cell.kernels[0].facts
+    facts = max(cell.kernels, key=lambda kernel: int(kernel.facts.get("registers", 0))).facts
     parts = []
     if "registers" in facts:
         parts.append(f"{facts['registers']} regs")

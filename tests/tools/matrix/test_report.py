@@ -125,6 +125,8 @@ def test_a_tile_says_its_main_figures(cells):
     again = msgspec.structs.replace(kernel, facts={**kernel.facts, "deaths": 1})
     cell = msgspec.structs.replace(cells[0], kernels=(again,))
     assert brief(cell) == "168 regs · 40 K · compiler died once"
+    small = msgspec.structs.replace(kernel, facts={"registers": 32, "scratchpad_bytes": 0})
+    assert brief(msgspec.structs.replace(cells[0], kernels=(small, kernel))) == "168 regs · 40 K"
 
 
 @pytest.mark.parametrize(

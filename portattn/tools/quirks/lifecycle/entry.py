@@ -28,6 +28,7 @@ _WHAT = {
 _STAGE = {"unknown": "", "load": "", "launch": " at the launch", "parse": " in the front end"}
 LONGEST_QUOTE = 400  # characters of a line of a log
 _COLUMN = 44  # where comments beside values stand
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}: ")  # of a node in LLVM's memory, another in each run
 _FLAGS = ("gqa", "paged", "packed", "window", *FEATURES)
 
 
@@ -35,7 +36,8 @@ def title_of(facts: Facts) -> str:
     """A clause, from what the compiler said. To be said in better words by who knows more."""
     failure = facts.failure
     clause = _WHAT[failure.symptom] + _STAGE.get(failure.stage, f" at stage {failure.stage}")
-    cause = failure.cause if len(failure.cause) <= 110 else failure.cause[:109].rsplit(" ", 1)[0] + " …"
+    told = _ADDRESS.sub("", failure.cause)
+    cause = told if len(told) <= 110 else told[:109].rsplit(" ", 1)[0] + " …"
     return f"{clause}: {cause}"
 
 

@@ -64,6 +64,7 @@ _FUNCTIONS: tuple[str, ...] = (
     r"^\.visible \.entry (?P<name>\w+)",
     r"Triton compilation failed: (?!\w*(?:Error|Exception|OutOfResources)\b)(?P<name>\w+)",
     r"in function '?@?(?P<name>\w+)'?",
+    r"^In function: (?P<name>\w+)$",  # after LLVM's "Cannot select"
     r"on function '@(?P<name>\w+)'",
     r"for kernel (?P<name>\w+): \d",
     r"(?:CompilationError(?:\(['\"]|: )|error ')at \d+:\d+:\n(?:@[^\n]*\n)*def (?P<name>\w+)\(",

@@ -9,6 +9,7 @@ from lifecycle_logs import facts_of, read
 
 from portattn.errors import ArgumentError
 from portattn.tools.quirks.lifecycle import facts
+from portattn.tools.quirks.lifecycle.entry import title_of
 from portattn.tools.quirks.lifecycle.excerpts import excerpts, request_in
 from portattn.tools.quirks.lifecycle.surroundings import surroundings
 
@@ -212,3 +213,14 @@ def test_an_exception_is_no_kernels_name(registry: Any) -> None:
     told = surroundings("Triton compilation failed: my_kernel", "triton", registry).function
     assert told is not None
     assert told.value == "my_kernel"
+
+
+def test_the_function_and_the_address_in_what_llvm_cannot_select(registry: Any) -> None:
+    text = (
+        "LLVM ERROR: Cannot select: 0x55d0c8a3b2c0: v2f16 = fp_round 0x55d0c8a3b1f0, TargetConstant:i32<0>\n"
+        "In function: dense_forward\n"
+    )
+    [found] = facts.from_log(text, "log", registry, backend="cuda")
+    assert found.function == "dense_forward"
+    assert found.kernels
+    assert title_of(found).startswith("the compiler dies: LLVM ERROR: Cannot select: v2f16 = fp_round")
