@@ -375,7 +375,7 @@ def timeline(run: Run) -> dict[str, Any]:
     run.wait()
     dist.barrier()
     run.wait()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         step()
         run.wait()

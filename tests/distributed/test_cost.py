@@ -104,7 +104,7 @@ def test_thousands_of_ranks() -> None:
     found = context_parallel_cost((1, 32, 1 << 23, 128), (1, 8, 1 << 23, 128), ranks=2048, inner=8, causal=True)
     assert found.method == "ring of ulysses"
     assert 1 < found.forward.speedup < 2048
-    assert sum(call.count for call in found.calls) == 257
+    assert sum(call.count for call in found.calls) == 256
 
 
 @pytest.mark.parametrize(
