@@ -28,6 +28,7 @@ from portattn.distributed import (
     context_parallel_cost,
     decode_parallel,
     decode_parallel_cost,
+    torch_context_parallel,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -246,14 +247,18 @@ def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[s
         "forward": lambda: ring.attention(*mine, causal=True),
         "backward": backward_call(ring.attention(*own, causal=True), own, grad_out),
     }
-    for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    chosen = {
+        "cudnn": lambda: sdpa_kernel(cudnn), "flash": lambda: sdpa_kernel(flash), "portattn": torch_context_parallel,
+    }  # fmt: skip
+    for kernel, block in chosen.items():
         for way in ("allgather", "alltoall"):
-            name = f"torch, {kernel.name.split('_')[0].lower()}, {way}"
+            name = f"torch, {kernel}, {way}"
             set_rotate_method(way)
             given = [tensor.clone() for tensor in whole]
             cut = torchs_own(mesh, buffers=given, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(given))
             try:
-                with cut, sdpa_kernel(kernel):
+                with block(), cut:
                     call = functools.partial(F.scaled_dot_product_attention, *given, is_causal=True)
                     beside = f"ring beside {name}"
                     times["forward"] |= run.compared({beside: ours["forward"], name: call}, 1, 4)
