@@ -50,6 +50,7 @@ def merge_rows(
     ours = tl.load(at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK, BLOCK_WIDTH]
     theirs = tl.load(at_part, mask=inside, other=0.0).to(tl.float32)
     theirs = tl.where((other == float("-inf"))[:, None], 0.0, theirs)  # whatever it holds
+    tl.debug_barrier()  # several threads may have read what one of them now overwrites
     tl.store(at, (ours * kept[:, None] + theirs * added[:, None]).to(out.dtype.element_ty), mask=inside)
     tl.store(at_lse, merged, mask=there)
 
