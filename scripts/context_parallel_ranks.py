@@ -31,6 +31,7 @@ from portattn.distributed import (
     torch_context_parallel,
 )
 
+LEAST = 150.0  # ms of a round: the host begins a call's work before the device, which the first of several shows
 Tensors = tuple[torch.Tensor, ...]
 Part = tuple[ContextParallel, list[torch.Tensor]]  # q, k, v and grad_out of this rank
 
@@ -85,18 +86,24 @@ class Run:
         return first.elapsed_time(last) / repeats
 
     def compared(
-        self, contenders: dict[str, Callable[[], Any]], repeats: dict[str, int] | int, rounds: int = 5
+        self, contenders: dict[str, Callable[[], Any]], least: float, rounds: int = 5, warm: int = 2
     ) -> dict[str, dict[str, Any]]:
         """By contender: ms, the largest (of "one": the mean) of the ranks' medians of the rounds, made in turns; by
-        rank; and the spread, the rounds' largest by the smallest, on the slowest rank."""
-        for function in contenders.values():
-            function()
-            function()
+        rank; and the spread, the rounds' largest by the smallest, on the slowest rank.
+
+        least  ms that a round of a contender is to take: so many calls are made back to back
+        """
         taken: dict[str, list[float]] = {name: [] for name in contenders}
+        counts = {}
+        for name, function in contenders.items():
+            for _ in range(warm):
+                function()
+            counts[name] = 1
+            if least:
+                counts[name] = max(1, min(200, round(least / max(self.gather(self.milliseconds(function, 1))))))
         for turn in range(rounds):
             for name in list(contenders)[:: 1 if turn % 2 else -1]:
-                count = repeats if isinstance(repeats, int) else repeats[name]
-                taken[name].append(self.milliseconds(contenders[name], count))
+                taken[name].append(self.milliseconds(contenders[name], counts[name]))
             if turn >= 2 and self.late():
                 break
         found = {}
@@ -145,7 +152,7 @@ def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def attention(run: Run) -> dict[str, Any]:
     """A ring and Ulysses over all ranks, one GPU, and torch's context_parallel: causal, forward and backward."""
     found: dict[str, Any] = {}
-    rates: dict[str, float] = {"link": link(run)["exchange"] or 450e9}
+    rates = link(run)
     for heads, length in shapes(run):
         if run.late():
             break
@@ -169,7 +176,7 @@ def one_shape(run: Run, heads: tuple[int, int], length: int, rates: dict[str, fl
     flop = 2.0 * heads[0] * length * length * 2 * 128 / 2
     for phase, factor in (("forward", 1.0), ("backward", 2.5)):
         rates[phase] = factor * flop / found["times"][phase]["one"]["ms"] * 1e3
-    used = Rates(**{name: rates[name] for name in ("link", "forward", "backward")})
+    used = Rates(**{name: rates[name] for name in ("link", "latency", "forward", "backward")})
     sizes = (1, heads[0], length, 128), (1, heads[1], length, 128)
     cost = context_parallel_cost(*sizes, ranks=run.ranks, causal=True, rates=used)
     found["model ms"] = {"forward": cost.forward.seconds * 1e3, "memory": cost.memory}
@@ -197,7 +204,7 @@ def forward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[str
     found["path"] = _path()
     del expected
     found["memory"] |= {name: run.memory(call) for name, call in calls.items()}
-    found["times"]["forward"] = run.compared(calls, 1 if whole[0].shape[2] > 100_000 else 2)
+    found["times"]["forward"] = run.compared(calls, LEAST)
 
 
 def backward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[str, Any]) -> None:
@@ -212,7 +219,7 @@ def backward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[st
             found["apart"][f"{name}, grad_{which}"] = largest_apart(run, shared, a, b)
     del a, b, expected
     found["memory"] |= {f"{name}, backward": run.memory(call) for name, call in calls.items()}
-    found["times"]["backward"] = run.compared(calls, 1)
+    found["times"]["backward"] = run.compared(calls, LEAST)
 
 
 def backward_call(out: torch.Tensor, own: list[torch.Tensor], grad_out: torch.Tensor) -> Callable[[], Any]:
@@ -261,11 +268,11 @@ def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[s
                 with block(), cut:
                     call = functools.partial(F.scaled_dot_product_attention, *given, is_causal=True)
                     beside = f"ring beside {name}"
-                    times["forward"] |= run.compared({beside: ours["forward"], name: call}, 1, 4)
+                    times["forward"] |= run.compared({beside: ours["forward"], name: call}, LEAST, 4)
                     for tensor in given:
                         tensor.requires_grad_()
                     theirs = backward_call(call(), given, grad_out)
-                    times["backward"] |= run.compared({beside: ours["backward"], name: theirs}, 1, 3)
+                    times["backward"] |= run.compared({beside: ours["backward"], name: theirs}, LEAST, 3)
                     del theirs
             except Exception as error:  # noqa: BLE001  # reported; what one rank alone raises ends by the time-out
                 failed[name] = f"{type(error).__name__}: {error}"[:300]
@@ -274,7 +281,8 @@ def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[s
 
 
 def link(run: Run) -> dict[str, float]:
-    """Bytes a second of messages to the next rank: one way and both ways at once; and seconds of a small one."""
+    """Bytes a second of messages to the next rank, one way, and both ways at once ("link"); and seconds of an exchange
+    of a few bytes, one after the other ("latency")."""
     size = 2**28 if not run.small else 2**12
     sent, into = (torch.zeros(size, dtype=torch.uint8, device=run.device) for _ in range(2))
     little, back = (torch.zeros(8, dtype=torch.uint8, device=run.device) for _ in range(2))
@@ -293,10 +301,10 @@ def link(run: Run) -> dict[str, float]:
     found = run.compared({
         "one way": lambda: move(sent, into, 1), "exchange": lambda: move(sent, into, 2),
         "small": lambda: move(little, back, 2),
-    }, 10, 3)  # fmt: skip
+    }, 20.0, 3)  # fmt: skip
     return {
-        "one way": size / found["one way"]["ms"] * 1e3, "exchange": size / found["exchange"]["ms"] * 1e3,
-        "small message, s": found["small"]["ms"] / 1e3,
+        "one way": size / found["one way"]["ms"] * 1e3, "link": size / found["exchange"]["ms"] * 1e3,
+        "latency": found["small"]["ms"] / 1e3,
     }  # fmt: skip
 
 
@@ -324,7 +332,7 @@ def decode(run: Run) -> dict[str, Any]:
         apart[name] = max(run.gather(float((contenders[name]() - mine).float().norm() / mine.float().norm())))
         memory[name] = run.memory(contenders[name])
     path = _path()
-    found: dict[str, Any] = {"eager": run.compared(contenders, 20), "apart": apart, "memory": memory, "path": path}
+    found: dict[str, Any] = {"eager": run.compared(contenders, 20.0), "apart": apart, "memory": memory, "path": path}
     run.keep(found)
     if run.cuda:
         replayed = {}
@@ -338,7 +346,7 @@ def decode(run: Run) -> dict[str, Any]:
             lengths.fill_(length)
             replayed[name]()
             assert torch.equal(made, before), name
-        found["graph"] = run.compared(replayed, 20)
+        found["graph"] = run.compared(replayed, 20.0)
     one = found.get("graph", found["eager"])["one"]["ms"] / 1e3
     rates = Rates(memory=length * heads[1] * width * 4 / one)
     cost = decode_parallel_cost((1, heads[0], 1, width), (1, heads[1], length, width), ranks=run.ranks, rates=rates)
@@ -450,7 +458,7 @@ def llama(run: Run) -> dict[str, Any]:
         model.eval()
         found["loss"] = {which: forward(which) for which in names}
         found["memory"] = {f"{which}, forward": run.memory(lambda which=which: forward(which)) for which in names}
-        found["forward"] = run.compared({which: lambda which=which: forward(which) for which in names}, 1, 3)
+        found["forward"] = run.compared({which: lambda which=which: forward(which) for which in names}, 0, 3, 0)
         run.keep(found)
         if run.late():
             return found
@@ -470,7 +478,7 @@ def llama(run: Run) -> dict[str, Any]:
             for name, one in made["one"].items()
         }
         if not run.late():
-            found["step"] = run.compared({which: lambda which=which: step(which) for which in names}, 1, 2)
+            found["step"] = run.compared({which: lambda which=which: step(which) for which in names}, 0, 2, 0)
     return found
 
 

@@ -294,18 +294,24 @@ class _Run:
         )  # fmt: skip
 
     def memory(self) -> int:
-        """Of a forward: two blocks of keys and values, what is sent, the sum of partial results where it is float32,
-        and a partial result; of Ulysses the message and the tensors of its heads."""
-        shape = self.shape
-        rows = shape.length // self.shards.ring
-        largest = max((received for received, _, _ in self.steps[1:]), default=0)
-        sent = max((sent for _, _, sent in self.steps[1:]), default=0)
-        found = (2 * largest + sent) * self.key_bytes
-        if self.shards.ring > 1:
-            part = max((s.rows[1] - s.rows[0] for _, spans, _ in self.steps[1:] for s in spans), default=0)
-            found += shape.batch * self.heads_q * part * (shape.dim_v * shape.item + FLOAT32_BYTES)
-            wide = shape.dim_v * FLOAT32_BYTES if self._parts > PARTS else 0
-            found += shape.batch * self.heads_q * rows * (wide + FLOAT32_BYTES)
+        """Of a forward: the step that has most of blocks of keys and values (attended, and on its way in and out) and a
+        partial result; log-sum-exps, and the sum of partial results where it is float32. Of Ulysses the message and the
+        tensors of its heads."""
+        shape, ring = self.shape, self.shards.ring
+        rows = shape.length // ring
+        found = 0
+        if ring > 1:
+            wide, head_rows = self._parts > PARTS, shape.batch * self.heads_q
+            by_step = []
+            for place, (attended, spans, _) in enumerate(self.steps):
+                # The first part of all rows is the result, or what is widened to the sum.
+                parts = [s.rows[1] - s.rows[0] for s in spans if place or wide or s.rows != (0, rows)]
+                each = head_rows * (shape.dim_v * shape.item + FLOAT32_BYTES)
+                following = self.steps[place + 1] if place + 1 < ring else (0, (), 0)
+                keys = (attended if place else 0) + following[0] + following[2]
+                by_step.append(keys * self.key_bytes + max(parts, default=0) * each)
+            sums = shape.dim_v * FLOAT32_BYTES if wide else 0
+            found = max(by_step) + head_rows * rows * (sums + FLOAT32_BYTES)
         if self.shards.inner > 1:
             columns = self.heads_q * (shape.dim + shape.dim_v) + self.heads_k * (shape.dim + shape.dim_v)
             found += 2 * shape.batch * rows * columns * shape.item

@@ -17,6 +17,7 @@ step, at most a shard of keys and values:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from portattn.distributed.groups import Ranks, connect
 from portattn.distributed.local import Rows, Scores, attend, differentiate, of_sinks, plan_span
 from portattn.distributed.merging import PARTS, Merged, Sum, most_parts
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
+
+HOPS = 4  # from stream to stream and back; each takes some microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +196,13 @@ def _move(ranks: Ranks, to: int, sent: Sequence[torch.Tensor], source: int, into
 
 def _message(k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Rows of k and of v, one flat tensor."""
-    rows = [tensor[:, :, start:stop] for tensor in (k, v) for start, stop in parts]
-    if len(parts) > 1:
-        rows = [torch.cat(rows[: len(parts)], 2), torch.cat(rows[len(parts) :], 2)]
-    return torch.cat([part.reshape(-1) for part in rows]) if rows else k.new_empty(0)
+    whole, *both = _received(k, v, sum(stop - start for start, stop in parts))
+    at = 0
+    for start, stop in parts:
+        for tensor, into in zip((k, v), both, strict=True):
+            into[:, :, at : at + stop - start] = tensor[:, :, start:stop]
+        at += stop - start
+    return whole
 
 
 def _received(k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -214,7 +220,30 @@ def _fetch(ring: Ring, k: torch.Tensor, v: torch.Tensor, distance: int) -> _Movi
     to, source = (mine + distance) % count, (mine - distance) % count
     sent = _message(k, v, ring.step(to, mine).ranges)
     into, keys, values = _received(k, v, ring.step(mine, source).keys)
-    return _Moving(_move(ring.ranks, to, [sent], source, into), (keys, values), sent)
+    works = _move(ring.ranks, to, [sent], source, into)
+    if works:
+        _let_messages_begin(k.device)
+    return _Moving(works, (keys, values), sent)
+
+
+def _let_messages_begin(device: torch.device) -> None:
+    """What is launched next begins some microseconds after the messages that were started before.
+
+    NCCL moves messages by a kernel of its own, on a stream that waits for this one. The next attention kernel takes
+    every multiprocessor, and would have them first: the messages would then begin when it ends. It waits for another
+    stream, and back, as often as HOPS says.
+    """
+    if device.type != "cuda":
+        return
+    here, aside = torch.cuda.current_stream(device), _aside(device)
+    for _ in range(HOPS):
+        aside.wait_stream(here)
+        here.wait_stream(aside)
+
+
+@functools.cache
+def _aside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 class _Home:

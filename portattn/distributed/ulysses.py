@@ -134,7 +134,7 @@ def _to_heads(
     run: Ulysses, of: Sequence[tuple[Heads, ...]], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     parts = [
-        [tensor[:, list(heads[to])].reshape(-1) for tensor, heads in zip(tensors, of, strict=True)]
+        [_of_heads(tensor, heads[to]).reshape(-1) for tensor, heads in zip(tensors, of, strict=True)]
         for to in range(run.ranks.size)
     ]
     sizes = [
@@ -173,12 +173,33 @@ def _to_rows(
     for place, (tensor, heads, count) in enumerate(zip(tensors, of, counts, strict=True)):
         shape = (tensor.shape[0], count, own, tensor.shape[3])
         once = sorted(head for some in heads for head in some) == list(range(count))
-        whole = tensor.new_zeros(shape) if once else torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+        whole = tensor.new_empty(shape) if once else torch.zeros(shape, dtype=torch.float32, device=tensor.device)
         for source, some in enumerate(heads):
-            for at, head in enumerate(some):
-                whole[:, head] += received[source][place][:, at]
+            for at, run_of in _runs(some):
+                there, come = whole[:, run_of], received[source][place][:, at : at + run_of.stop - run_of.start]
+                if once:
+                    there.copy_(come)
+                else:
+                    there.add_(come)
         found.append(whole.to(tensor.dtype))
     return tuple(found)
+
+
+def _of_heads(tensor: torch.Tensor, heads: Heads) -> torch.Tensor:
+    parts = [tensor[:, run_of] for _, run_of in _runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat([tensor[:, :0], *parts], 1)
+
+
+def _runs(heads: Heads) -> list[tuple[int, slice]]:
+    """Heads that follow one another as slices, each with the place of its first one. An index made of a list would be
+    copied to the device, and the host would wait for that."""
+    found: list[tuple[int, slice]] = []
+    for at, head in enumerate(heads):
+        if found and found[-1][1].stop == head:
+            found[-1] = found[-1][0], slice(found[-1][1].start, head + 1)
+        else:
+            found.append((at, slice(head, head + 1)))
+    return found
 
 
 def _exchange(
