@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from portattn.distributed import CacheShard, context_parallel, decode_parallel
 from portattn.testing.tolerance import LSE_LEAST, budget, largest, misplaced
@@ -28,6 +30,7 @@ RING: dict[str, dict[str, Any]] = {
     "ring, sinks and softcap": {"sinks": True, "softcap": 3.0},
     "ring, ALiBi": {"alibi": True},
     "ring, fp32, values of another width": {"dtype": "fp32", "width": 64, "width_v": 32},
+    "ring, DTensors": {"dtensor": True},
     "ring, packed": {"cu": CUTS},
     "ring, packed, contiguous, window": {"cu": CUTS, "layout": "contiguous", "window": (150, 0), "causal": False},
 }
@@ -39,6 +42,7 @@ ULYSSES: dict[str, dict[str, Any]] = {
 }
 DECODE: dict[str, dict[str, Any]] = {
     "decode, contiguous": {"kind": "contiguous"},
+    "decode, contiguous, compiled": {"kind": "contiguous", "compiled": True},
     "decode, contiguous, own heads": {"kind": "contiguous", "split": "shard"},
     "decode, contiguous, window, four queries": {"kind": "contiguous", "queries": 4, "window": (300, 0)},
     "decode, paged": {"kind": "paged"},
@@ -51,7 +55,9 @@ CAPACITY, INTERLEAVE, PAGE = 1024, 16, 64
 
 def groups() -> list[list[str]]:
     """Names of cases that one process a rank runs; groups run side by side, since most of their time is compiling."""
-    return [[name] for name in RING] + [list(ULYSSES)[:2], list(ULYSSES)[2:], list(DECODE)[:3], list(DECODE)[3:]]
+    return [[name] for name in RING] + [
+        list(ULYSSES)[:2], list(ULYSSES)[2:], list(DECODE)[:2], list(DECODE)[2:4], list(DECODE)[4:],
+    ]  # fmt: skip
 
 
 def run(names: list[str], device: torch.device) -> dict[str, list[str]]:
@@ -78,7 +84,8 @@ def random(generator: torch.Generator, dtype: torch.dtype, device: torch.device,
 
 def trained(case: dict[str, Any], seed: int, device: torch.device) -> list[str]:
     """Out, LSE and gradients of a call of context_parallel."""
-    shared = context_parallel(method=case.get("method", "ring"), layout=case.get("layout"))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if case.get("dtensor") else None
+    shared = context_parallel(mesh, method=case.get("method", "ring"), layout=case.get("layout"))
     whole, dtype = tensors_of(case, seed, device), DTYPES[case["dtype"]]
     packed = "cu" in case
     leaves = {}
@@ -95,12 +102,17 @@ def trained(case: dict[str, Any], seed: int, device: torch.device) -> list[str]:
     if "alibi_slopes" in whole:
         options["alibi_slopes"] = whole["alibi_slopes"].float()
     qkv = [leaves[name] for name in "qkv"]
+    if mesh is not None:
+        qkv = [DTensor.from_local(tensor, mesh, [Shard(2)]) for tensor in qkv]
     if packed:
         cu = torch.tensor(case["cu"], dtype=torch.int32)
         out, lse = shared.varlen_attention(*qkv, cu, **options, return_lse=True)
     else:
         layout = "bshd" if case.get("bshd") else "bhsd"
         out, lse = shared.attention(*qkv, **options, layout=layout, return_lse=True)
+
+    if mesh is not None:
+        out, lse = out.to_local(), lse.to_local()
 
     def heads_first(tensor: torch.Tensor) -> torch.Tensor:
         if packed:
@@ -211,7 +223,10 @@ def decoded(case: dict[str, Any], seed: int, device: torch.device) -> list[str]:
     scale = 1 / math.sqrt(width)
     k_part, v_part = (part_of(tensor.to(dtype), shared.shard, lengths) for tensor in (k, v))
     if case["kind"] == "contiguous":
-        out, lse = shared.decode_attention(q.to(dtype), k_part, v_part, lengths, return_lse=True, **options)
+        call = (
+            torch.compile(shared.decode_attention, fullgraph=True) if case.get("compiled") else shared.decode_attention
+        )
+        out, lse = call(q.to(dtype), k_part, v_part, lengths, return_lse=True, **options)
     else:
         table = torch.randperm(batch * k_part.shape[2] // PAGE, generator=generator).to(device, torch.int32)
         table = table.reshape(batch, -1)

@@ -1,24 +1,29 @@
-"""What scripts/context_parallel_times.py runs in each rank: times, memory and rates of attention over several GPUs.
+"""Attention over several GPUs, as scripts/context_parallel_times.py times it in each rank.
 
-Each function takes a Run and returns what it found, alike on every rank where ranks have to agree on it. One GPU's
-times are measured by all ranks at once, each with the whole problem: their mean is what several GPUs are compared with.
+Each part takes a Run and returns what it found, alike on every rank where ranks have to agree on it. One GPU's times
+are measured by all ranks at once, each with the whole problem: their mean is what several GPUs are compared with.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from context_parallel_run import (
+    LEAST,
+    Run,
+    Tensors,
+    backward_call,
+    host_milliseconds,
+    largest_apart,
+    last_path,
+    leaves,
+    whole_tensors,
+)
 
 import portattn
 from portattn.distributed import (
@@ -26,116 +31,10 @@ from portattn.distributed import (
     Rates,
     context_parallel,
     context_parallel_cost,
-    decode_parallel,
-    decode_parallel_cost,
     torch_context_parallel,
 )
 
-LEAST = 150.0  # ms of a round: the host begins a call's work before the device, which the first of several shows
-Tensors = tuple[torch.Tensor, ...]
 Part = tuple[ContextParallel, list[torch.Tensor]]  # q, k, v and grad_out of this rank
-
-
-@dataclass(frozen=True)
-class Run:
-    """One rank: its number, how many there are, its device, whether sizes are small ones, when to stop, and the file
-    of what it has found so far, which counts where it fails later."""
-
-    rank: int
-    ranks: int
-    device: torch.device
-    small: bool
-    until: float
-    so_far: Path
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def late(self) -> bool:
-        """Whether the time is over, on any rank: all answer alike."""
-        return max(self.gather(time.monotonic() > self.until))
-
-    def keep(self, found: dict[str, Any]) -> None:
-        self.so_far.write_text(json.dumps(found), encoding="utf-8")
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return found
-
-    def milliseconds(self, function: Callable[[], Any], repeats: int) -> float:
-        """Of one call, of so many made back to back after a barrier."""
-        dist.barrier()
-        self.wait()
-        if not self.cuda:
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                function()
-            return (time.perf_counter() - begin) / repeats * 1e3
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(repeats):
-            function()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / repeats
-
-    def compared(
-        self, contenders: dict[str, Callable[[], Any]], least: float, rounds: int = 5, warm: int = 2
-    ) -> dict[str, dict[str, Any]]:
-        """By contender: ms, the largest (of "one": the mean) of the ranks' medians of the rounds, made in turns; by
-        rank; and the spread, the rounds' largest by the smallest, on the slowest rank.
-
-        least  ms that a round of a contender is to take: so many calls are made back to back
-        """
-        taken: dict[str, list[float]] = {name: [] for name in contenders}
-        counts = {}
-        for name, function in contenders.items():
-            for _ in range(warm):
-                function()
-            counts[name] = 1
-            if least:
-                counts[name] = max(1, min(200, round(least / max(self.gather(self.milliseconds(function, 1))))))
-        for turn in range(rounds):
-            for name in list(contenders)[:: 1 if turn % 2 else -1]:
-                taken[name].append(self.milliseconds(contenders[name], counts[name]))
-            if turn >= 2 and self.late():
-                break
-        found = {}
-        for name, times in taken.items():
-            medians = self.gather(statistics.median(times))
-            spread = max(self.gather(max(times) / min(times)))
-            joined = statistics.mean(medians) if name.startswith("one") else max(medians)
-            found[name] = {"ms": joined, "by rank": medians, "spread": spread}
-        return found
-
-    def memory(self, function: Callable[[], Any]) -> int:
-        """Bytes allocated at the peak of a call, beyond what was there before: its results are part of it."""
-        if not self.cuda:
-            return 0
-        function()
-        self.wait()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = function()
-        self.wait()
-        del result
-        return max(self.gather(torch.cuda.max_memory_allocated() - before))
-
-
-def whole_tensors(run: Run, heads: tuple[int, int], length: int, width: int = 128) -> Tensors:
-    """q, k, v and grad_out of (1, H, S, D) bf16, alike on every rank."""
-    generator = torch.Generator(run.device).manual_seed(7)
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    return tuple(
-        torch.randn(1, count, length, width, generator=generator, device=run.device, dtype=torch.bfloat16)
-        for count in counts
-    )
 
 
 def shapes(run: Run) -> list[tuple[tuple[int, int], int]]:
@@ -143,10 +42,6 @@ def shapes(run: Run) -> list[tuple[tuple[int, int], int]]:
     if run.small:
         return [((4, 2), 256)]
     return [((32, 8), 65536), ((16, 16), 65536), ((32, 8), 131072), ((16, 16), 131072)]
-
-
-def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.detach().requires_grad_() for tensor in tensors]
 
 
 def attention(run: Run) -> dict[str, Any]:
@@ -201,9 +96,10 @@ def forward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[str
     expected = calls["one"]()
     for name, (shared, _) in parts.items():
         found["apart"][name] = largest_apart(run, shared, calls[name](), expected)
-    found["path"] = _path()
+    found["path"] = last_path()
     del expected
     found["memory"] |= {name: run.memory(call) for name, call in calls.items()}
+    found["host ms"] = {name: max(run.gather(host_milliseconds(run, call))) for name, call in calls.items()}
     found["times"]["forward"] = run.compared(calls, LEAST)
 
 
@@ -220,21 +116,6 @@ def backward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[st
     del a, b, expected
     found["memory"] |= {f"{name}, backward": run.memory(call) for name, call in calls.items()}
     found["times"]["backward"] = run.compared(calls, LEAST)
-
-
-def backward_call(out: torch.Tensor, own: list[torch.Tensor], grad_out: torch.Tensor) -> Callable[[], Any]:
-    return lambda: torch.autograd.grad(out, own, grad_out, retain_graph=True)
-
-
-def _path() -> str:
-    plan = portattn.last_plan()
-    return "" if plan is None else f"{plan.path}"
-
-
-def largest_apart(run: Run, shared: Any, mine: torch.Tensor, whole: torch.Tensor) -> float:
-    """||ours - one GPU's|| / ||one GPU's|| of this rank's rows, the largest of the ranks."""
-    right = shared.shard(whole).float()
-    return max(run.gather(float((mine.detach().float() - right).norm() / right.norm())))
 
 
 def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[str, str]]:
@@ -306,198 +187,6 @@ def link(run: Run) -> dict[str, float]:
         "one way": size / found["one way"]["ms"] * 1e3, "link": size / found["exchange"]["ms"] * 1e3,
         "latency": found["small"]["ms"] / 1e3,
     }  # fmt: skip
-
-
-def decode(run: Run) -> dict[str, Any]:
-    """A cache of a million tokens over all ranks and on one GPU: eager, and replayed from a CUDA graph."""
-    length, heads, width = (2**20, (64, 8), 128) if not run.small else (512, (8, 2), 64)
-    generator = torch.Generator(run.device).manual_seed(3)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator, device=run.device, dtype=torch.bfloat16)
-
-    q, k, v = random(1, heads[0], 1, width), random(1, heads[1], length, width), random(1, heads[1], length, width)
-    lengths = torch.tensor([length], dtype=torch.int32, device=run.device)
-    contenders: dict[str, Callable[[], Any]] = {"one": lambda: portattn.decode_attention(q, k, v, lengths)}
-    right = contenders["one"]()
-    apart, memory = {}, {}
-    for split in ("all", "shard"):
-        shared = decode_parallel(interleave=length // run.ranks, heads=split)
-        at = slice(run.rank * length // run.ranks, (run.rank + 1) * length // run.ranks)
-        part = [tensor[:, :, at].contiguous() for tensor in (k, v)]
-        name = f"several, {split}"
-        contenders[name] = lambda shared=shared, part=part: shared.decode_attention(q, *part, lengths)
-        each = heads[0] // run.ranks if split == "shard" else heads[0]
-        mine = right[:, run.rank * each : (run.rank + 1) * each] if split == "shard" else right
-        apart[name] = max(run.gather(float((contenders[name]() - mine).float().norm() / mine.float().norm())))
-        memory[name] = run.memory(contenders[name])
-    path = _path()
-    found: dict[str, Any] = {"eager": run.compared(contenders, 20.0), "apart": apart, "memory": memory, "path": path}
-    run.keep(found)
-    if run.cuda:
-        replayed = {}
-        for name, function in contenders.items():
-            replayed[name], made = captured(function)
-            before = function()
-            lengths.fill_(length // 2)
-            replayed[name]()
-            halved = function()
-            found.setdefault("graph has the same bits", {})[name] = all(run.gather(bool(torch.equal(made, halved))))
-            lengths.fill_(length)
-            replayed[name]()
-            assert torch.equal(made, before), name
-        found["graph"] = run.compared(replayed, 20.0)
-    one = found.get("graph", found["eager"])["one"]["ms"] / 1e3
-    rates = Rates(memory=length * heads[1] * width * 4 / one)
-    cost = decode_parallel_cost((1, heads[0], 1, width), (1, heads[1], length, width), ranks=run.ranks, rates=rates)
-    return found | {"rate": rates.memory, "model ms": cost.forward.seconds * 1e3}
-
-
-def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """What replays a CUDA graph of a call, and where its result is then."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        made = function()
-    return graph.replay, made
-
-
-def timeline(run: Run) -> dict[str, Any]:
-    """What each rank's streams did in a forward and a backward of 64k tokens: [name, stream, begin, length], µs."""
-    if not run.cuda:
-        return {}
-    from torch.profiler import ProfilerActivity, profile
-
-    heads, length = (32, 8), 65536 if not run.small else 2048
-    shared = context_parallel()
-    *mine, grad_out = (shared.shard(tensor) for tensor in whole_tensors(run, heads, length))
-    own = leaves(*mine)
-
-    def step() -> None:
-        out = shared.attention(*own, causal=True)
-        torch.autograd.grad(out, own, grad_out)
-
-    for _ in range(3):
-        step()
-    run.wait()
-    dist.barrier()
-    run.wait()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step()
-        step()
-        run.wait()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8"))
-    base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
-    events = [
-        [event["name"][:60], event["args"].get("stream", -1), float(event["ts"]) + base, float(event["dur"])]
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
-    everything = run.gather(events)
-    first = min(begin for some in everything for _, _, begin, _ in some)
-    return {
-        "tokens": length, "heads": heads,
-        "ranks": [
-            sorted(([n, s, round(b - first, 1), round(d, 1)] for n, s, b, d in some), key=lambda e: e[2])
-            for some in everything
-        ],
-    }  # fmt: skip
-
-
-def llama(run: Run) -> dict[str, Any]:
-    """A Llama of 1.2 B random weights: a forward with its loss, and a step of training with checkpoints, of one
-    sequence over all ranks and on one GPU."""
-    import portattn.integrations.transformers as alone
-    from portattn.integrations.transformers_parallel import register_parallel, shard_batch
-
-    length = 65536 if not run.small else 256
-    model = a_llama(run)
-    ids = torch.randint(5, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(2))
-    ids = ids.to(run.device)
-    shared = context_parallel()
-    names = {"one": "portattn", "several": "portattn_parallel"}
-    found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "tokens": length}
-    with contextlib.ExitStack() as stack:
-        for handle in (alone.register(), register_parallel(shared)):
-            stack.callback(handle.remove)
-        given = {"one": {"input_ids": ids, "labels": ids, "use_cache": False}}
-        given["several"] = shard_batch(shared, ids, ids)
-
-        def loss_of(which: str) -> torch.Tensor:
-            model.set_attn_implementation(names[which])
-            loss: torch.Tensor = model(**given[which]).loss
-            return loss
-
-        def forward(which: str) -> float:
-            with torch.no_grad():
-                loss = loss_of(which).detach().float()
-            if which == "several":
-                dist.all_reduce(loss)
-            return float(loss)
-
-        def step(which: str) -> None:
-            model.zero_grad(set_to_none=True)
-            loss_of(which).backward()
-            if which == "several":
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-
-        def gradients() -> dict[str, torch.Tensor]:
-            last = model.model.layers[-1].self_attn
-            return {name: getattr(last, name).weight.grad.clone() for name in ("q_proj", "k_proj", "v_proj")}
-
-        model.eval()
-        found["loss"] = {which: forward(which) for which in names}
-        found["memory"] = {f"{which}, forward": run.memory(lambda which=which: forward(which)) for which in names}
-        found["forward"] = run.compared({which: lambda which=which: forward(which) for which in names}, 0, 3, 0)
-        run.keep(found)
-        if run.late():
-            return found
-        model.train()
-        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        getattr(model, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
-        made = {}
-        for which in names:
-            if run.cuda:
-                torch.cuda.reset_peak_memory_stats()
-            step(which)
-            if run.cuda:
-                found["memory"][f"{which}, step, in all"] = torch.cuda.max_memory_allocated()
-            made[which] = gradients()
-        found["gradients apart"] = {
-            name: float((made["several"][name] - one).float().norm() / one.float().norm())
-            for name, one in made["one"].items()
-        }
-        if not run.late():
-            found["step"] = run.compared({which: lambda which=which: step(which) for which in names}, 0, 2, 0)
-    return found
-
-
-def a_llama(run: Run) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
-        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "vocab_size": 32000, "head_dim": 128,
-    }  # fmt: skip
-    if run.small:
-        sizes = {
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 200, "head_dim": 16,
-        }  # fmt: skip
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, max_position_embeddings=131072, rope_theta=5e5, use_cache=False)
-    with torch.device(run.device):
-        return LlamaForCausalLM(config).to(torch.bfloat16 if run.cuda else torch.float32)
 
 
 def warm(run: Run, what: str) -> None:

@@ -29,14 +29,21 @@ from pathlib import Path
 from typing import Any
 
 import context_parallel_cases
+import context_parallel_more
 import context_parallel_ranks
 import torch
 import torch.distributed as dist
+from context_parallel_run import Run
 
-PARTS = ("correctness", "attention", "decode", "timeline", "llama")
+PARTS: dict[str, Any] = {
+    "correctness": None,  # whose processes are many
+    "gone": context_parallel_more.gone, "attention": context_parallel_ranks.attention,
+    "decode": context_parallel_more.decode, "timeline": context_parallel_more.timeline,
+    "llama": context_parallel_more.llama,
+}  # fmt: skip
 WARM = ("one forward", "one backward", "ring forward", "ring backward")
 # Of the seconds of --budget, how many a part may take at most.
-SHARES = {"correctness": 0.35, "attention": 0.5, "decode": 0.25, "timeline": 0.2, "llama": 0.4}
+SHARES = {"correctness": 0.35, "gone": 0.15, "attention": 0.5, "decode": 0.25, "timeline": 0.2, "llama": 0.4}
 TIMEOUT = 100  # seconds, of a process group
 APART = 0.01  # ||ours - one GPU's|| / ||one GPU's||, of bf16 results; gradients round more often
 GRADIENTS_APART = 0.02
@@ -103,7 +110,7 @@ def in_rank(rank: int, what: Any, options: argparse.Namespace, folder: Path, unt
             backend, store=store, rank=rank, world_size=options.ranks, timeout=datetime.timedelta(seconds=TIMEOUT),
             device_id=device if cuda else None,
         )  # fmt: skip
-        run = context_parallel_ranks.Run(rank, options.ranks, device, options.small, until, folder / f"{rank}.so_far")
+        run = Run(rank, options.ranks, device, options.small, until, folder / f"{rank}.so_far")
         found = what(run)
         (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     except BaseException:
@@ -119,7 +126,8 @@ def correctness(options: argparse.Namespace, folder: Path, until: float) -> dict
         for what in WARM:
             jobs.append(Job(f"warm {what}", lambda run, what=what: context_parallel_ranks.warm(run, what), options,
                             folder, until))  # fmt: skip
-    named = {}
+    named: dict[str, list[str]] = {}
+    ended: dict[str, Any] = {}
     for place, names in enumerate(context_parallel_cases.groups()):
         mine = argparse.Namespace(**vars(options) | {"only_nccl": place % 2 == 1})
         job = Job(
@@ -132,12 +140,11 @@ def correctness(options: argparse.Namespace, folder: Path, until: float) -> dict
         named[job.name] = names
         jobs.append(job)
         if options.device == "cpu":  # one after the other
-            job.until = until
-            job.done = job.wait()  # type: ignore[attr-defined]
+            ended[job.name] = job.wait()
     cases: dict[str, Any] = {}
     failed = {}
     for job in jobs:
-        found = getattr(job, "done", None) or job.wait()
+        found = ended.get(job.name) or job.wait()
         if found["errors"]:
             failed[job.name] = found["errors"]
         for name in named.get(job.name, ()):
@@ -150,6 +157,8 @@ def wrong_in(part: str, found: dict[str, Any]) -> list[str]:
     wrong = [f"{name}: {text}" for name, text in found.get("failed", {}).items()]
     if part == "correctness":
         return wrong + [f"{name}: {'; '.join(text)}" for name, text in found["cases"].items() if text]
+    if part == "gone" and not found.get("raised"):
+        wrong.append("a rank that was gone was not noticed")
     for name, one in found.get("shapes", {}).items():
         for which, apart in one["apart"].items():
             limit = GRADIENTS_APART if "grad" in which else APART
@@ -173,6 +182,9 @@ def table(report: dict[str, Any]) -> str:
     if "correctness" in parts:
         cases = parts["correctness"].get("cases", {})
         lines.append(f"correctness: {sum(not text for text in cases.values())} of {len(cases)} cases in their budget")
+    if parts.get("gone", {}).get("raised"):
+        gone = parts["gone"]
+        lines.append(f"a killed rank: {gone['raised']} after {gone['seconds']:.2f} s: {gone['text'][:100]}")
     for name, one in (parts.get("attention", {}).get("shapes") or {}).items():
         for phase, contenders in one["ms"].items():
             base = contenders["one"]
@@ -182,6 +194,7 @@ def table(report: dict[str, Any]) -> str:
         memory = {which: f"{count / 2**20:.0f}" for which, count in one["memory"].items()}
         lines.append(f"  path {one['path']}, MiB beyond inputs {memory}, model {one['model ms']['memory'] / 2**20:.0f}")
         lines.append(f"  apart {one['apart']} {one['torch failed'] or ''}")
+        lines.append(f"  ms of the host {one['host ms']}")
     if "rates" in parts.get("attention", {}):
         lines.append(f"rates: {parts['attention']['rates']}")
     decode = parts.get("decode", {})
@@ -238,9 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if part == "correctness":
                 found = correctness(options, Path(folder), until)
             else:
-                done = Job(part, getattr(context_parallel_ranks, part), options, Path(folder), until).wait()
+                done = Job(part, PARTS[part], options, Path(folder), until).wait()
                 found = done["result"] or {}
-                if done["errors"]:
+                if done["errors"] and not found.get("raised"):
                     found["failed"] = done["errors"]
             if part == "timeline" and options.timeline is not None:
                 options.timeline.write_text(json.dumps(found), encoding="utf-8")
