@@ -119,7 +119,7 @@ def backward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[st
 
 
 def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[str, str]]:
-    """torch's context_parallel with each kernel and each way to pass keys on, beside the ring in the same rounds."""
+    """torch's context_parallel with several kernels and ways to pass keys on, beside the ring in the same rounds."""
     import torch.nn.functional as F  # noqa: N812
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as torchs_own
@@ -139,25 +139,29 @@ def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[s
     chosen = {
         "cudnn": lambda: sdpa_kernel(cudnn), "flash": lambda: sdpa_kernel(flash), "portattn": torch_context_parallel,
     }  # fmt: skip
-    for kernel, block in chosen.items():
-        for way in ("allgather", "alltoall"):
-            name = f"torch, {kernel}, {way}"
-            set_rotate_method(way)
-            given = [tensor.clone() for tensor in whole]
-            cut = torchs_own(mesh, buffers=given, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(given))
-            try:
-                with block(), cut:
-                    call = functools.partial(F.scaled_dot_product_attention, *given, is_causal=True)
-                    beside = f"ring beside {name}"
-                    times["forward"] |= run.compared({beside: ours["forward"], name: call}, LEAST, 4)
-                    for tensor in given:
-                        tensor.requires_grad_()
-                    theirs = backward_call(call(), given, grad_out)
-                    times["backward"] |= run.compared({beside: ours["backward"], name: theirs}, LEAST, 3)
-                    del theirs
-            except Exception as error:  # noqa: BLE001  # reported; what one rank alone raises ends by the time-out
-                failed[name] = f"{type(error).__name__}: {error}"[:300]
-            del given
+    for kernel, way in (
+        ("cudnn", "allgather"),
+        ("cudnn", "alltoall"),
+        ("flash", "allgather"),
+        ("portattn", "allgather"),
+    ):
+        name, block = f"torch, {kernel}, {way}", chosen[kernel]
+        set_rotate_method(way)
+        given = [tensor.clone() for tensor in whole]
+        cut = torchs_own(mesh, buffers=given, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(given))
+        try:
+            with block(), cut:
+                call = functools.partial(F.scaled_dot_product_attention, *given, is_causal=True)
+                beside = f"ring beside {name}"
+                times["forward"] |= run.compared({beside: ours["forward"], name: call}, LEAST, 4)
+                for tensor in given:
+                    tensor.requires_grad_()
+                theirs = backward_call(call(), given, grad_out)
+                times["backward"] |= run.compared({beside: ours["backward"], name: theirs}, LEAST, 3)
+                del theirs
+        except Exception as error:  # noqa: BLE001  # reported; what one rank alone raises ends by the time-out
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+        del given
     return times, failed
 
 
