@@ -18,6 +18,7 @@ from context_parallel_run import (
     Run,
     Tensors,
     backward_call,
+    difference,
     host_milliseconds,
     largest_apart,
     last_path,
@@ -79,7 +80,7 @@ def one_shape(run: Run, heads: tuple[int, int], length: int, rates: dict[str, fl
         found["model ms"]["backward"] = cost.backward.seconds * 1e3
     found["torch failed"] = {}
     if run.cuda and heads[0] == heads[1]:
-        more, found["torch failed"] = torchs(run, (q, k, v), parts["ring"])
+        more, found["torch failed"] = torchs(run, (q, k, v), parts["ring"], found["apart"])
         for phase, contenders in more.items():
             found["times"][phase] |= contenders
     found["ms"] = {
@@ -118,8 +119,9 @@ def backward_of(run: Run, whole: Tensors, parts: dict[str, Part], found: dict[st
     found["times"]["backward"] = run.compared(calls, LEAST)
 
 
-def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[str, str]]:
-    """torch's context_parallel with several kernels and ways to pass keys on, beside the ring in the same rounds."""
+def torchs(run: Run, whole: Tensors, part: Part, apart: dict[str, float]) -> tuple[dict[str, Any], dict[str, str]]:
+    """torch's context_parallel with several kernels and ways to pass keys on, beside the ring in the same rounds; its
+    ranks have the rows that zig-zag shards have."""
     import torch.nn.functional as F  # noqa: N812
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as torchs_own
@@ -139,12 +141,8 @@ def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[s
     chosen = {
         "cudnn": lambda: sdpa_kernel(cudnn), "flash": lambda: sdpa_kernel(flash), "portattn": torch_context_parallel,
     }  # fmt: skip
-    for kernel, way in (
-        ("cudnn", "allgather"),
-        ("cudnn", "alltoall"),
-        ("flash", "allgather"),
-        ("portattn", "allgather"),
-    ):
+    ways = (("cudnn", "allgather"), ("cudnn", "alltoall"), ("flash", "allgather"), ("portattn", "allgather"))
+    for kernel, way in ways:
         name, block = f"torch, {kernel}, {way}", chosen[kernel]
         set_rotate_method(way)
         given = [tensor.clone() for tensor in whole]
@@ -156,7 +154,12 @@ def torchs(run: Run, whole: Tensors, part: Part) -> tuple[dict[str, Any], dict[s
                 times["forward"] |= run.compared({beside: ours["forward"], name: call}, LEAST, 4)
                 for tensor in given:
                     tensor.requires_grad_()
-                theirs = backward_call(call(), given, grad_out)
+                result = call()
+                theirs = backward_call(result, given, grad_out)
+                for what, a, b in zip(("", ", grad_q", ", grad_k", ", grad_v"), (result, *theirs()),
+                                      (ours["forward"](), *ours["backward"]()), strict=True):  # fmt: skip
+                    apart[name + what] = max(run.gather(difference(a, b)))
+                del result, a, b
                 times["backward"] |= run.compared({beside: ours["backward"], name: theirs}, LEAST, 3)
                 del theirs
         except Exception as error:  # noqa: BLE001  # reported; what one rank alone raises ends by the time-out

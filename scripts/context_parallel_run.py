@@ -149,5 +149,9 @@ def last_path() -> str:
 
 def largest_apart(run: Run, shared: Any, mine: torch.Tensor, whole: torch.Tensor) -> float:
     """||ours - one GPU's|| / ||one GPU's|| of this rank's rows, the largest of the ranks."""
-    right = shared.shard(whole).float()
-    return max(run.gather(float((mine.detach().float() - right).norm() / right.norm())))
+    return max(run.gather(difference(mine, shared.shard(whole))))
+
+
+def difference(ours: torch.Tensor, right: torch.Tensor) -> float:
+    """||ours - right|| / ||right||."""
+    return float((ours.detach().float() - right.float()).norm() / right.float().norm())
