@@ -91,14 +91,15 @@ def llama(report: dict[str, Any]) -> str:
 
 def rates(report: dict[str, Any]) -> str:
     found = report["parts"]["attention"]["rates"]
-    said = [["rate", "measured"]]
-    said.append(["messages both ways at once, each way", f"{found['link'] / 1e9:.0f} GB/s"])
-    said.append(["messages one way", f"{found['one way'] / 1e9:.0f} GB/s"])
-    said.append(["an exchange of 8 bytes", f"{found['latency'] * 1e6:.0f} µs"])
-    said.append(["attention, forward", f"{found['forward'] / 1e12:.0f} TFLOP/s"])
-    said.append(["attention, backward", f"{found['backward'] / 1e12:.0f} TFLOP/s"])
-    said.append(["decoding reads", f"{report['parts']['decode']['rate'] / 1e12:.2f} TB/s"])
-    return rows(said)
+    named = (
+        ("link", "messages both ways at once, each way", "GB/s", 1e-9), ("one way", "messages one way", "GB/s", 1e-9),
+        ("latency", "an exchange of 8 bytes", "µs", 1e6), ("forward", "attention, forward", "TFLOP/s", 1e-12),
+        ("backward", "attention, backward", "TFLOP/s", 1e-12),
+    )  # fmt: skip
+    said = [[words, f"{found[name] * factor:.0f} {unit}"] for name, words, unit, factor in named]
+    return rows(
+        [["rate", "measured"], *said, ["decoding reads", f"{report['parts']['decode']['rate'] / 1e12:.2f} TB/s"]]
+    )
 
 
 TABLES = (times, memory, decode, llama, rates)

@@ -9,15 +9,15 @@ rank that has the keys while the next step is computed.
 
 Memory of a rank beyond its own q, k, v and out, beside what its local calls need; a block is what is received in one
 step, at most a shard of keys and values:
-  forward   three blocks (one attended, one in flight, a copy of its own that is sent), and the partial results in
-            float32, B·Hq·S·(Dv + 1); one local result at a time
-  backward  the same blocks; dQ, dK and dV of its own rows in float32; one block's gradients in float32, and in k's
-            dtype, in which they are sent, twice (its own on their way out, others' on their way in)
+  forward   two blocks and what is sent (one attended, one in flight, a copy of its own); one local result; and the sum
+            of partial results in float32, B·Hq·S·Dv, unless each row has two at most, as over two ranks
+  backward  the same blocks; dQ, dK and dV of its own rows, in float32 where more than two parts are added; one block's
+            gradients in k's dtype, in which they are sent, twice (its own on their way out, others' on their way in);
+            one local call's gradients
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +27,11 @@ import torch.distributed as dist
 
 from portattn.distributed.groups import Ranks, connect
 from portattn.distributed.local import Rows, Scores, attend, differentiate, of_sinks, plan_span
-from portattn.distributed.merging import PARTS, Merged, Sum, most_parts
+from portattn.distributed.merging import PARTS, Merged, Sum, fused, most_parts
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
+from portattn.launch.run import device_guard, load_kernels
 
-HOPS = 4  # from stream to stream and back; each takes some microseconds
+PAUSE = 12_000  # products one after the other: about 30 µs at 1.7 GHz
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,28 +223,20 @@ def _fetch(ring: Ring, k: torch.Tensor, v: torch.Tensor, distance: int) -> _Movi
     into, keys, values = _received(k, v, ring.step(mine, source).keys)
     works = _move(ring.ranks, to, [sent], source, into)
     if works:
-        _let_messages_begin(k.device)
+        _let_messages_begin(k)
     return _Moving(works, (keys, values), sent)
 
 
-def _let_messages_begin(device: torch.device) -> None:
+def _let_messages_begin(memory: torch.Tensor) -> None:
     """What is launched next begins some microseconds after the messages that were started before.
 
-    NCCL moves messages by a kernel of its own, on a stream that waits for this one. The next attention kernel takes
-    every multiprocessor, and would have them first: the messages would then begin when it ends. It waits for another
-    stream, and back, as often as HOPS says.
+    NCCL moves messages by a kernel of its own, on a stream that waits for this one. An attention kernel takes every
+    multiprocessor until it ends, and would have them before: the messages would not be hidden at all.
     """
-    if device.type != "cuda":
-        return
-    here, aside = torch.cuda.current_stream(device), _aside(device)
-    for _ in range(HOPS):
-        aside.wait_stream(here)
-        here.wait_stream(aside)
-
-
-@functools.cache
-def _aside(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
+    if fused(memory.device):
+        kernels: Any = load_kernels("portattn.kernels.pause", False)
+        with device_guard(memory):
+            kernels.pause[(1,)](memory, 0.0, PAUSE, num_warps=1)
 
 
 class _Home:
