@@ -38,8 +38,8 @@ def torchs_best(contenders: dict[str, Any]) -> tuple[str, float, float] | None:
 
 def times(report: dict[str, Any]) -> str:
     head = [
-        "heads", "tokens", "pass", "one GPU, ms", "ring, ms", "one / ring", "Ulysses, ms", "one / Ulysses",
-        "model of the ring, ms", "torch's, ms", "torch's / ring",
+        "heads", "tokens", "pass", "one GPU", "ring", "one / ring", "Ulysses", "one / Ulysses", "model", "torch's",
+        "torch's / ring",
     ]  # fmt: skip
     found = [head]
     for name, shape in report["parts"]["attention"]["shapes"].items():
