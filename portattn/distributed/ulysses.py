@@ -205,16 +205,20 @@ def _runs(heads: Heads) -> list[tuple[int, slice]]:
 def _exchange(
     ranks: Ranks, parts: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[torch.Tensor]]:
-    """parts: flat tensors for each rank; sizes: of the tensors that come from each rank."""
-    sent = [sum(part.numel() for part in to) for to in parts]
+    """parts: flat tensors for each rank; sizes: of the tensors that come from each rank. What a rank has for itself is
+    not sent, and not copied."""
+    mine = ranks.rank
+    sent = [0 if to == mine else sum(part.numel() for part in several) for to, several in enumerate(parts)]
     counts = [[math.prod(size) for size in source] for source in sizes]
-    flat = torch.cat([part for to in parts for part in to])
-    into = flat.new_empty(sum(map(sum, counts)))
-    dist.all_to_all_single(into, flat, [sum(source) for source in counts], sent, group=ranks.group)
-    return [
-        [piece.view(size) for piece, size in zip(source.split(count), several, strict=True)]
-        for source, count, several in zip(into.split([sum(c) for c in counts]), counts, sizes, strict=True)
-    ]
+    come = [0 if source == mine else sum(several) for source, several in enumerate(counts)]
+    flat = torch.cat([part for to, several in enumerate(parts) for part in several if to != mine])
+    into = flat.new_empty(sum(come))
+    dist.all_to_all_single(into, flat, come, sent, group=ranks.group)
+    found = []
+    for source, (part, count, several) in enumerate(zip(into.split(come), counts, sizes, strict=True)):
+        pieces = parts[mine] if source == mine else part.split(count)
+        found.append([piece.view(size) for piece, size in zip(pieces, several, strict=True)])
+    return found
 
 
 def _put(whole: torch.Tensor, places: Sequence[tuple[int, int]], rows: torch.Tensor) -> None:
