@@ -172,8 +172,10 @@ def description(given: dict[str, Any], documents: Documents | None, fixed: Seque
         said[f"{name}.shape"] = None if tensor is None else tuple(tensor.shape)
     for name in ("scale", "causal", "window", "softcap", "backend", "layout"):
         said[name] = given.get(name)
-    tensors = [given[name] for name in ("q", "k", "v", "sinks", "alibi_slopes") if given[name] is not None]
-    said["whether gradients are asked for"] = grad and any(tensor.requires_grad for tensor in tensors)
+    for name in ("q", "k", "v", "sinks", "alibi_slopes"):
+        # Of each: a backward pass sends what its own tensors' gradients need, and ranks would wait for one another.
+        tensor = given[name]
+        said[f"whether gradients of {name} are asked for"] = grad and tensor is not None and tensor.requires_grad
     if documents is not None:
         cu, more = documents.cu, len(documents.cu) - _SHOWN
         said["cu_seqlens"] = cu if more <= 0 else (*cu[:_SHOWN], f"{more} more, which hash to {hash(documents):x}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from portattn.distributed.cost_report import Cost, LocalCall, Phase, Rates
+from portattn.distributed.merging import PARTS, most_parts
 from portattn.distributed.partials import WORD_BYTES
 from portattn.distributed.sharding import LAYOUTS, Mask, Shards, Span, step
 from portattn.distributed.ulysses import HeadShards, head_shards
@@ -196,6 +197,7 @@ class _Run:
 
         # By distance t: the spans that it attends, rows of keys received for them, and rows that it sends.
         self.steps = [(*of(place, place - t), of(place + t, place)[0]) for t in range(count)]
+        self._parts = most_parts(span.rows for _, spans, _ in self.steps for span in spans)
         self.pairs = [sum(_pairs_of(span) for span in spans) for _, spans, _ in self.steps]
         self.key_bytes = shape.batch * self.heads_k * (shape.dim + shape.dim_v) * shape.item
         self.flop = 2.0 * shape.batch * self.heads_q * sum(self.pairs) * (shape.dim + shape.dim_v)
@@ -206,17 +208,27 @@ class _Run:
         """one: operations of the whole call's forward."""
         shape = self.shape
         unit = 2.0 * factor * shape.batch * self.heads_q * (shape.dim + shape.dim_v)
-        merged = [
-            sum(s.rows[1] - s.rows[0] for s in spans) if self.shards.ring > 1 else 0 for _, spans, _ in self.steps
-        ]
-        # A partial result is read, and the float32 sum of the rows is read and written.
-        each = shape.batch * self.heads_q * shape.dim_v * (shape.item + 2 * FLOAT32_BYTES) / self.rates.memory
-        times = [unit * pairs / rate + each * rows for pairs, rows in zip(self.pairs, merged, strict=True)]
+        each = shape.batch * self.heads_q * shape.dim_v / self.rates.memory
+        times = [unit * pairs / rate + each * moved for pairs, moved in zip(self.pairs, self._merged(), strict=True)]
         seconds, communication, sent, messages = run(times)
         return Phase(
             flop=unit * sum(self.pairs), flop_mean=factor * one / self.shards.ranks, sent=sent, messages=messages,
             compute=sum(times), communication=communication, seconds=seconds, one=factor * one / rate,
         )  # fmt: skip
+
+    def _merged(self) -> list[int]:
+        """Bytes that merging moves in each step, by head and column: a part is read, the sum is read and written. The
+        first part is the sum if it is of all rows, widened where the sum is float32."""
+        item, rows = self.shape.item, self.shape.length // self.shards.ring
+        held = FLOAT32_BYTES if self._parts > PARTS else item
+        found = []
+        for place, (_, spans, _) in enumerate(self.steps):
+            merges = [span for span in spans if place or span.rows != (0, rows)]
+            found.append(sum(span.rows[1] - span.rows[0] for span in merges) * (item + 2 * held))
+        if held != item:
+            found[0] += rows * (item + held)
+            found[-1] += rows * (item + held)
+        return found
 
     def forward(self, times: list[float]) -> tuple[float, float, int, int]:
         """(seconds, seconds of communication, bytes sent, messages)."""
@@ -282,15 +294,24 @@ class _Run:
         )  # fmt: skip
 
     def memory(self) -> int:
-        """Of a forward: two blocks of keys and values, what is sent, partial results; of Ulysses the message and the
+        """Of a forward: the step that has most of blocks of keys and values (attended, and on its way in and out) and a
+        partial result; log-sum-exps, and the sum of partial results where it is float32. Of Ulysses the message and the
         tensors of its heads."""
-        shape = self.shape
-        rows = shape.length // self.shards.ring
-        largest = max((received for received, _, _ in self.steps[1:]), default=0)
-        sent = max((sent for _, _, sent in self.steps[1:]), default=0)
-        found = (2 * largest + sent) * self.key_bytes
-        if self.shards.ring > 1:
-            found += shape.batch * self.heads_q * rows * (shape.dim_v + 1) * FLOAT32_BYTES
+        shape, ring = self.shape, self.shards.ring
+        rows = shape.length // ring
+        found = 0
+        if ring > 1:
+            wide, head_rows = self._parts > PARTS, shape.batch * self.heads_q
+            by_step = []
+            for place, (attended, spans, _) in enumerate(self.steps):
+                # The first part of all rows is the result, or what is widened to the sum.
+                parts = [s.rows[1] - s.rows[0] for s in spans if place or wide or s.rows != (0, rows)]
+                each = head_rows * (shape.dim_v * shape.item + FLOAT32_BYTES)
+                following = self.steps[place + 1] if place + 1 < ring else (0, (), 0)
+                keys = (attended if place else 0) + following[0] + following[2]
+                by_step.append(keys * self.key_bytes + max(parts, default=0) * each)
+            sums = shape.dim_v * FLOAT32_BYTES if wide else 0
+            found = max(by_step) + head_rows * rows * (sums + FLOAT32_BYTES)
         if self.shards.inner > 1:
             columns = self.heads_q * (shape.dim + shape.dim_v) + self.heads_k * (shape.dim + shape.dim_v)
             found += 2 * shape.batch * rows * columns * shape.item

@@ -15,7 +15,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
               to 128k tokens
     backward  the same, backward: docs/performance/training.md has 583 and 598 TFLOP/s at D = 128 and 16k
     memory    bytes read by decoding: docs/performance/results.json has 4.2 to 4.5 TB/s of long caches
-    link      bytes that a GPU sends to others of its host: NVLink 4 has 450 GB/s each way. Not measured here
+    link      bytes that a GPU sends to another of its host while it receives as many: two H100s over NVLink 4 have 300
+              GB/s (docs/performance/context-parallel.md), of 450 that the maker says
     network   bytes that a GPU sends to other hosts: one adapter of 400 Gb/s. Not measured here
     latency   seconds until a message begins to arrive: assumed
     per_host  GPUs of one host; ranks are numbered host by host
@@ -28,7 +29,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     forward: float = 640e12
     backward: float = 590e12
     memory: float = 4.3e12
-    link: float = 450e9
+    link: float = 300e9
     network: float = 50e9
     latency: float = 10e-6
     per_host: int = 8

@@ -11,8 +11,9 @@ import torch
 from portattn.api import ops
 from portattn.distributed.cache_shard import NOT_HERE, CacheShard, new_positions
 from portattn.distributed.groups import Ranks, agree, dimensions
+from portattn.distributed.merging import merge_words
 from portattn.distributed.partial_call import LAYOUTS, PartialCall, check_choice, check_lengths, check_tensor
-from portattn.distributed.partials import Heads, exchanged, merged, packed, unpacked
+from portattn.distributed.partials import Heads, exchanged, packed
 from portattn.errors import ArgumentError, PortattnError
 
 WHO = "decode_parallel"
@@ -251,8 +252,7 @@ class DecodeParallel:
         else:
             out, lse = call.run(self.heads)
         words = exchanged(packed(out, lse), self.ranks.group, self.shard.world_size, self.heads)
-        found, found_lse = merged(*unpacked(words, out.shape[-1], out.dtype))
-        found, found_lse = call.in_layout(found.to(out.dtype), found_lse)
+        found, found_lse = call.in_layout(*merge_words(words, out.shape[-1], out.dtype))
         return (found, found_lse) if return_lse else found
 
     def _validating(self, q: Any) -> bool:

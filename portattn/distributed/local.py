@@ -1,4 +1,4 @@
-"""One rank's own work: attention of a span by portattn's functions, its gradients, and the merge of partial results.
+"""One rank's own work: attention of a span by portattn's functions, and its gradients.
 
 All tensors here are views (B, H, rows, D) of whatever layout the caller has; packed rows have B = 1.
 """
@@ -6,7 +6,6 @@ All tensors here are views (B, H, rows, D) of whatever layout the caller has; pa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,40 +171,6 @@ def differentiate(
         q, k, v = (gradient.transpose(0, 1)[None] for gradient in made)
         return q, k, v
     return made
-
-
-class Merged:
-    """Partial results of this rank's rows, merged by their LSE as they come: float32, (B, Hq, S, Dv) and (B, Hq, S)."""
-
-    __slots__ = ("lse", "out")
-
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self.out = torch.zeros(*sizes, dtype=torch.float32, device=device)
-        self.lse = torch.full(tuple(sizes[:3]), float("-inf"), dtype=torch.float32, device=device)
-
-    def add(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """One more part of the rows from rows[0] on. A part that attended nothing (-inf) changes nothing."""
-        at = slice(*rows)
-        mine, before = self.out[:, :, at], self.lse[:, :, at]
-        largest = torch.maximum(before, lse)
-        base = largest.masked_fill(torch.isneginf(largest), 0.0)
-        kept, added = torch.exp(before - base), torch.exp(lse - base)
-        total = kept + added
-        share = 1.0 / total.masked_fill(total == 0.0, 1.0)
-        mine.mul_((kept * share)[..., None])
-        mine.addcmul_(out.float(), (added * share)[..., None])
-        before.copy_(base + torch.log(total))
-
-    def count_sinks(self, sinks: torch.Tensor, real: tuple[int, int] | None) -> None:
-        """A sink (Hq,) is one more score of each row, without a value: counted here once, whatever number of ranks.
-
-        real  rows that attend at all, of packed rows with padding behind them; None for all
-        """
-        at = slice(*real) if real is not None else slice(None)
-        mine, before = self.out[:, :, at], self.lse[:, :, at]
-        with_sink = torch.logaddexp(before, sinks.float()[None, :, None])
-        mine.mul_(torch.exp(before - with_sink)[..., None])
-        before.copy_(with_sink)
 
 
 def of_sinks(sinks: torch.Tensor, rows: Rows) -> torch.Tensor:

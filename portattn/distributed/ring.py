@@ -9,10 +9,11 @@ rank that has the keys while the next step is computed.
 
 Memory of a rank beyond its own q, k, v and out, beside what its local calls need; a block is what is received in one
 step, at most a shard of keys and values:
-  forward   three blocks (one attended, one in flight, a copy of its own that is sent), and the partial results in
-            float32, B·Hq·S·(Dv + 1); one local result at a time
-  backward  the same blocks; dQ, dK and dV of its own rows in float32; one block's gradients in float32, and in k's
-            dtype, in which they are sent, twice (its own on their way out, others' on their way in)
+  forward   two blocks and what is sent (one attended, one in flight, a copy of its own); one local result; and the sum
+            of partial results in float32, B·Hq·S·Dv, unless each row has two at most, as over two ranks
+  backward  the same blocks; dQ, dK and dV of its own rows, in float32 where more than two parts are added; one block's
+            gradients in k's dtype, in which they are sent, twice (its own on their way out, others' on their way in);
+            one local call's gradients
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ import torch
 import torch.distributed as dist
 
 from portattn.distributed.groups import Ranks, connect
-from portattn.distributed.local import Merged, Rows, Scores, attend, differentiate, of_sinks, plan_span
+from portattn.distributed.local import Rows, Scores, attend, differentiate, of_sinks, plan_span
+from portattn.distributed.merging import PARTS, Merged, Sum, fused, most_parts
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
+from portattn.launch.run import device_guard, load_kernels
+
+PAUSE = 12_000  # products one after the other: about 30 µs at 1.7 GHz
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,11 @@ class Ring:
         """What the rank at `place` attends of the keys of that at `source`."""
         join = self.scores.slopes is None
         return step(self.shards, self.length, self.mask, self.documents, join, place, source)
+
+    def steps(self) -> list[Step]:
+        """What this rank attends, by distance: its own keys first."""
+        mine, count = self.ranks.rank, self.ranks.size
+        return [self.step(mine, (mine - distance) % count) for distance in range(count)]
 
     def real_rows(self) -> tuple[int, int] | None:
         """Rows of this rank that are part of a document: padding lies behind them, in the last piece that has rows."""
@@ -106,36 +116,44 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward(ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    merged = Merged((*q.shape[:3], v.shape[3]), q.device)
+    parts = most_parts(span.rows for block in ring.steps() for span in block.spans)
+    if sinks is not None:
+        parts = PARTS + 1  # a sink scales the sum, which is not to be rounded before
+    merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, parts)
     for _, block, keys, values in _blocks(ring, k, v):
         for span in block.spans:
             merged.add(span.rows, *attend(span, q, keys, values, ring.scores))
         del keys, values  # before the next but one is received
     if sinks is not None:
         merged.count_sinks(sinks, ring.real_rows())
-    return merged.out.to(q.dtype), merged.lse
+    merged.finish()
+    return merged.out.to(q.dtype).contiguous(), merged.lse.contiguous()
 
 
 def _backward(ring: Ring, rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    mine = ring.ranks.rank
-    of_q, of_k, of_v = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (rows.q, k, v))
-    home = _Home(ring, of_k, of_v)
+    mine, count = ring.ranks.rank, ring.ranks.size
+    steps = ring.steps()
+    of_q = Sum(rows.q, most_parts(span.rows for block in steps for span in block.spans))
+    # Of this rank's own keys: its own parts, and one of each rank that they were sent to.
+    users = [part for t in range(1, count) for part in ring.step((mine + t) % count, mine).ranges]
+    parts = most_parts([*(span.keys for span in steps[0].spans), *users])
+    home = _Home(ring, Sum(k, parts), Sum(v, parts))
     for distance, block, keys, values in _blocks(ring, k, v):
         # Of the own block, the gradients are added where they belong.
-        of_keys = of_k if distance == 0 else torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
-        of_values = of_v if distance == 0 else torch.zeros(values.shape, dtype=torch.float32, device=v.device)
+        several = most_parts(span.keys for span in block.spans)
+        of_keys, of_values = (Sum(keys, several), Sum(values, several)) if distance else (home.of_k, home.of_v)
         for span in block.spans:
-            parts = differentiate(span, rows, keys, values, ring.scores)
-            at = slice(*span.keys)
-            of_q[:, :, slice(*span.rows)] += parts[0]
-            of_keys[:, :, at] += parts[1]
-            of_values[:, :, at] += parts[2]
-            del parts
+            found = differentiate(span, rows, keys, values, ring.scores)
+            of_q.add(span.rows, found[0])
+            of_keys.add(span.keys, found[1])
+            of_values.add(span.keys, found[2])
+            del found
+        del keys, values  # before the next but one is received
         if distance:
-            home.send(distance, (mine - distance) % ring.ranks.size, of_keys.to(k.dtype), of_values.to(v.dtype))
-        del keys, values, of_keys, of_values  # before the next but one is received
+            home.send(distance, (mine - distance) % count, of_keys.result(k.device), of_values.result(v.device))
+        del of_keys, of_values
     home.finish()
-    return of_q.to(rows.q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    return of_q.result(k.device), home.of_k.result(k.device), home.of_v.result(v.device)
 
 
 def _blocks(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -179,10 +197,13 @@ def _move(ranks: Ranks, to: int, sent: Sequence[torch.Tensor], source: int, into
 
 def _message(k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Rows of k and of v, one flat tensor."""
-    rows = [tensor[:, :, start:stop] for tensor in (k, v) for start, stop in parts]
-    if len(parts) > 1:
-        rows = [torch.cat(rows[: len(parts)], 2), torch.cat(rows[len(parts) :], 2)]
-    return torch.cat([part.reshape(-1) for part in rows]) if rows else k.new_empty(0)
+    whole, *both = _received(k, v, sum(stop - start for start, stop in parts))
+    at = 0
+    for start, stop in parts:
+        for tensor, into in zip((k, v), both, strict=True):
+            into[:, :, at : at + stop - start] = tensor[:, :, start:stop]
+        at += stop - start
+    return whole
 
 
 def _received(k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -200,14 +221,29 @@ def _fetch(ring: Ring, k: torch.Tensor, v: torch.Tensor, distance: int) -> _Movi
     to, source = (mine + distance) % count, (mine - distance) % count
     sent = _message(k, v, ring.step(to, mine).ranges)
     into, keys, values = _received(k, v, ring.step(mine, source).keys)
-    return _Moving(_move(ring.ranks, to, [sent], source, into), (keys, values), sent)
+    works = _move(ring.ranks, to, [sent], source, into)
+    if works:
+        _let_messages_begin(k)
+    return _Moving(works, (keys, values), sent)
+
+
+def _let_messages_begin(memory: torch.Tensor) -> None:
+    """What is launched next begins some microseconds after the messages that were started before.
+
+    NCCL moves messages by a kernel of its own, on a stream that waits for this one. An attention kernel takes every
+    multiprocessor until it ends, and would have them before: the messages would not be hidden at all.
+    """
+    if fused(memory.device):
+        kernels: Any = load_kernels("portattn.kernels.pause", False)
+        with device_guard(memory):
+            kernels.pause[(1,)](memory, 0.0, PAUSE, num_warps=1)
 
 
 class _Home:
     """Gradients of keys and values that go back to the rank that has these, one step at a time."""
 
-    def __init__(self, ring: Ring, of_k: torch.Tensor, of_v: torch.Tensor) -> None:
-        self._ring, self._of_k, self._of_v = ring, of_k, of_v
+    def __init__(self, ring: Ring, of_k: Sum, of_v: Sum) -> None:
+        self._ring, self.of_k, self.of_v = ring, of_k, of_v
         self._moving: tuple[_Moving, Step] | None = None
 
     def send(self, distance: int, source: int, of_keys: torch.Tensor, of_values: torch.Tensor) -> None:
@@ -231,6 +267,6 @@ class _Home:
         keys, values = moving.wait()
         for start, stop in used.ranges:
             part = slice(at, at + stop - start)
-            self._of_k[:, :, start:stop] += keys[:, :, part]
-            self._of_v[:, :, start:stop] += values[:, :, part]
+            self.of_k.add((start, stop), keys[:, :, part])
+            self.of_v.add((start, stop), values[:, :, part])
             at += stop - start

@@ -28,7 +28,7 @@ from portattn.distributed.sharding import Span
 from portattn.errors import ArgumentError, PortattnError
 
 WHO = "torch_context_parallel"
-SEEN = ("2.13",)  # torch's releases whose private names were seen to be these
+SEEN = ("2.11", "2.13")  # torch's releases whose private names were seen to be these
 SEQUENCE = 2  # axis of (B, H, S, D)
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _NEEDED = (

@@ -134,7 +134,7 @@ def _to_heads(
     run: Ulysses, of: Sequence[tuple[Heads, ...]], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     parts = [
-        [tensor[:, list(heads[to])].reshape(-1) for tensor, heads in zip(tensors, of, strict=True)]
+        [_of_heads(tensor, heads[to]).reshape(-1) for tensor, heads in zip(tensors, of, strict=True)]
         for to in range(run.ranks.size)
     ]
     sizes = [
@@ -173,27 +173,52 @@ def _to_rows(
     for place, (tensor, heads, count) in enumerate(zip(tensors, of, counts, strict=True)):
         shape = (tensor.shape[0], count, own, tensor.shape[3])
         once = sorted(head for some in heads for head in some) == list(range(count))
-        whole = tensor.new_zeros(shape) if once else torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+        whole = tensor.new_empty(shape) if once else torch.zeros(shape, dtype=torch.float32, device=tensor.device)
         for source, some in enumerate(heads):
-            for at, head in enumerate(some):
-                whole[:, head] += received[source][place][:, at]
+            for at, run_of in _runs(some):
+                there, come = whole[:, run_of], received[source][place][:, at : at + run_of.stop - run_of.start]
+                if once:
+                    there.copy_(come)
+                else:
+                    there.add_(come)
         found.append(whole.to(tensor.dtype))
     return tuple(found)
+
+
+def _of_heads(tensor: torch.Tensor, heads: Heads) -> torch.Tensor:
+    parts = [tensor[:, run_of] for _, run_of in _runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat([tensor[:, :0], *parts], 1)
+
+
+def _runs(heads: Heads) -> list[tuple[int, slice]]:
+    """Heads that follow one another as slices, each with the place of its first one. An index made of a list would be
+    copied to the device, and the host would wait for that."""
+    found: list[tuple[int, slice]] = []
+    for at, head in enumerate(heads):
+        if found and found[-1][1].stop == head:
+            found[-1] = found[-1][0], slice(found[-1][1].start, head + 1)
+        else:
+            found.append((at, slice(head, head + 1)))
+    return found
 
 
 def _exchange(
     ranks: Ranks, parts: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[torch.Tensor]]:
-    """parts: flat tensors for each rank; sizes: of the tensors that come from each rank."""
-    sent = [sum(part.numel() for part in to) for to in parts]
+    """parts: flat tensors for each rank; sizes: of the tensors that come from each rank. What a rank has for itself is
+    not sent, and not copied."""
+    mine = ranks.rank
+    sent = [0 if to == mine else sum(part.numel() for part in several) for to, several in enumerate(parts)]
     counts = [[math.prod(size) for size in source] for source in sizes]
-    flat = torch.cat([part for to in parts for part in to])
-    into = flat.new_empty(sum(map(sum, counts)))
-    dist.all_to_all_single(into, flat, [sum(source) for source in counts], sent, group=ranks.group)
-    return [
-        [piece.view(size) for piece, size in zip(source.split(count), several, strict=True)]
-        for source, count, several in zip(into.split([sum(c) for c in counts]), counts, sizes, strict=True)
-    ]
+    come = [0 if source == mine else sum(several) for source, several in enumerate(counts)]
+    flat = torch.cat([part for to, several in enumerate(parts) for part in several if to != mine])
+    into = flat.new_empty(sum(come))
+    dist.all_to_all_single(into, flat, come, sent, group=ranks.group)
+    found = []
+    for source, (part, count, several) in enumerate(zip(into.split(come), counts, sizes, strict=True)):
+        pieces = parts[mine] if source == mine else part.split(count)
+        found.append([piece.view(size) for piece, size in zip(pieces, several, strict=True)])
+    return found
 
 
 def _put(whole: torch.Tensor, places: Sequence[tuple[int, int]], rows: torch.Tensor) -> None:

@@ -53,6 +53,15 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     tell("causal", lambda: zigzag.attention(rows, rows, rows, causal=rank < 2))
     tell("key's rows", lambda: zigzag.attention(rows, rows[:, :, :8], rows[:, :, :8]))
     tell("gradients", lambda: zigzag.attention(rows.clone().requires_grad_(rank == 0), rows, rows))
+    asked = rows.clone().requires_grad_()
+    for name, parallel in (("ring", zigzag), ("ulysses", heads)):
+        one, other = (asked, rows) if rank == 0 else (rows, asked)
+        tell(
+            f"{name}: gradients of another tensor",
+            lambda p=parallel, q=one, k=other: p.attention(q, k, rows),
+        )
+    sinks = torch.zeros(4, requires_grad=rank == 0)
+    tell("gradients of sinks alone", lambda: heads.attention(rows, rows, rows if rank == 0 else asked, sinks=sinks))
     tell("documents", lambda: zigzag.varlen_attention(packed, packed, packed, at(0, (0, 21, 64), cu)))
     tell("documents too long", lambda: zigzag.varlen_attention(packed, packed, packed, (0, 65)))
     tell("documents fall", lambda: zigzag.varlen_attention(packed, packed, packed, torch.tensor([0, 9, 5])))

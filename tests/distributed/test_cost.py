@@ -104,7 +104,7 @@ def test_thousands_of_ranks() -> None:
     found = context_parallel_cost((1, 32, 1 << 23, 128), (1, 8, 1 << 23, 128), ranks=2048, inner=8, causal=True)
     assert found.method == "ring of ulysses"
     assert 1 < found.forward.speedup < 2048
-    assert sum(call.count for call in found.calls) == 257
+    assert sum(call.count for call in found.calls) == 256
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_command_prints_text_and_json() -> None:
     called = CliRunner().invoke(main, ["context-parallel", *SHAPES, "--causal", "--rate", "link=1e9"])
     assert called.exit_code == 0
     assert "ring over 8 ranks, zigzag: q (1,32,131072,128) kv (1,8,131072,128) bf16, causal\n" in called.output
-    assert "  memory   450 MiB of a forward pass beyond a rank's own q, k, v and out\n" in called.output
+    assert "  memory   548 MiB of a forward pass beyond a rank's own q, k, v and out\n" in called.output
     assert "448 MiB sent in 7 messages" in called.output
     called = CliRunner().invoke(main, ["context-parallel", *SHAPES, "--causal", "--json", "--rate", "link=1e9"])
     data = json.loads(called.output)

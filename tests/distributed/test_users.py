@@ -42,8 +42,8 @@ def test_dtensors_and_what_is_sent(tmp_path: Path) -> None:
     for most in found["memory"].values():
         # Three blocks of k and v (6), the partial results (1), a local result (1), and what an LSE needs.
         assert 7 < most["forward"] < 8.5, most
-        # The blocks; gradients of the own rows (3), of the block (2), of messages (4) and of a local call (3).
-        assert 12 < most["backward"] < 18.5, most
+        # The blocks (6); gradients of the own rows (3), of messages (4) and of a local call (3).
+        assert 12 < most["backward"] < 16.5, most
 
 
 def test_compiled_calls_autocast_plans_and_shards(tmp_path: Path) -> None:
