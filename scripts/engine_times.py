@@ -50,7 +50,7 @@ def shown(row: dict[str, Any]) -> str:
     return " | ".join(cells)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="these alone; all by default")
     parser.add_argument("--case", default="", help="only cases whose name has this text in it")
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="check results, and time nothing")
     parser.add_argument("--tiny", action="store_true", help="small sizes; without a GPU their results alone")
     parser.add_argument("--out", type=Path, help="a file of JSON, written after each case")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not given.tiny:
         print("engine_times.py: there is no CUDA device; --tiny checks small sizes on a CPU", file=sys.stderr)
