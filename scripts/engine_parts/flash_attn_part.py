@@ -49,9 +49,13 @@ def _dense(measure: Measure, name: str, batch: int, length: int, causal: bool) -
 
     runs: dict[str, Any] = {OURS: lambda: flash_attn_func(q, k, v, causal=causal)}
     judges: dict[str, Any] = {OURS: lambda: judge(runs[OURS]()) | {"path": portattn.last_plan().path}}
-    if fa3.here():
-        run = fa3.Forward(q=q, k=k, v=v, softmax_scale=DIM**-0.5, is_causal=causal).prepared()
-        runs["fa3"], judges["fa3"] = run, lambda: judge(run()[0])
+    if fa3.here():  # vllm's build takes packed sequences alone
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=measure.device) * length
+        run = fa3.Forward(
+            q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_q=cu, cu_seqlens_k=cu,
+            max_seqlen_q=length, max_seqlen_k=length, softmax_scale=DIM**-0.5, is_causal=causal,
+        ).prepared()  # fmt: skip
+        runs["fa3"], judges["fa3"] = run, lambda: judge(run()[0].view_as(q))
     yield from measure.rows(name, runs, judges, peer="fa3")
 
 
@@ -129,10 +133,18 @@ def _cached(measure: Measure, name: str, batch: int, room: int, page: int | None
 
     runs: dict[str, Any] = {OURS: ours}
     judges: dict[str, Any] = {OURS: judge_ours}
-    if fa3.here():
+    peer = "fa3 without the append"
+    if fa3.here():  # vllm's build appends nothing: it reads a cache that has the new rows already
+        after = lengths + 1
         run = fa3.Forward(
-            q=q, k=caches[0], v=caches[1], k_new=k, v_new=v, seqused_k=lengths, softmax_scale=DIM**-0.5,
-            is_causal=True, page_table=table,
+            q=q[:, 0], k=caches[0], v=caches[1], seqused_k=after, softmax_scale=DIM**-0.5, is_causal=True,
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=measure.device), max_seqlen_q=1,
+            page_table=table, max_seqlen_k=room,
         ).prepared()  # fmt: skip
-        runs["fa3"], judges["fa3"] = run, lambda: judge(run()[0])
-    yield from measure.rows(name, runs, judges, peer="fa3")
+
+        def judge_peer() -> dict[str, Any]:
+            ours()  # puts the new rows into the cache
+            return judge(run()[0][:, None])
+
+        runs[peer], judges[peer] = run, judge_peer
+    yield from measure.rows(name, runs, judges, peer=peer)

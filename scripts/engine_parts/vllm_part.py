@@ -1,15 +1,15 @@
 """vLLM: the adapter's builder and forward over a paged cache in vLLM's layout.
 
-The adapter's classes derive from vLLM's own, whose Python files must be importable; a layer and a configuration are
-stand-ins with what the adapter reads of them. FlashAttention-3 is called as vLLM's FLASH_ATTN backend calls it
-(flash_attn.py of 0.33: schedule made by the builder, result written into the output), `vllm triton` is the kernel that
-its TRITON_ATTN backend launches.
+The adapter's classes derive from vLLM's own, whose Python files must be importable; its compiled operations need not.
+A layer and a configuration are stand-ins with what the adapter reads of them. FlashAttention-3 is called as vLLM's
+FLASH_ATTN backend calls it (flash_attn.py of 0.33: schedule made by the builder, result written into the output).
+`vllm triton` is the kernel that its TRITON_ATTN backend launches. `one call` attends a mixed batch as it comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +68,6 @@ class Step:
 
     def __init__(self, case: Case, measure: Measure) -> None:
         from vllm.v1.attention.backend import CommonAttentionMetadata
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from portattn.integrations.vllm.backend import PortattnBackend
 
@@ -99,9 +98,11 @@ class Step:
         self.impl = PortattnBackend.get_impl_cls()(
             case.heads, DIM, DIM**-0.5, case.kv_heads, None, None, case.cache_dtype
         )
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=case.kv_heads, head_size=DIM, dtype=torch.bfloat16)
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS))
-        self.builder = PortattnBackend.get_builder_cls()(spec, ["layer.0"], config, device)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS), speculative_config=None,
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        )  # fmt: skip
+        self.builder = PortattnBackend.get_builder_cls()(None, ["layer.0"], config, device)
         self.cache = self._filled()
         self.common = CommonAttentionMetadata(
             query_start_loc=beginnings.to(device), query_start_loc_cpu=beginnings, seq_lens=self.lengths,
@@ -191,6 +192,10 @@ class Step:
         runs: dict[str, Any] = {OURS: lambda: self.forward(metadata)}
         judges: dict[str, Any] = {OURS: self.judge_ours}
         host: dict[str, Any] = {OURS: {"build_us": lambda: self.builder.build(0, self.common), "step_us": self.forward}}
+        if metadata.parts:
+            whole = replace(metadata, parts=())
+            runs["one call"] = lambda: self.forward(whole)
+            judges["one call"] = lambda: self.judge(runs["one call"]()) | {"path": portattn.last_plan().path}
         for name, make in (("fa3", self._fa3), ("vllm triton", self._triton)):
             made = make()
             if made is not None:

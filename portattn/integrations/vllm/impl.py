@@ -99,6 +99,14 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             assert key is not None
             assert value is not None
             out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
+        elif attn_metadata.parts:
+            begin = 0
+            for part in attn_metadata.parts:
+                assert part.causal is not None
+                mine = slice(begin, begin + part.num_actual_tokens)
+                output[mine].copy_(self._attend(layer, query[mine], kv_cache, part, part.seq_lens, part.causal))
+                begin = mine.stop
+            return output
         elif attn_metadata.causal is not None:
             lengths = attn_metadata.seq_lens
             out = self._attend(layer, query[:rows], kv_cache, attn_metadata, lengths, attn_metadata.causal)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 
@@ -21,6 +22,9 @@ class PortattnMetadata(AttentionMetadata):
     causal           of all requests; None where requests differ
     causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
                      0 elsewhere
+    first            the number of the first request, where this is a part of a batch
+    parts            the requests that decode, and those behind them, where the batch has both; each is a batch by
+                     itself, whose rows follow the other's. Empty: the batch is attended in one call
     """
 
     num_actual_tokens: int
@@ -35,6 +39,8 @@ class PortattnMetadata(AttentionMetadata):
     per_request: torch.Tensor | None = None
     causal_lens: torch.Tensor | None = None
     other_lens: torch.Tensor | None = None
+    first: int = 0
+    parts: tuple[PortattnMetadata, ...] = ()
 
     def split_by_causality(self) -> None:
         """Fill causal_lens and other_lens from seq_lens as they are now, by the device alone."""
@@ -54,6 +60,8 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # The runner then puts requests with so few rows first: one, or what speculation verifies.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -80,13 +88,49 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.per_request = common.causal
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
+        elif not made.single and not envs.VLLM_BATCH_INVARIANT:
+            made.parts = self._parts(made, common.query_start_loc_cpu)
         return made
+
+    def _parts(self, batch: PortattnMetadata, rows: torch.Tensor) -> tuple[PortattnMetadata, ...]:
+        """The batch in two, where requests that decode are followed by others: in one call a request's single row
+        would take as large a tile as a prompt's rows do, and its keys would not be split.
+
+        rows  (requests + 1,) on the host. Where rows are counted on the device (adaptive verification), the sums of
+              both parts are these still, and a part's requests have no more rows than its max_query_len
+        """
+        few = self.reorder_batch_threshold or 1
+        if batch.max_query_len <= few:
+            return ()
+        many = (rows.diff() > few).tolist()
+        count = many.index(True) if True in many else 0
+        if not count:
+            return ()
+        begin = int(rows[count])
+        return (
+            replace(
+                batch, num_actual_tokens=begin, num_reqs=count, max_query_len=few, single=few == 1 and begin == count,
+                query_start_loc=batch.query_start_loc[: count + 1], seq_lens=batch.seq_lens[:count],
+                block_table=batch.block_table[:count], slot_mapping=batch.slot_mapping[:begin],
+            ),
+            replace(
+                batch, num_actual_tokens=batch.num_actual_tokens - begin, num_reqs=batch.num_reqs - count, first=count,
+                query_start_loc=batch.query_start_loc[count:] - begin, seq_lens=batch.seq_lens[count:],
+                block_table=batch.block_table[count:], slot_mapping=batch.slot_mapping[begin:],
+            ),
+        )  # fmt: skip
 
     def update_block_table(
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PortattnMetadata:
         """The same batch over another group's blocks."""
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        parts, begin = [], 0
+        for part in metadata.parts:
+            end = begin + part.num_actual_tokens
+            table = blk_table[part.first : part.first + part.num_reqs]
+            parts.append(replace(part, block_table=table, slot_mapping=slot_mapping[begin:end]))
+            begin = end
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, parts=tuple(parts))
 
     def update_draft_decode_metadata(self, metadata: PortattnMetadata) -> None:
         """Follow lengths that a drafter has advanced on the device. A graph can hold this."""
