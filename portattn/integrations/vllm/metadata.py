@@ -62,6 +62,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # The runner then puts requests with so few rows first: one, or what speculation verifies.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._whole = bool(envs.VLLM_BATCH_INVARIANT)  # a row must not depend on how the rest of its batch is cut
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -88,7 +89,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.per_request = common.causal
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
-        elif not made.single and not envs.VLLM_BATCH_INVARIANT:
+        elif not made.single and not self._whole:
             made.parts = self._parts(made, common.query_start_loc_cpu)
         return made
 
