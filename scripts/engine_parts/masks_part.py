@@ -114,7 +114,11 @@ def _tree(measure: Measure, name: str) -> Iterator[dict[str, Any]]:
             found.append(judged(out[b], exact, same))
         return worst(found) | {"path": path}
 
-    yield from measure.rows(name, runs, {OURS: judge}, peer="chain (causal)")
+    def chain() -> dict[str, Any]:
+        runs["chain (causal)"]()
+        return {"path": portattn.last_plan().path}
+
+    yield from measure.rows(name, runs, {OURS: judge, "chain (causal)": chain}, peer="chain (causal)")
 
 
 def _ancestors(parents: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,7 @@ class Step:
         self.q = measure.normal(tokens, case.heads, DIM)
         self.k, self.v = ([measure.normal(n, case.kv_heads, DIM) for n in keys.tolist()]
                           for _ in range(2))  # fmt: skip
+        self.owners = list(range(len(self.k)))  # whose keys a row of the table leads to
         self.output = torch.empty_like(self.q)
         shared = {"device": device, "dtype": torch.float32}
         self.layer = SimpleNamespace(
@@ -140,13 +141,12 @@ class Step:
         """Each request's rows, with the lengths and the table as they are now on the device."""
         q = self.q if q is None else q
         begin, found = 0, []
-        owners = getattr(self, "owners", list(range(len(self.k))))
         for request, (count, length) in enumerate(zip(self.counts.tolist(), self.lengths.tolist(), strict=True)):
             mine = slice(begin, begin + count)
             begin += count
             if request % every:
                 continue
-            k, v = self.k[owners[request]][:length], self.v[owners[request]][:length]
+            k, v = self.k[self.owners[request]][:length], self.v[self.owners[request]][:length]
             exact, same = (attend(q[mine], k, v, dtype) for dtype in (torch.float64, torch.bfloat16))
             found.append(judged(out[mine], exact, same))
         return worst(found)
@@ -159,11 +159,33 @@ class Step:
             found |= self.judge_replay(found)
         return found
 
+    def newest(self, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
+        """What a step writes before it attends: the last rows of each request, and their slots. There the cache is NaN
+        until then."""
+        begin = 0
+        for request, (count, length) in enumerate(zip(self.counts.tolist(), self.lengths.tolist(), strict=True)):
+            mine, place = slice(begin, begin + count), torch.arange(length - count, length, device=self.device)
+            owner = self.owners[request]
+            new_k[mine], new_v[mine] = self.k[owner][place], self.v[owner][place]
+            block = self.table[request, place // BLOCK].long()
+            self.common.slot_mapping[mine] = block * BLOCK + place % BLOCK
+            self.cache[block, :, place % BLOCK] = torch.nan if self.cache.is_floating_point() else 0x7F
+            begin += count
+
     def judge_replay(self, eager: dict[str, Any]) -> dict[str, Any]:
-        """A graph captured with these lengths and pages, replayed with others: shorter requests, in another order."""
+        """A graph of a step, its writing included, captured with these lengths and pages, replayed with others: shorter
+        requests, in another order."""
         metadata = self.builder.build(0, self.common)
-        replay = self.measure.replayed(lambda: self.forward(metadata))
+        new_k, new_v = (torch.empty(len(self.q), self.case.kv_heads, DIM, device=self.device).bfloat16() for _ in "kv")
+
+        def step() -> None:
+            self.impl.do_kv_cache_update(self.layer, new_k, new_v, self.cache, self.common.slot_mapping)
+            self.forward(metadata)
+
+        self.newest(new_k, new_v)
+        replay = self.measure.replayed(step)
         kept = self.lengths.clone(), self.table.clone(), self.q.clone()
+        step()
         order = torch.randperm(len(self.k))
         least = int(self.counts.max())
         shorter = torch.randint(least, int(self.lengths.max()) + 1, (len(self.k),), dtype=torch.int32)
@@ -173,12 +195,13 @@ class Step:
         self.q.copy_(torch.randn_like(self.q))
         self.owners = order.tolist()
         self.output.fill_(torch.nan)
+        self.newest(new_k, new_v)
         replay()
         replayed = self.judge(self.output)
         again = self.output.clone()
         self.forward()
         same_bits = torch.equal(again, self.output)
-        del self.owners
+        self.owners = list(range(len(self.k)))
         for tensor, values in zip((self.lengths, self.table, self.q), kept, strict=True):
             tensor.copy_(values)
         note = f"replayed with other lengths: {'right' if replayed['right'] else 'WRONG'}"
