@@ -3,13 +3,13 @@
 The adapter's classes derive from vLLM's own, whose Python files must be importable; its compiled operations need not.
 A layer and a configuration are stand-ins with what the adapter reads of them. FlashAttention-3 is called as vLLM's
 FLASH_ATTN backend calls it (flash_attn.py of 0.33: schedule made by the builder, result written into the output).
-`vllm triton` is the kernel that its TRITON_ATTN backend launches. `one call` attends a mixed batch as it comes.
+`vllm triton` is the kernel that its TRITON_ATTN backend launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,10 +215,6 @@ class Step:
         runs: dict[str, Any] = {OURS: lambda: self.forward(metadata)}
         judges: dict[str, Any] = {OURS: self.judge_ours}
         host: dict[str, Any] = {OURS: {"build_us": lambda: self.builder.build(0, self.common), "step_us": self.forward}}
-        if metadata.parts:
-            whole = replace(metadata, parts=())
-            runs["one call"] = lambda: self.forward(whole)
-            judges["one call"] = lambda: self.judge(runs["one call"]()) | {"path": portattn.last_plan().path}
         for name, make in (("fa3", self._fa3), ("vllm triton", self._triton)):
             made = make()
             if made is not None:

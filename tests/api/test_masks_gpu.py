@@ -33,7 +33,7 @@ def check(out: torch.Tensor, *given: torch.Tensor) -> None:
 def lists_of(listed: torch.Tensor) -> portattn.BlockMask:
     """(1, H, R, C) bools as lists of whole blocks."""
     counts = listed.sum(-1).int()
-    order = (~listed).int().argsort(-1, stable=True).int()
+    order = (~listed).int().argsort(dim=-1, stable=True).int()
     return portattn.BlockMask(counts, order, block_size=(SIZE, SIZE))
 
 

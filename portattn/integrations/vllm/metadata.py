@@ -10,21 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+MOST_DRAFTED = 16  # more equal rows of each request than these are prompts, which are packed: their length varies
 
 
 @dataclass
 class PortattnMetadata(AttentionMetadata):
     """One batch.
 
-    single           every request has one query row at most, so row b is request b's
+    rows_each        query rows of every request, so rows b·rows_each and on are request b's; 0 where they differ, are
+                     prompts', or are counted on the device
     causal           of all requests; None where requests differ
     causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
                      0 elsewhere
-    first            the number of the first request, where this is a part of a batch
-    parts            the requests that decode, and those behind them, where the batch has both; each is a batch by
-                     itself, whose rows follow the other's. Empty: the batch is attended in one call
     """
 
     num_actual_tokens: int
@@ -34,13 +33,11 @@ class PortattnMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
-    single: bool
+    rows_each: int
     causal: bool | None = True
     per_request: torch.Tensor | None = None
     causal_lens: torch.Tensor | None = None
     other_lens: torch.Tensor | None = None
-    first: int = 0
-    parts: tuple[PortattnMetadata, ...] = ()
 
     def split_by_causality(self) -> None:
         """Fill causal_lens and other_lens from seq_lens as they are now, by the device alone."""
@@ -60,9 +57,8 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The runner then puts requests with so few rows first: one, or what speculation verifies.
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._whole = bool(envs.VLLM_BATCH_INVARIANT)  # a row must not depend on how the rest of its batch is cut
+        speculative = getattr(vllm_config, "speculative_config", None)
+        self._adaptive = bool(getattr(speculative, "enable_adaptive_verification", False))
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -79,7 +75,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            single=common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs,
+            rows_each=self._rows_each(common),
             causal=None if each else bool(common.causal),
         )
         if each:
@@ -89,49 +85,19 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.per_request = common.causal
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
-        elif not made.single and not self._whole:
-            made.parts = self._parts(made, common.query_start_loc_cpu)
         return made
 
-    def _parts(self, batch: PortattnMetadata, rows: torch.Tensor) -> tuple[PortattnMetadata, ...]:
-        """The batch in two, where requests that decode are followed by others: in one call a request's single row
-        would take as large a tile as a prompt's rows do, and its keys would not be split.
-
-        rows  (requests + 1,) on the host. Where rows are counted on the device (adaptive verification), the sums of
-              both parts are these still, and a part's requests have no more rows than its max_query_len
-        """
-        few = self.reorder_batch_threshold or 1
-        if batch.max_query_len <= few:
-            return ()
-        many = (rows.diff() > few).tolist()
-        count = many.index(True) if True in many else 0
-        if not count:
-            return ()
-        begin = int(rows[count])
-        return (
-            replace(
-                batch, num_actual_tokens=begin, num_reqs=count, max_query_len=few, single=few == 1 and begin == count,
-                query_start_loc=batch.query_start_loc[: count + 1], seq_lens=batch.seq_lens[:count],
-                block_table=batch.block_table[:count], slot_mapping=batch.slot_mapping[:begin],
-            ),
-            replace(
-                batch, num_actual_tokens=batch.num_actual_tokens - begin, num_reqs=batch.num_reqs - count, first=count,
-                query_start_loc=batch.query_start_loc[count:] - begin, seq_lens=batch.seq_lens[count:],
-                block_table=batch.block_table[count:], slot_mapping=batch.slot_mapping[begin:],
-            ),
-        )  # fmt: skip
+    def _rows_each(self, common: Any) -> int:
+        rows = common.max_query_len
+        if common.num_actual_tokens != common.num_reqs * rows or rows > (1 if self._adaptive else MOST_DRAFTED):
+            return 0
+        return int(rows)
 
     def update_block_table(
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PortattnMetadata:
         """The same batch over another group's blocks."""
-        parts, begin = [], 0
-        for part in metadata.parts:
-            end = begin + part.num_actual_tokens
-            table = blk_table[part.first : part.first + part.num_reqs]
-            parts.append(replace(part, block_table=table, slot_mapping=slot_mapping[begin:end]))
-            begin = end
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, parts=tuple(parts))
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: PortattnMetadata) -> None:
         """Follow lengths that a drafter has advanced on the device. A graph can hold this."""

@@ -51,6 +51,22 @@ def test_speculative(rows: int) -> None:
     check(Layer().run(batch), batch)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_rows_of_a_draft_are_an_axis(adaptive: bool) -> None:
+    """Equal numbers of rows need no search for a row's request; not where the device may count other ones."""
+    layer, batch = Layer(window=20), Batch(SPECULATIVE)
+    object.__setattr__(layer.config, "speculative_config", SimpleNamespace(enable_adaptive_verification=adaptive))
+    builder = layer.backend.get_builder_cls()(layer.spec, [layer.name], layer.config, torch.device("cpu"))
+    metadata = builder.build(0, batch.common())
+    assert metadata.rows_each == (0 if adaptive else 5)
+    check(layer.run(batch, metadata=metadata), batch, window=(19, 0))
+    metadata = builder.build(0, batch.common(causal=False))
+    check(layer.run(batch, metadata=metadata), batch, causal=False, window=(19, 19))
+    assert builder.build(0, Batch([(5, 30), (4, 9)]).common()).rows_each == 0
+    assert builder.build(0, Batch(DECODE).common()).rows_each == 1
+    assert builder.build(0, Batch([(17, 17), (17, 20)]).common()).rows_each == 0, "prompts are packed"
+
+
 @works("sliding window of each layer")
 @pytest.mark.parametrize("window", [1, 7, 17])
 def test_window(window: int) -> None:
@@ -196,38 +212,6 @@ def test_replay(requests: list[tuple[int, int]]) -> None:
     metadata.seq_lens.copy_(after.seq_lens)
     wide[:, : batch.table.shape[1]].copy_(batch.table)
     check(layer.run(batch, write=False, metadata=metadata), batch)
-
-
-@works("decoding requests of a mixed batch by a call of their own")
-@pytest.mark.parametrize("drafted", [0, 3])
-def test_a_mixed_batch_in_two(drafted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner puts requests with few rows first; with speculation those that verify a draft are among them."""
-    requests = [(1 + drafted, 20), (1, 33), (1, 1), (9, 30), (40, 40), (1, 16)]
-    layer, batch = Layer(), Batch(requests, blocks=40)
-    assert layer.builder.reorder_batch_threshold == 1
-    layer.builder.reorder_batch_threshold = 1 + drafted
-    metadata = layer.builder.build(0, batch.common())
-    head, tail = metadata.parts
-    assert (head.num_reqs, head.num_actual_tokens, head.single) == (3, 3 + drafted, drafted == 0)
-    assert (tail.num_reqs, tail.num_actual_tokens, tail.first) == (3, 50, 3)
-    check(layer.run(batch, metadata=metadata), batch)
-    other = Batch(requests, blocks=40, seed=3)
-    moved = layer.builder.update_block_table(metadata, other.table, other.common().slot_mapping)
-    check(Layer().run(other, metadata=moved), other)
-    rest = layer.builder.build(0, Batch(requests[3:]).common())
-    assert rest.parts == (), "no request decodes before the others"
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert Layer().builder.build(0, batch.common()).parts == (), "parts would make a row depend on its batch"
-
-
-def test_speculation_says_how_many_rows_decode() -> None:
-    """As vLLM's own rule says it: from the configuration."""
-    layer = Layer()
-    object.__setattr__(
-        layer.config, "speculative_config", SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
-    )
-    builder = layer.backend.get_builder_cls()(layer.spec, [layer.name], layer.config, torch.device("cpu"))
-    assert builder.reorder_batch_threshold == 4
 
 
 @works("another group's blocks in built metadata")
