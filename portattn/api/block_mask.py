@@ -92,12 +92,13 @@ def block_tensors(
 
 
 def _map(places: list[torch.Tensor], down: int, across: int) -> torch.Tensor:
-    """bool (B or 1, Hq or 1, R, C), the last axis contiguous: what any of the lists names."""
+    """bool (B or 1, Hq or 1, R, C), the last axis contiguous: what any of the lists names. In few steps, each of which
+    attention waits for."""
     batch, heads = (max(each.shape[axis] for each in places) for axis in (0, 1))
-    found = torch.zeros(batch, heads, down, across + 2, dtype=torch.bool, device=places[0].device)
-    for place in places:
-        found = found.scatter(3, place.expand(batch, heads, -1, -1), True)
-    return found[..., 1:-1]
+    place = torch.cat([each.expand(batch, heads, -1, -1) for each in places], -1)
+    # The columns before the first block and after the last take up what is no block.
+    found = torch.zeros(batch, heads, down, across + 2, dtype=torch.bool, device=place.device)
+    return found.scatter(3, place.clamp(-1, across).long() + 1, True)[..., 1:-1]
 
 
 def _of_torch(block_mask: Any) -> BlockMask:
@@ -154,7 +155,7 @@ def _check_values(name: str, counts: torch.Tensor, indices: torch.Tensor, across
 def _places(
     name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor, checked: bool
 ) -> torch.Tensor:
-    """int64 (B or 1, Hq or 1, R, most): 1 + each block that a list names, 0 or across + 1 where it names none."""
+    """(B or 1, Hq or 1, R, most): each block that a list names; elsewhere a number that is no block's."""
     for what, tensor, ndim in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
         whose = f"block_mask's {what}"
         check_dense(OP, whose, tensor)
@@ -174,9 +175,7 @@ def _places(
     if checked:
         _check_values(name, counts, indices, across)
     # Behind the count stands anything; so may it before, where nothing has checked it: what is no block is passed over.
-    # The columns before the first block and after the last take that up; calls wait for each operation here.
-    place = torch.where(torch.arange(indices.shape[3], device=indices.device) < counts[..., None], indices, -1)
-    return place.clamp(-1, across).long() + 1
+    return torch.where(torch.arange(indices.shape[3], device=indices.device) < counts[..., None], indices, -1)
 
 
 def _with_mod(block_mask: Any, mask: Any, q: torch.Tensor, rows: int, keys: int) -> Any:
