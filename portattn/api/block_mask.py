@@ -81,14 +81,24 @@ def block_tensors(
     if lists is not block_mask:
         _check_lengths(block_mask, rows, keys)
     checked = _is_checked(q, validate)
-    found = _map("kv", lists.kv_num_blocks, lists.kv_indices, down, across, q, checked)
+    places = [_places("kv", lists.kv_num_blocks, lists.kv_indices, down, across, q, checked)]
     if (lists.full_kv_num_blocks is None) != (lists.full_kv_indices is None):
         raise ArgumentError(OP, "block_mask's full_kv_indices", lists.full_kv_indices, "goes with full_kv_num_blocks")
     if lists.full_kv_num_blocks is not None:
-        found = found | _map("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q, checked)
+        places.append(_places("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q, checked))
     if lists is not block_mask:
         mask = _with_mod(block_mask, mask, q, rows, keys)
-    return found, mask, size
+    return _map(places, down, across), mask, size
+
+
+def _map(places: list[torch.Tensor], down: int, across: int) -> torch.Tensor:
+    """bool (B or 1, Hq or 1, R, C), the last axis contiguous: what any of the lists names. In few steps, each of which
+    attention waits for."""
+    batch, heads = (max(each.shape[axis] for each in places) for axis in (0, 1))
+    place = torch.cat([each.expand(batch, heads, -1, -1) for each in places], -1)
+    # The columns before the first block and after the last take up what is no block.
+    found = torch.zeros(batch, heads, down, across + 2, dtype=torch.bool, device=place.device)
+    return found.scatter(3, place.clamp(-1, across).long() + 1, True)[..., 1:-1]
 
 
 def _of_torch(block_mask: Any) -> BlockMask:
@@ -142,7 +152,10 @@ def _check_values(name: str, counts: torch.Tensor, indices: torch.Tensor, across
         raise ArgumentError(OP, f"block_mask's {name}_indices", int(indices[wrong][0]), limit)
 
 
-def _map(name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor, checked: bool) -> torch.Tensor:
+def _places(
+    name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor, checked: bool
+) -> torch.Tensor:
+    """(B or 1, Hq or 1, R, most): each block that a list names; elsewhere a number that is no block's."""
     for what, tensor, ndim in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
         whose = f"block_mask's {what}"
         check_dense(OP, whose, tensor)
@@ -162,11 +175,7 @@ def _map(name: str, counts: Any, indices: Any, down: int, across: int, q: torch.
     if checked:
         _check_values(name, counts, indices, across)
     # Behind the count stands anything; so may it before, where nothing has checked it: what is no block is passed over.
-    counted = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
-    there = counted & (indices >= 0) & (indices < across)
-    found = torch.zeros(*counts.shape, across + 1, dtype=torch.bool, device=indices.device)
-    place = torch.where(there, indices, across).long()
-    return found.scatter(3, place, torch.ones_like(there))[..., :across].contiguous()
+    return torch.where(torch.arange(indices.shape[3], device=indices.device) < counts[..., None], indices, -1)
 
 
 def _with_mod(block_mask: Any, mask: Any, q: torch.Tensor, rows: int, keys: int) -> Any:

@@ -182,12 +182,12 @@ def dense_forward(
                     acc, row_max, row_sum, listed,
                     q_pointers, q_pointers + MAIN * q_stride_d, row_valid, q_stride_d,
                     k_rows, k_tail_rows, v_rows, k_stride_s, k_stride_d, v_stride_s, v_stride_d,
-                    k_first, first_step, last_step, far,
+                    k_first, first_step, full_begin, full_end, last_step, far,
                     row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
                     score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
                     HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
-                    BIAS_BY_KEY, MASK_BY_KEY, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, MULHI,
-                    LISTED_K,
+                    BIAS_BY_KEY, MASK_BY_KEY, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, Q_OPERAND,
+                    PIPELINE, MULHI, LISTED_K,
                 )  # fmt: skip
             else:
                 acc, row_max, row_sum = attend(

@@ -177,29 +177,52 @@ def _write(call: Cached, before: torch.Tensor) -> None:
         return
     if not call.batch:
         return
+    first = before if call.rotary_seqlens is None else call.rotary_seqlens
+    positions = None
     if call.cu_seqlens_k_new is None:
-        within = torch.arange(call.k.shape[1], device=before.device)
-        sequence = torch.arange(call.batch, device=before.device).repeat_interleave(call.k.shape[1])
-        within = within.repeat(call.batch)
-        k, v = call.k.flatten(0, 1), call.v.flatten(0, 1)
-        there = torch.ones_like(within, dtype=torch.bool)
+        k, v, slots = call.k.flatten(0, 1), call.v.flatten(0, 1), _slots(call, before)
+        if call.cos is not None:
+            positions = (first[:, None] + torch.arange(call.k.shape[1], device=before.device)).flatten()
     else:
         k, v = call.k, call.v
         sequence, within = places(call.cu_seqlens_k_new, k.shape[0])
-        there = torch.arange(k.shape[0], device=before.device) < call.cu_seqlens_k_new[-1]
-    at = before[sequence] + within
-    size, table = call.k_cache.shape[1], _table(call)
-    there = there & (before[sequence] >= 0) & (at < size * table.shape[1])
-    at = torch.where(there, at, 0)
-    page = table[sequence, at // size] if table.shape[1] else torch.zeros_like(at)
-    slots = torch.where(there & (page >= 0), page.long() * size + at % size, -1)
-    positions = None
-    if call.cos is not None:
-        first = before if call.rotary_seqlens is None else call.rotary_seqlens
-        positions = first[sequence] + within
+        slots = _packed_slots(call, before, sequence, within)
+        if call.cos is not None:
+            positions = first[sequence] + within
     ops.write_pages(
         k, v, call.k_cache, call.v_cache, slots, cos=call.cos, sin=call.sin, positions=positions, rotary=style, **scales
     )
+
+
+def _slots(call: Cached, before: torch.Tensor) -> torch.Tensor:
+    """int64 (B·new rows,): where each new row goes, -1 for nowhere. A decode step waits for each operation here."""
+    size, table, count = call.k_cache.shape[1], _table(call), call.k.shape[1]
+    if not table.shape[1]:
+        return before.new_full((call.batch * count,), -1, dtype=torch.int64)
+    at = before[:, None]
+    if count != 1:
+        at = at + torch.arange(count, device=before.device)
+    inside = at.clamp(0, size * table.shape[1] - 1)
+    there = inside == at
+    if count != 1:  # a sequence that takes no part has rows at 0 and behind it, too
+        there = there & (before >= 0)[:, None]
+    page = table.gather(1, (inside // size).long())
+    there = there & (page >= 0)
+    return torch.where(there, torch.add(inside % size, page.long(), alpha=size), -1).flatten()
+
+
+def _packed_slots(
+    call: Cached, before: torch.Tensor, sequence: torch.Tensor, within: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """The same of packed new rows, each at its place in its sequence."""
+    size, table = call.k_cache.shape[1], _table(call)
+    there = torch.arange(sequence.shape[0], device=before.device) < call.cu_seqlens_k_new[-1]
+    start = before[sequence]
+    at = start + within
+    there = there & (start >= 0) & (at < size * table.shape[1])
+    at = torch.where(there, at, 0)
+    page = table[sequence, at // size] if table.shape[1] else torch.zeros_like(at)
+    return torch.where(there & (page >= 0), page.long() * size + at % size, -1)
 
 
 def _writing_scales(call: Cached) -> dict[str, Any]:

@@ -4,11 +4,12 @@ vLLM loads `register` as a general plug-in (the entry point of portattn's distri
 nothing: PORTATTN, and PORTATTN_MLA for latent attention. What the backends cannot do they refuse when vLLM asks,
 as it builds the model's layers.
 
-backend.py   what the backend says of itself: dtypes, caches, features, the versions that it was tested with
-metadata.py  what a batch looks like, built once a step
-impl.py      a layer's forward
-caches.py    numbers and scales inside vLLM's cache tensors, and how new tokens are written
-mla.py       latent attention
+capabilities.py  what both backends say of themselves: chips, sizes, the versions that they were tested with
+backend.py       the backend of full heads: dtypes, caches, features
+metadata.py      what a batch looks like, built once a step
+impl.py          a layer's forward
+caches.py        numbers and scales inside vLLM's cache tensors, and how new tokens are written
+mla.py           latent attention
 """
 
 from __future__ import annotations

@@ -19,14 +19,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import MLA_NAME, caches
-from portattn.integrations.vllm.backend import BLOCK, PortattnBackend
-from portattn.integrations.vllm.versions import untested
-from portattn.schema.problem import MAX_HEAD_DIM
+from portattn.integrations.vllm.capabilities import Capabilities
 
 
 @dataclass
@@ -155,12 +153,11 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         return out, lse.transpose(0, 1)
 
 
-class PortattnMLABackend(MLACommonBackend):
+class PortattnMLABackend(Capabilities, MLACommonBackend):
     """Latent attention over vLLM's paged cache."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
-    forward_includes_kv_cache_update: bool = False
 
     @staticmethod
     def get_name() -> str:
@@ -174,42 +171,6 @@ class PortattnMLABackend(MLACommonBackend):
     def get_builder_cls() -> type[PortattnMLAMetadataBuilder]:
         return PortattnMLAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(BLOCK)]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return []
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return 1 <= head_size <= MAX_HEAD_DIM
-
-    @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size is None or block_size % BLOCK == 0
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return PortattnBackend.supports_compute_capability(capability)
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
-    ) -> str | None:
-        return PortattnBackend.supports_combination(head_size, dtype, kv_cache_dtype, *others, **more)
-
-    @classmethod
-    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """vLLM's own list of reasons, and its version where that was not tested."""
-        version = untested()
-        return [*([version] if version else []), *super().validate_configuration(*arguments, **named)]

@@ -19,7 +19,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_batches import Layer
 
 from portattn.integrations import vllm as integration
-from portattn.integrations.vllm import backend, mla, versions
+from portattn.integrations.vllm import backend, capabilities, mla, versions
 
 feature = pytest.mark.engine_feature
 
@@ -131,14 +131,15 @@ def test_versions(refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
         assert versions.untested(version) == ""
     for version in ("0.30.0", "0.34.0", "1.0", "dev"):
         assert f"vLLM {version} is not supported: portattn was tested with 0.31 to 0.33" in versions.untested(version)
-    monkeypatch.setattr(backend, "untested", lambda: versions.untested("0.34.0"))
+    monkeypatch.setattr(capabilities, "untested", lambda: versions.untested("0.34.0"))
     with refusal(ValueError, match="vLLM 0.34.0 is not supported"):
         raise ValueError(f"Selected backend PORTATTN is not valid for this configuration. Reason: {reasons()}")
+    assert "vLLM 0.34.0 is not supported" in reasons(mla.PortattnMLABackend, head_size=576, use_mla=True)[0]
 
 
-def test_chips(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = backend.PortattnBackend
-    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+@pytest.mark.parametrize("one", [backend.PortattnBackend, mla.PortattnMLABackend])
+def test_chips(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     assert one.supports_compute_capability(DeviceCapability(9, 0))
     assert one.supports_compute_capability(DeviceCapability(8, 0))
     assert not one.supports_compute_capability(DeviceCapability(6, 1))

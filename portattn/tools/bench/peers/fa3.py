@@ -27,6 +27,11 @@ _ABSENT = (
 )  # fmt: skip
 
 
+def neutral() -> dict[str, Any]:
+    """Arguments of vllm's `fwd` that say as much as none would, but for q, k, v and the scale."""
+    return {**dict.fromkeys(_ABSENT), **_NEUTRAL}
+
+
 def _vllm() -> bool:
     return has_op("_vllm_fa3_C", "fwd")
 
@@ -64,9 +69,9 @@ def _build(case: Case, t: Tensors, library: str, scheduled: bool) -> Contender:
             if not case.lengths_k:
                 del given["seqused_k"]
     else:
-        given = {**dict.fromkeys(_ABSENT), **_NEUTRAL, **given}
+        given = neutral() | given
         if scheduled:
-            given["scheduler_metadata"] = _schedule(case, given)
+            given["scheduler_metadata"] = schedule(given, case.batch, case.page_size or None)
     return Contender(lambda: op(**given)[0], shaped)
 
 
@@ -125,12 +130,12 @@ def _latent(case: Case, t: Tensors) -> dict[str, Any]:
     }
 
 
-def _schedule(case: Case, given: dict[str, Any]) -> torch.Tensor:
+def schedule(given: dict[str, Any], batch: int, page_size: int | None) -> torch.Tensor:
     """What `fwd` computes before each call unless it is handed in, for these very arguments."""
     q, k, v = given["q"], given["k"], given["v"]
     longest_q, longest_k = given["max_seqlen_q"], given["max_seqlen_k"]
     made: torch.Tensor = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        case.batch,
+        batch,
         q.shape[1] if longest_q is None else longest_q,
         k.shape[1] if longest_k is None else longest_k,
         q.shape[-2],
@@ -144,7 +149,7 @@ def _schedule(case: Case, given: dict[str, Any]) -> torch.Tensor:
         None,  # cu_seqlens_k_new
         given["seqused_q"],
         None,  # leftpad_k
-        case.page_size or None,
+        page_size,
         0,  # max_seqlen_k_new
         given["is_causal"],
         given["window_size_left"],

@@ -1,0 +1,1 @@
+"""Parts of engine_times.py, one engine each."""
