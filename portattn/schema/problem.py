@@ -66,6 +66,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
+    word_aligned  of a cache's rows the same, of 4 bytes: what a float32 scale inside of them asks for
     kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
                   in registers. attention and varlen_attention have queries in it too (q_format), and values but for
                   int8 (v_format)
@@ -130,6 +131,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rotary_dim: int = 0
     layout: Layout = "bhsd"
     aligned: bool = True
+    word_aligned: bool = True
     large: bool = False
     needs_grad: bool = False
     dropout: bool = False
@@ -421,8 +423,8 @@ def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
 _PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
-        "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "large", "kv_scales",
-        "rotary_dim",
+        "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "word_aligned", "large",
+        "kv_scales", "rotary_dim",
     }
 )  # fmt: skip
 # Fields that an op is not called without.

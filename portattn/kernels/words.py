@@ -1,0 +1,296 @@
+"""attend_words: attend's loop over a quantised cache whose rows are read as 16-bit words.
+
+A word holds two numbers of a byte, or four of int4. Each of these places has tiles of its own: a score is the sum of
+their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers are, and
+numbers are widened by themselves, to float16, in which every number of every format is exact.
+"""
+
+import triton
+import triton.language as tl
+
+from portattn.kernels.stored import MIDDLE, ZERO_BITS, token_scales, widened, without_zero
+from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step, tile_place
+
+SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
+EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)  # bits of a float32
+LARGEST_EXPONENT: tl.constexpr = tl.constexpr(0x7E800000)  # of a power of two whose reciprocal is normal too
+EXPONENT_BIAS: tl.constexpr = tl.constexpr(127)  # of a float32
+LEAST_POWER: tl.constexpr = tl.constexpr(-100)  # see value_logs
+
+
+@triton.jit
+def load_words(source, table, start, end, pages, stride_page, stride_row,
+               COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
+               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
+    """Tile [BLOCK_ROWS, BLOCK_COLS] of the 16-bit words from row `start` on; of the rows from `end` on 0 when BOUNDED.
+
+    source, stride_page, stride_row  in bytes
+    COLS     words of a row
+    ALIGNED  what rows' addresses are multiples of, in bytes
+    """
+    base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
+                               PAGE_LOOP, READS)  # fmt: skip
+    r = tl.arange(0, BLOCK_ROWS)
+    c = tl.arange(0, BLOCK_COLS)
+    rows = tl.multiple_of((base + offsets[:, None]).to(tl.pointer_type(tl.int16)), [ALIGNED, ALIGNED])
+    pointers = rows + c[None, :]
+    if BOUNDED and COLS != BLOCK_COLS:
+        words = tl.load(pointers, mask=(start + r < end)[:, None] & (c < COLS)[None, :], other=0)
+    elif BOUNDED:
+        words = tl.load(pointers, mask=(start + r < end)[:, None], other=0)
+    elif COLS != BLOCK_COLS:
+        words = tl.load(pointers, mask=(c < COLS)[None, :], other=0)
+    else:
+        words = tl.load(pointers)
+    return words
+
+
+@triton.jit
+def two_places(words, KV_FORMAT: tl.constexpr, UNPACK: tl.constexpr):
+    """The first and the second numbers of words of two, float16 of the words' shape."""
+    if UNPACK == "ptx" and KV_FORMAT == "e4m3":
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 sorted; .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high; }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif UNPACK == "ptx" and KV_FORMAT == "e5m2":
+        first, second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
+            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif UNPACK == "ptx" and KV_FORMAT == "int8":
+        # A number plus 128 as the lowest bits of a float16 between 1024 and 1280.
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 raised, one, two, middle;
+            xor.b32 raised, $2, 0x80808080;
+            mov.b32 middle, 0x64806480;
+            prmt.b32 one, raised, 0x64646464, 0x4240;
+            prmt.b32 two, raised, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, one, middle;
+            sub.rn.f16x2 $1, two, middle; }""",
+            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        like = tl.full([1], 0.0, tl.float16)
+        first = widened(words.to(tl.int8), like, KV_FORMAT)
+        second = widened((words >> 8).to(tl.int8), like, KV_FORMAT)
+    return first, second
+
+
+@triton.jit
+def four_places(words, zeros, UNPACK: tl.constexpr):
+    """The four numbers of words of int4, less what stands for 0, float16 of the words' shape.
+
+    zeros  what stands for 0, int16 of a shape that broadcasts with the words'
+    """
+    if UNPACK == "ptx":
+        # A number as the lowest bits of 1024, or 16 times it, less 1024, or 64 once it is a 16th, and the zero.
+        zeros, words = tl.broadcast(zeros, words)
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{ .reg .b32 one, two, three, four, zero, zero64, high, part;
+            or.b32 zero, $5, 0x64006400;
+            shl.b32 zero64, $5, 4;
+            add.u32 zero64, zero64, 0xd400d400;
+            mov.b32 part, 0x2c002c00;
+            shr.u32 high, $4, 8;
+            lop3.b32 one, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 two, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 three, high, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 four, high, 0x00f000f0, 0x64006400, 0xea;
+            sub.rn.f16x2 $0, one, zero;
+            fma.rn.f16x2 $1, two, part, zero64;
+            sub.rn.f16x2 $2, three, zero;
+            fma.rn.f16x2 $3, four, part, zero64; }""",
+            "=&r,=&r,=&r,=r,r,r", [words, zeros], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first = ((words & 15) - zeros).to(tl.float16)
+        second = (((words >> 4) & 15) - zeros).to(tl.float16)
+        third = (((words >> 8) & 15) - zeros).to(tl.float16)
+        fourth = (((words >> 12) & 15) - zeros).to(tl.float16)
+    return first, second, third, fourth
+
+
+@triton.jit
+def largest_finite(tile):
+    """The largest finite |number| of each row of a tile, float32."""
+    size = tl.abs(tile.to(tl.float32))
+    return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+
+
+@triton.jit
+def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """Logarithms of values' scales rounded down to powers of two, in the base of `exponential`.
+
+    That of a tiny one is raised: probabilities, which are divided by the power of two, must stay finite. Of what is no
+    positive number, as keys that are masked may have, it is some number.
+    """
+    power = ((scales.to(tl.int32, bitcast=True) >> 23) & 255) - EXPONENT_BIAS
+    logs = tl.maximum(power, LEAST_POWER).to(tl.float32)
+    if EXP != "exp2" or NATURAL:
+        logs = logs * LN_2
+    return logs
+
+
+@triton.jit
+def add_product(acc, correction, p, values, TERMS: tl.constexpr):
+    """acc times the correction, plus the probabilities times values, float16; with TERMS 2 the probabilities are two
+    numbers of 16 bits."""
+    acc = acc * correction[:, None]
+    high = p.to(tl.float16)
+    if TERMS == 2:
+        acc = tl.dot((p - high.to(tl.float32)).to(tl.float16), values, acc, input_precision="ieee")
+    return tl.dot(high, values, acc, input_precision="ieee")
+
+
+@triton.jit
+def attend_words(
+    row_max, row_sum, q_pointers, row_valid, q_stride_d,
+    k_rows, v_rows, table, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s,
+    k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
+    origin, first_step, full_begin, full_end, last_step, end,
+    row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
+    tree_low, tree_high, tree_first,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, PAGE_SIZE: tl.constexpr, EXP: tl.constexpr,
+    MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr,
+    KV_FORMAT: tl.constexpr, ALIGNED: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """As `attend`, of a quantised cache with rows of whole words; k_rows, v_rows and their strides are in bytes.
+
+    Queries of bfloat16 are divided by a power of two for each row, so that float16 holds them: exactly, but for what is
+    2^14 times smaller than the row's largest.
+
+    A scale for each token of the values goes into the probabilities, of which there are fewer. The maximum of a row is
+    then that of score plus logarithm of the scale (value_logs): a probability times its scale is below 2, so that
+    float16 holds it, and rounds none of the largest shares of a result away. A softmax may be taken against any number
+    that is near the largest score; this one stands for the maximum in all that follows.
+
+    BLOCK_D, BLOCK_DV  columns of tiles before they are parted
+
+    Returns acc [BLOCK_M, BLOCK_DV], row_max and row_sum.
+    """
+    PLACES: tl.constexpr = 4 if KV_FORMAT == "int4" else 2  # numbers of a word
+    NATURAL: tl.constexpr = slopes is not None or bias_rows is not None
+    MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
+    EDGE_UNUSED: tl.constexpr = WINDOW or tree_low is not None  # see attend
+    if MASKS or EDGE_UNUSED:
+        row_end = tl.where(row_valid, row_end, origin)
+    COLS: tl.constexpr = HEAD_DIM // PLACES
+    COLS_V: tl.constexpr = HEAD_DIM_V // PLACES
+    WIDE: tl.constexpr = BLOCK_D // PLACES
+    WIDE_V: tl.constexpr = BLOCK_DV // PLACES
+    q_1 = load_query_rows(q_pointers, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    q_2 = load_query_rows(q_pointers + q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    q_3, q_4 = q_1, q_2
+    if PLACES == 4:
+        q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+        q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 else 1  # of a probability: the result's rounding is finer
+    unit = tl.full([BLOCK_M], 1.0, tl.float32)
+    if q_1.dtype != tl.float16:
+        size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
+        if PLACES == 4:
+            size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
+        # The power of two below the largest, where that and its reciprocal are normal numbers.
+        size = tl.maximum(size, SMALLEST_NORMAL)
+        unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
+        inverse = (1.0 / unit)[:, None]
+        q_1 = (q_1.to(tl.float32) * inverse).to(tl.float16)
+        q_2 = (q_2.to(tl.float32) * inverse).to(tl.float16)
+        if PLACES == 4:
+            q_3 = (q_3.to(tl.float32) * inverse).to(tl.float16)
+            q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
+    if PLACES == 4:
+        q_sum = tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_2.to(tl.float32), 1)
+        q_sum += tl.sum(q_3.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)
+
+    acc_1 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    acc_2 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    if PLACES == 4:
+        acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+        acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    # Two passes: key tiles that every row attends whole, then those at the edges.
+    for edge in tl.static_range(2):
+        if edge == 0:
+            count = full_end - full_begin
+        else:
+            count = full_begin - first_step + last_step - full_end
+        for i in range(count):
+            if edge == 0:
+                start = origin + (full_begin + i) * BLOCK_N
+            elif WINDOW:
+                # The edge before the full tiles, then the one after them.
+                skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                start = origin + (first_step + i + skipped) * BLOCK_N
+            else:
+                start = origin + (full_end + i) * BLOCK_N
+            keys = load_words(k_rows, table, start, end, pages, k_stride_p, k_stride_s, COLS, BLOCK_N, WIDE, edge == 1,
+                              PAGE_SIZE, PAGE_LOOP, READS, ALIGNED)  # fmt: skip
+            values = load_words(v_rows, table, start, end, pages, v_stride_p, v_stride_s, COLS_V, BLOCK_N, WIDE_V,
+                                edge == 1, PAGE_SIZE, PAGE_LOOP, READS, ALIGNED)  # fmt: skip
+            logs = None
+            if k_scales is not None:
+                of_keys = token_scales(k_scales, table, start, end, pages, k_scale_stride_p, k_scale_stride_s, BLOCK_N,
+                                       edge == 1, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+                of_values = token_scales(v_scales, table, start, end, pages, v_scale_stride_p, v_scale_stride_s,
+                                         BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+                if PLACES == 4:
+                    raw_k, raw_v = of_keys, of_values
+                    of_keys, of_values = without_zero(raw_k), without_zero(raw_v)
+                logs = value_logs(of_values, EXP, NATURAL)
+            if PLACES == 4:
+                middle = tl.full([1, 1], MIDDLE, tl.int16)
+                k_1, k_2, k_3, k_4 = four_places(keys, middle, UNPACK)
+                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                scores = tl.dot(q_3, tl.trans(k_3), scores, input_precision="ieee")
+                scores = tl.dot(q_4, tl.trans(k_4), scores, input_precision="ieee")
+                if k_scales is not None:
+                    above = ((raw_k.to(tl.int32, bitcast=True) & ZERO_BITS) - MIDDLE).to(tl.float32)
+                    scores -= q_sum[:, None] * above[None, :]
+            else:
+                k_1, k_2 = two_places(keys, KV_FORMAT, UNPACK)
+                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+            if q_pointers.dtype.element_ty != tl.float16:
+                scores *= unit[:, None]
+            if k_scales is not None:
+                scores *= of_keys[None, :]
+            p, correction, row_max, row_sum = softmax_step(
+                scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
+                bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
+                BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first, logs,
+            )  # fmt: skip
+            if MASKS or (EDGE_UNUSED and edge == 1):
+                values = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, values).to(tl.int16)
+            if v_scales is not None:
+                if MASKS or edge == 1:
+                    p = tl.where(p == 0.0, 0.0, p * of_values[None, :])  # a masked key's scale may be NaN
+                else:
+                    p = p * of_values[None, :]
+            if PLACES == 4:
+                zeros = tl.full([1, 1], MIDDLE, tl.int16)
+                if v_scales is not None:
+                    zeros = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
+                v_1, v_2, v_3, v_4 = four_places(values, zeros, UNPACK)
+                acc_1 = add_product(acc_1, correction, p, v_1, TERMS)
+                acc_2 = add_product(acc_2, correction, p, v_2, TERMS)
+                acc_3 = add_product(acc_3, correction, p, v_3, TERMS)
+                acc_4 = add_product(acc_4, correction, p, v_4, TERMS)
+            else:
+                v_1, v_2 = two_places(values, KV_FORMAT, UNPACK)
+                acc_1 = add_product(acc_1, correction, p, v_1, TERMS)
+                acc_2 = add_product(acc_2, correction, p, v_2, TERMS)
+    if PLACES == 4:
+        acc = tl.interleave(tl.interleave(acc_1, acc_3), tl.interleave(acc_2, acc_4))
+    else:
+        acc = tl.interleave(acc_1, acc_2)
+    return acc, row_max, row_sum
