@@ -8,8 +8,8 @@ numbers are widened by themselves, to float16, in which every number of every fo
 import triton
 import triton.language as tl
 
-from portattn.kernels.stored import MIDDLE, ZERO_BITS, token_scales, widened, without_zero
-from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step, tile_place
+from portattn.kernels.stored import MIDDLE, ZERO_BITS, widened, without_zero
+from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
 
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
 EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)  # bits of a float32
@@ -19,31 +19,80 @@ LEAST_POWER: tl.constexpr = tl.constexpr(-100)  # see value_logs
 
 
 @triton.jit
-def load_words(source, table, start, end, pages, stride_page, stride_row,
-               COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
-               PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr,
-               ALIGNED: tl.constexpr):  # fmt: skip
-    """Tile [BLOCK_ROWS, BLOCK_COLS] of the 16-bit words from row `start` on; of the rows from `end` on 0 when BOUNDED.
+def key_places(table, start, end, pages,
+               BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
+               READS: tl.constexpr):  # fmt: skip
+    """(page, row in it) of the keys from `start` on, of which those from `end` on are not looked up.
 
-    source, stride_page, stride_row  in bytes
+    As tile_place has them, but once for all that is read of a key. Without pages a key's row counts from `start`, and
+    the page is of no meaning. Where a tile is whole pages, `start` is a page's first key: only the number of its page
+    changes from step to step.
+    """
+    r = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        page, row = start, r
+    elif PAGE_LOOP == "per_page":
+        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE_SIZE), 0), pages - 1)
+        row = start % PAGE_SIZE + r
+    else:
+        if READS == "inside":
+            page = tl.load(table + tl.minimum(start + r, end - 1) // PAGE_SIZE)
+            row = (start + r) % PAGE_SIZE
+        elif BLOCK_N % PAGE_SIZE == 0:
+            numbers = table + start // PAGE_SIZE + r // PAGE_SIZE
+            if BOUNDED:
+                page = tl.load(numbers, mask=start + r < end, other=0)
+            else:
+                page = tl.load(numbers)
+            row = r % PAGE_SIZE
+        else:
+            page = tl.load(table + (start + r) // PAGE_SIZE, mask=start + r < end, other=0)
+            row = (start + r) % PAGE_SIZE
+        page = tl.minimum(tl.maximum(page, 0), pages - 1)
+    return page, row
+
+
+@triton.jit
+def key_pointers(source, start, page, row, stride_page, stride_row, PAGE_SIZE: tl.constexpr):
+    """A pointer [BLOCK_N] for each key, of the places that key_places found."""
+    if PAGE_SIZE == 0:
+        pointers = source + start.to(tl.int64) * stride_row + row * stride_row
+    else:
+        pointers = source + page.to(tl.int64) * stride_page + row * stride_row
+    return pointers
+
+
+@triton.jit
+def load_words(rows, there, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
+    """Tile [BLOCK_N, BLOCK_COLS] of the 16-bit words of keys' rows; of those that are not there 0 when BOUNDED.
+
+    rows     a byte pointer for each key [BLOCK_N]
     COLS     words of a row
     ALIGNED  what rows' addresses are multiples of, in bytes
     """
-    base, offsets = tile_place(source, table, start, end, pages, stride_page, stride_row, BLOCK_ROWS, PAGE_SIZE,
-                               PAGE_LOOP, READS)  # fmt: skip
-    r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
-    rows = tl.multiple_of((base + offsets[:, None]).to(tl.pointer_type(tl.int16)), [ALIGNED, ALIGNED])
-    pointers = rows + c[None, :]
+    firsts = tl.multiple_of(rows[:, None].to(tl.pointer_type(tl.int16)), [ALIGNED, ALIGNED])
+    pointers = firsts + c[None, :]
     if BOUNDED and COLS != BLOCK_COLS:
-        words = tl.load(pointers, mask=(start + r < end)[:, None] & (c < COLS)[None, :], other=0)
+        words = tl.load(pointers, mask=there[:, None] & (c < COLS)[None, :], other=0)
     elif BOUNDED:
-        words = tl.load(pointers, mask=(start + r < end)[:, None], other=0)
+        words = tl.load(pointers, mask=there[:, None], other=0)
     elif COLS != BLOCK_COLS:
         words = tl.load(pointers, mask=(c < COLS)[None, :], other=0)
     else:
         words = tl.load(pointers)
     return words
+
+
+@triton.jit
+def load_scales(pointers, there, BOUNDED: tl.constexpr):
+    """A scale for each key [BLOCK_N]; 0 for those that are not there when BOUNDED."""
+    if BOUNDED:
+        scales = tl.load(pointers, mask=there, other=0.0)
+    else:
+        scales = tl.load(pointers)
+    return scales
 
 
 @triton.jit
@@ -232,16 +281,22 @@ def attend_words(
                 start = origin + (first_step + i + skipped) * BLOCK_N
             else:
                 start = origin + (full_end + i) * BLOCK_N
-            keys = load_words(k_rows, table, start, end, pages, k_stride_p, k_stride_s, COLS, BLOCK_N, WIDE, edge == 1,
-                              PAGE_SIZE, PAGE_LOOP, READS, ALIGNED)  # fmt: skip
-            values = load_words(v_rows, table, start, end, pages, v_stride_p, v_stride_s, COLS_V, BLOCK_N, WIDE_V,
-                                edge == 1, PAGE_SIZE, PAGE_LOOP, READS, ALIGNED)  # fmt: skip
+            page, row = key_places(table, start, end, pages, BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)
+            there = start + tl.arange(0, BLOCK_N) < end
+            at_k = key_pointers(k_rows, start, page, row, k_stride_p, k_stride_s, PAGE_SIZE)
+            at_v = key_pointers(v_rows, start, page, row, v_stride_p, v_stride_s, PAGE_SIZE)
+            keys = load_words(at_k, there, COLS, WIDE, edge == 1, ALIGNED)
+            values = load_words(at_v, there, COLS_V, WIDE_V, edge == 1, ALIGNED)
             logs = None
             if k_scales is not None:
-                of_keys = token_scales(k_scales, table, start, end, pages, k_scale_stride_p, k_scale_stride_s, BLOCK_N,
-                                       edge == 1, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
-                of_values = token_scales(v_scales, table, start, end, pages, v_scale_stride_p, v_scale_stride_s,
-                                         BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+                of_keys = load_scales(
+                    key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
+                    there, edge == 1,
+                )  # fmt: skip
+                of_values = load_scales(
+                    key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
+                    there, edge == 1,
+                )  # fmt: skip
                 if PLACES == 4:
                     raw_k, raw_v = of_keys, of_values
                     of_keys, of_values = without_zero(raw_k), without_zero(raw_v)
