@@ -207,8 +207,8 @@ def decode_split(
                 k_first, first_step, full_begin, full_end, last_step, far,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
                 score_scale, softcap, None, None, None, None, None,
-                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
-                MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
+                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
+                BIAS_BY_KEY, MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
                 Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None, KV_FORMAT, "as_q", "widened", 1,
                 tree_low, tree_high, tree_first,
             )  # fmt: skip

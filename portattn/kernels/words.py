@@ -242,7 +242,8 @@ def attend_words(
     if PLACES == 4:
         q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
         q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
-    TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 else 1  # of a probability: the result's rounding is finer
+    # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
+    TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 and KV_FORMAT != "e5m2" else 1
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
     if q_1.dtype != tl.float16:
         size = tl.maximum(largest_finite(q_1), largest_finite(q_2))

@@ -20,8 +20,8 @@ DROPPED = 0.1
 
 
 def meta_call(problem: Problem) -> Call:
-    """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide; those of a
-    quantised cache that is aligned by words are longer by a word."""
+    """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide, or by a
+    word where a quantised cache is aligned by words."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
     pad_k = WORD_BYTES if pad and p.word_aligned and p.kv_format != "as_q" else pad

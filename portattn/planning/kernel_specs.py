@@ -151,22 +151,14 @@ class CoreKernel:
         }
 
 
-def numbers_of_word(problem: Problem) -> int:
-    """Numbers that 16 bits of a quantised cache hold."""
-    return 4 if problem.kv_format == "int4" else 2
-
-
 def no_words(problem: Problem) -> str:
     """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
-    numbers = numbers_of_word(problem)
     if problem.kv_format == "as_q":
         return "the cache is not quantised"
-    if problem.head_dim % numbers or problem.head_dim_v % numbers:
-        return f"rows are no whole words of {numbers} numbers"
+    if not problem.words:
+        return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
     if head_columns(problem)[1]:
         return f"the loop over words has rows of at most {WIDEST_TILE} columns"
-    if not (problem.aligned or problem.word_aligned):
-        return f"rows do not begin at multiples of {WORD_ALIGNMENT} bytes"
     return ""
 
 
@@ -362,7 +354,7 @@ class DecodeSplit(CoreKernel):
         found = super().constexprs(problem, lowering, launch)
         unpack = lowering.unpack if "unpack" in self.choices else "bytes"
         if unpack != "bytes":  # each number of a word has a tile of its own
-            narrowest = MIN_DOT * numbers_of_word(problem)
+            narrowest = MIN_DOT * problem.numbers_of_word
             found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
         return found | {
             "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",

@@ -263,6 +263,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.seqlens_q or self.seqlens_k or self.leftpad_q or self.leftpad_k
 
     @property
+    def numbers_of_word(self) -> int:
+        """Numbers that 16 bits of a quantised cache hold."""
+        return 4 if self.kv_format == "int4" else 2
+
+    @property
+    def words(self) -> bool:
+        """Whether rows of a quantised cache are whole 16-bit words (kernels/words.py) at aligned addresses."""
+        whole = self.head_dim % self.numbers_of_word == 0 and self.head_dim_v % self.numbers_of_word == 0
+        return self.kv_format != "as_q" and whole and (self.aligned or self.word_aligned)
+
+    @property
     def packed(self) -> bool:
         """Whether queries of all sequences lie one after the other in one tensor."""
         return self.total_q is not None
@@ -339,6 +350,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             # What is done to every score of a tile takes registers.
             "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
+            "words": self.words,
             "large": self.large,
             "dropout": self.dropout,
             "batch": 1 if self.num_splits else self.batch,
