@@ -199,7 +199,7 @@ def decode_split(
         row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
         if UNPACK == "bytes":
             acc, row_max, row_sum = attend(
-            acc, row_max, row_sum,
+                acc, row_max, row_sum,
                 q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
                 k_rows, k_tail_rows, v_rows, table, pages,
                 k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
@@ -208,9 +208,9 @@ def decode_split(
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
                 score_scale, softcap, None, None, None, None, None,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
-                BIAS_BY_KEY, MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-                Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None, KV_FORMAT, "as_q", "widened", 1,
-                tree_low, tree_high, tree_first,
+                BIAS_BY_KEY, MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE,
+                DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None,
+                KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
             )  # fmt: skip
         else:
             acc, row_max, row_sum = attend_words(

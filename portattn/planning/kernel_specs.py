@@ -471,6 +471,7 @@ class MlaSplit(PagedSplit):
     name = "mla_split"
     op = "mla_attention"
     takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
