@@ -14,8 +14,10 @@ from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
 EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)  # bits of a float32
 LARGEST_EXPONENT: tl.constexpr = tl.constexpr(0x7E800000)  # of a power of two whose reciprocal is normal too
-EXPONENT_BIAS: tl.constexpr = tl.constexpr(127)  # of a float32
-LEAST_POWER: tl.constexpr = tl.constexpr(-100)  # see value_logs
+BITS_OF_2_23: tl.constexpr = tl.constexpr(0x4B000000)  # of a float32
+STEP_OF_LOGS: tl.constexpr = tl.constexpr(2.0**-23)  # see value_logs
+BIAS_OF_LOGS: tl.constexpr = tl.constexpr(127.0)
+LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
 
 
 @triton.jit
@@ -132,37 +134,27 @@ def two_places(words, KV_FORMAT: tl.constexpr, UNPACK: tl.constexpr):
 
 
 @triton.jit
-def four_places(words, zeros, UNPACK: tl.constexpr):
-    """The four numbers of words of int4, less what stands for 0, float16 of the words' shape.
+def four_places(words, UNPACK: tl.constexpr):
+    """The four numbers of words of int4, 0 to 15, float16 of the words' shape.
 
-    zeros  what stands for 0, int16 of a shape that broadcasts with the words'
+    With `ptx` they stay where they are in the bits, as numbers below float16's normal ones: the first and the third are
+    times 2^-24, the others times 2^-20. Products of matrices hold such numbers exactly, and nothing is subtracted.
     """
     if UNPACK == "ptx":
-        # A number as the lowest bits of 1024, or 16 times it, less 1024, or 64 once it is a 16th, and the zero.
-        zeros, words = tl.broadcast(zeros, words)
         first, second, third, fourth = tl.inline_asm_elementwise(
-            """{ .reg .b32 one, two, three, four, zero, zero64, high, part;
-            or.b32 zero, $5, 0x64006400;
-            shl.b32 zero64, $5, 4;
-            add.u32 zero64, zero64, 0xd400d400;
-            mov.b32 part, 0x2c002c00;
+            """{ .reg .b32 high;
             shr.u32 high, $4, 8;
-            lop3.b32 one, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 two, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 three, high, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 four, high, 0x00f000f0, 0x64006400, 0xea;
-            sub.rn.f16x2 $0, one, zero;
-            fma.rn.f16x2 $1, two, part, zero64;
-            sub.rn.f16x2 $2, three, zero;
-            fma.rn.f16x2 $3, four, part, zero64; }""",
-            "=&r,=&r,=&r,=r,r,r", [words, zeros], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
+            and.b32 $0, $4, 0x000f000f;
+            and.b32 $1, $4, 0x00f000f0;
+            and.b32 $2, high, 0x000f000f;
+            and.b32 $3, high, 0x00f000f0; }""",
+            "=&r,=&r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        first = ((words & 15) - zeros).to(tl.float16)
-        second = (((words >> 4) & 15) - zeros).to(tl.float16)
-        third = (((words >> 8) & 15) - zeros).to(tl.float16)
-        fourth = (((words >> 12) & 15) - zeros).to(tl.float16)
+        first = (words & 15).to(tl.float16)
+        second = ((words >> 4) & 15).to(tl.float16)
+        third = ((words >> 8) & 15).to(tl.float16)
+        fourth = ((words >> 12) & 15).to(tl.float16)
     return first, second, third, fourth
 
 
@@ -174,27 +166,32 @@ def largest_finite(tile):
 
 
 @triton.jit
-def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
-    """Logarithms of values' scales rounded down to powers of two, in the base of `exponential`.
+def zero_numbers(scales):
+    """What stands for 0, float32, of tokens' scales of int4 numbers: as the lowest bits of 2^23, less that."""
+    word = (scales.to(tl.int32, bitcast=True) & ZERO_BITS) | BITS_OF_2_23
+    return word.to(tl.float32, bitcast=True) - 8388608.0
 
-    That of a tiny one is raised: probabilities, which are divided by the power of two, must stay finite. Of what is no
-    positive number, as keys that are masked may have, it is some number.
+
+@triton.jit
+def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """Logarithms of values' scales, up to 0.09 too low in base 2, in the base of `exponential`.
+
+    The bits of a float32 are its logarithm, with a straight line between powers of two. That of a tiny scale is raised:
+    probabilities, which are divided by its power, must stay finite. Of what is no positive number, as keys that are
+    masked may have, it is some number.
     """
-    power = ((scales.to(tl.int32, bitcast=True) >> 23) & 255) - EXPONENT_BIAS
-    logs = tl.maximum(power, LEAST_POWER).to(tl.float32)
+    logs = tl.maximum(scales.to(tl.int32, bitcast=True).to(tl.float32) * STEP_OF_LOGS - BIAS_OF_LOGS, LEAST_LOG)
     if EXP != "exp2" or NATURAL:
         logs = logs * LN_2
     return logs
 
 
 @triton.jit
-def add_product(acc, correction, p, values, TERMS: tl.constexpr):
-    """acc times the correction, plus the probabilities times values, float16; with TERMS 2 the probabilities are two
-    numbers of 16 bits."""
+def add_product(acc, correction, high, low, values, TERMS: tl.constexpr):
+    """acc times the correction, plus probabilities times values, all of float16; with TERMS 2 probabilities are two."""
     acc = acc * correction[:, None]
-    high = p.to(tl.float16)
     if TERMS == 2:
-        acc = tl.dot((p - high.to(tl.float32)).to(tl.float16), values, acc, input_precision="ieee")
+        acc = tl.dot(low, values, acc, input_precision="ieee")
     return tl.dot(high, values, acc, input_precision="ieee")
 
 
@@ -244,8 +241,12 @@ def attend_words(
         q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
     # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
     TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 and KV_FORMAT != "e5m2" else 1
+    # int4: what a product of a row with the numbers' bits is to be multiplied by, and what values' bits are.
+    BITS: tl.constexpr = 1048576.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # 2^20
+    ABOVE: tl.constexpr = 16.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # of the first and third place beside it
+    SCALED: tl.constexpr = q_1.dtype != tl.float16 or ABOVE != 1.0
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
-    if q_1.dtype != tl.float16:
+    if SCALED:
         size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
         if PLACES == 4:
             size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
@@ -253,20 +254,24 @@ def attend_words(
         size = tl.maximum(size, SMALLEST_NORMAL)
         unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
         inverse = (1.0 / unit)[:, None]
-        q_1 = (q_1.to(tl.float32) * inverse).to(tl.float16)
+        q_1 = (q_1.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
         q_2 = (q_2.to(tl.float32) * inverse).to(tl.float16)
         if PLACES == 4:
-            q_3 = (q_3.to(tl.float32) * inverse).to(tl.float16)
+            q_3 = (q_3.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
             q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
     if PLACES == 4:
-        q_sum = tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_2.to(tl.float32), 1)
-        q_sum += tl.sum(q_3.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)
+        q_sum = (tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_3.to(tl.float32), 1)) * (1.0 / ABOVE)
+        q_sum = (q_sum + tl.sum(q_2.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)) * (1.0 / BITS)
+        scale = scale * BITS
 
     acc_1 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
     acc_2 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
     if PLACES == 4:
         acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
         acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+        zeros = tl.full(
+            [BLOCK_M, BLOCK_N], 0.0, tl.float32
+        )  # what stands for 0, times probabilities: summed at the end
     # Two passes: key tiles that every row attends whole, then those at the edges.
     for edge in tl.static_range(2):
         if edge == 0:
@@ -303,20 +308,20 @@ def attend_words(
                     of_keys, of_values = without_zero(raw_k), without_zero(raw_v)
                 logs = value_logs(of_values, EXP, NATURAL)
             if PLACES == 4:
-                middle = tl.full([1, 1], MIDDLE, tl.int16)
-                k_1, k_2, k_3, k_4 = four_places(keys, middle, UNPACK)
+                k_1, k_2, k_3, k_4 = four_places(keys, UNPACK)
                 scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
                 scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
                 scores = tl.dot(q_3, tl.trans(k_3), scores, input_precision="ieee")
                 scores = tl.dot(q_4, tl.trans(k_4), scores, input_precision="ieee")
-                if k_scales is not None:
-                    above = ((raw_k.to(tl.int32, bitcast=True) & ZERO_BITS) - MIDDLE).to(tl.float32)
-                    scores -= q_sum[:, None] * above[None, :]
+                if k_scales is None:
+                    scores -= q_sum[:, None] * MIDDLE
+                else:
+                    scores -= q_sum[:, None] * zero_numbers(raw_k)[None, :]
             else:
                 k_1, k_2 = two_places(keys, KV_FORMAT, UNPACK)
                 scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
                 scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-            if q_pointers.dtype.element_ty != tl.float16:
+            if SCALED:
                 scores *= unit[:, None]
             if k_scales is not None:
                 scores *= of_keys[None, :]
@@ -332,21 +337,32 @@ def attend_words(
                     p = tl.where(p == 0.0, 0.0, p * of_values[None, :])  # a masked key's scale may be NaN
                 else:
                     p = p * of_values[None, :]
+            high = p.to(tl.float16)
+            low = high
+            if TERMS == 2:
+                low = (p - high.to(tl.float32)).to(tl.float16)
             if PLACES == 4:
-                zeros = tl.full([1, 1], MIDDLE, tl.int16)
-                if v_scales is not None:
-                    zeros = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
-                v_1, v_2, v_3, v_4 = four_places(values, zeros, UNPACK)
-                acc_1 = add_product(acc_1, correction, p, v_1, TERMS)
-                acc_2 = add_product(acc_2, correction, p, v_2, TERMS)
-                acc_3 = add_product(acc_3, correction, p, v_3, TERMS)
-                acc_4 = add_product(acc_4, correction, p, v_4, TERMS)
+                rounded = high.to(tl.float32)
+                if TERMS == 2:
+                    rounded += low.to(tl.float32)
+                if v_scales is None:
+                    zeros = zeros * correction[:, None] + rounded * MIDDLE
+                else:
+                    zeros = zeros * correction[:, None] + rounded * zero_numbers(raw_v)[None, :]
+                v_1, v_2, v_3, v_4 = four_places(values, UNPACK)
+                acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
+                acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
+                acc_3 = add_product(acc_3, correction, high, low, v_3, TERMS)
+                acc_4 = add_product(acc_4, correction, high, low, v_4, TERMS)
             else:
                 v_1, v_2 = two_places(values, KV_FORMAT, UNPACK)
-                acc_1 = add_product(acc_1, correction, p, v_1, TERMS)
-                acc_2 = add_product(acc_2, correction, p, v_2, TERMS)
+                acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
+                acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
     if PLACES == 4:
-        acc = tl.interleave(tl.interleave(acc_1, acc_3), tl.interleave(acc_2, acc_4))
+        acc = tl.interleave(
+            tl.interleave(acc_1 * (ABOVE * BITS), acc_3 * (ABOVE * BITS)),
+            tl.interleave(acc_2 * BITS, acc_4 * BITS),
+        ) - tl.sum(zeros, 1)[:, None]  # fmt: skip
     else:
         acc = tl.interleave(acc_1, acc_2)
     return acc, row_max, row_sum
