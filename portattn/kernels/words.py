@@ -159,6 +159,41 @@ def four_places(words, UNPACK: tl.constexpr):
 
 
 @triton.jit
+def four_differences(words, zeros, UNPACK: tl.constexpr):
+    """The four numbers of words of int4 less what stands for 0, float16 of the words' shape.
+
+    zeros  what stands for 0, int16 of a shape that broadcasts with the words'
+    """
+    if UNPACK == "ptx":
+        # A number as the lowest bits of 1024, or 16 times it, less 1024, or 64 once it is a 16th, and the zero.
+        zeros, words = tl.broadcast(zeros, words)
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{ .reg .b32 one, two, three, four, zero, zero64, high, part;
+            or.b32 zero, $5, 0x64006400;
+            shl.b32 zero64, $5, 4;
+            add.u32 zero64, zero64, 0xd400d400;
+            mov.b32 part, 0x2c002c00;
+            shr.u32 high, $4, 8;
+            lop3.b32 one, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 two, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 three, high, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 four, high, 0x00f000f0, 0x64006400, 0xea;
+            sub.rn.f16x2 $0, one, zero;
+            fma.rn.f16x2 $1, two, part, zero64;
+            sub.rn.f16x2 $2, three, zero;
+            fma.rn.f16x2 $3, four, part, zero64; }""",
+            "=&r,=&r,=&r,=r,r,r", [words, zeros], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first = ((words & 15) - zeros).to(tl.float16)
+        second = (((words >> 4) & 15) - zeros).to(tl.float16)
+        third = (((words >> 8) & 15) - zeros).to(tl.float16)
+        fourth = (((words >> 12) & 15) - zeros).to(tl.float16)
+    return first, second, third, fourth
+
+
+@triton.jit
 def largest_finite(tile):
     """The largest finite |number| of each row of a tile, float32."""
     size = tl.abs(tile.to(tl.float32))
@@ -241,7 +276,7 @@ def attend_words(
         q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
     # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
     TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 and KV_FORMAT != "e5m2" else 1
-    # int4: what a product of a row with the numbers' bits is to be multiplied by, and what values' bits are.
+    # int4: what a product of queries with keys' bits is to be multiplied by.
     BITS: tl.constexpr = 1048576.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # 2^20
     ABOVE: tl.constexpr = 16.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # of the first and third place beside it
     SCALED: tl.constexpr = q_1.dtype != tl.float16 or ABOVE != 1.0
@@ -269,9 +304,6 @@ def attend_words(
     if PLACES == 4:
         acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
         acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
-        zeros = tl.full(
-            [BLOCK_M, BLOCK_N], 0.0, tl.float32
-        )  # what stands for 0, times probabilities: summed at the end
     # Two passes: key tiles that every row attends whole, then those at the edges.
     for edge in tl.static_range(2):
         if edge == 0:
@@ -342,14 +374,11 @@ def attend_words(
             if TERMS == 2:
                 low = (p - high.to(tl.float32)).to(tl.float16)
             if PLACES == 4:
-                rounded = high.to(tl.float32)
-                if TERMS == 2:
-                    rounded += low.to(tl.float32)
-                if v_scales is None:
-                    zeros = zeros * correction[:, None] + rounded * MIDDLE
-                else:
-                    zeros = zeros * correction[:, None] + rounded * zero_numbers(raw_v)[None, :]
-                v_1, v_2, v_3, v_4 = four_places(values, UNPACK)
+                # Values have both signs, and their sums cancel: what stands for 0 is subtracted before, not after.
+                middle = tl.full([1, 1], MIDDLE, tl.int16)
+                if v_scales is not None:
+                    middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
+                v_1, v_2, v_3, v_4 = four_differences(values, middle, UNPACK)
                 acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
                 acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
                 acc_3 = add_product(acc_3, correction, high, low, v_3, TERMS)
@@ -359,10 +388,7 @@ def attend_words(
                 acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
                 acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
     if PLACES == 4:
-        acc = tl.interleave(
-            tl.interleave(acc_1 * (ABOVE * BITS), acc_3 * (ABOVE * BITS)),
-            tl.interleave(acc_2 * BITS, acc_4 * BITS),
-        ) - tl.sum(zeros, 1)[:, None]  # fmt: skip
+        acc = tl.interleave(tl.interleave(acc_1, acc_3), tl.interleave(acc_2, acc_4))
     else:
         acc = tl.interleave(acc_1, acc_2)
     return acc, row_max, row_sum
