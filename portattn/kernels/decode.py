@@ -20,6 +20,7 @@ from portattn.kernels.tiles import (
     store_state,
     tree_bits,
 )
+from portattn.kernels.words import attend_words
 
 
 @triton.jit(
@@ -49,7 +50,7 @@ def decode_split(
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
-    KV_SCALES: tl.constexpr,
+    KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program attends one share of the keys for up to BLOCK_M packed rows of one key/value head.
 
@@ -58,7 +59,8 @@ def decode_split(
     PAGE_SIZE: k and v are caches of `pages` pages, k_stride_b the distance between two, seq_k a sequence's capacity.
     LATENT: V is the first HEAD_DIM_V columns of K, and the columns of Q that go with the rest are in q_rope.
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
-    kv_format and kv_scales). The scales' strides are None where there are none.
+    kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
+    quantised cache are widened (kernels/words.py); its rows' addresses are then multiples of ALIGNED bytes.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
     optional arguments as in dense_forward.
@@ -195,20 +197,32 @@ def decode_split(
             tree_low, tree_high = tree_bits(tl.load(words, mask=row_valid, other=0))
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum,
-            q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
-            k_rows, k_tail_rows, v_rows, table, pages,
-            k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
-            k_token_scales, k_scale_stride_b, k_scale_stride_s, v_token_scales, v_scale_stride_b, v_scale_stride_s,
-            k_first, first_step, full_begin, full_end, last_step, far,
-            row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-            score_scale, softcap, None, None, None, None, None,
-            HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
-            MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, PAGE_LOOP,
-            Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None, KV_FORMAT, "as_q", "widened", 1,
-            tree_low, tree_high, tree_first,
-        )  # fmt: skip
+        if UNPACK == "bytes":
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum,
+                q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
+                k_rows, k_tail_rows, v_rows, table, pages,
+                k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
+                k_token_scales, k_scale_stride_b, k_scale_stride_s, v_token_scales, v_scale_stride_b, v_scale_stride_s,
+                k_first, first_step, full_begin, full_end, last_step, far,
+                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
+                score_scale, softcap, None, None, None, None, None,
+                HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
+                BIAS_BY_KEY, MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE,
+                DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None,
+                KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
+            )  # fmt: skip
+        else:
+            acc, row_max, row_sum = attend_words(
+                row_max, row_sum, q_pointers, row_valid, q_stride_d,
+                k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+                k_token_scales, k_scale_stride_b, k_scale_stride_s, v_token_scales, v_scale_stride_b, v_scale_stride_s,
+                k_first, first_step, full_begin, full_end, last_step, far,
+                row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, score_scale,
+                softcap, tree_low, tree_high, tree_first,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
+                MASK_BY_KEY, PAGE_SIZE, EXP, MASK_VALUE, PAGE_LOOP, READS, CLAMPED, KV_FORMAT, ALIGNED, UNPACK,
+            )  # fmt: skip
 
         if cu_seqlens_q is not None:
             row_sum = tl.where(batch < batches, row_sum, 0.0)  # a row of no sequence has no sink either

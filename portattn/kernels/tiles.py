@@ -322,7 +322,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
                  BLOCK_N: tl.constexpr, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                  BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, EXP: tl.constexpr,
                  MASK_VALUE: tl.constexpr, CLAMPED: tl.constexpr,
-                 tree_low=None, tree_high=None, tree_first=None):  # fmt: skip
+                 tree_low=None, tree_high=None, tree_first=None, value_logs=None):  # fmt: skip
     """One step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
     When LIMITED, row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on; otherwise every real
@@ -331,6 +331,7 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
     real ones.
 
     tree_low, tree_high, tree_first  None, or a tree mask: see in_tree. It is applied when LIMITED alone
+    value_logs  None, or what is added to the scores of each key [BLOCK_N] for the maximum alone (kernels/words.py)
 
     Returns the probabilities against the new maximum, the factor for everything summed before, the new maximum, and the
     new sum.
@@ -354,7 +355,10 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
             attend = load_scores(mask_rows, mask_stride, keys, end, row_valid, 0, MASK_BY_KEY, LIMITED and CLAMPED)
             keep = keep & (attend.to(tl.int32) != 0)
         scaled = tl.where(keep, scaled, lowest(MASK_VALUE))
-        new_max = tl.maximum(row_max, tl.max(scaled, 1))
+        if value_logs is None:
+            new_max = tl.maximum(row_max, tl.max(scaled, 1))
+        else:
+            new_max = tl.maximum(row_max, tl.max(tl.where(keep, scaled + value_logs[None, :], scaled), 1))
         if MASK_VALUE == "finite":
             base = new_max
             p = tl.where(keep, exponential(scaled - base[:, None], EXP, NATURAL), 0.0)
@@ -365,14 +369,20 @@ def softmax_step(scores, start, end, row_start, row_end, row_max, row_sum, scale
     elif SOFTCAP or slopes is not None:
         scaled = final_scores(scores, keys, end, scale, softcap, slopes, positions, bias_rows, bias_stride, row_valid,
                               EXP, NATURAL, SOFTCAP, BIAS_BY_KEY, False)  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(scaled, 1))
+        if value_logs is None:
+            new_max = tl.maximum(row_max, tl.max(scaled, 1))
+        else:
+            new_max = tl.maximum(row_max, tl.max(scaled + value_logs[None, :], 1))
         base = new_max
         p = exponential(scaled - base[:, None], EXP, NATURAL)
     else:
         # No score is masked, so the scale can go after the maximum and into the exponential's subtraction. The
         # launcher makes it non-negative.
         factor = softmax_scale(scale, EXP, NATURAL)
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        if value_logs is None:
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        else:
+            new_max = tl.maximum(row_max, tl.max(scores * factor + value_logs[None, :], 1))
         base = new_max
         p = exponential(scores * factor - base[:, None], EXP, NATURAL)
     correction = exponential(row_max - base, EXP, NATURAL)

@@ -13,30 +13,35 @@ from portattn.schema.problem import DS_MLA, Problem, ds_row_bytes
 from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
+WORD_BYTES = 4  # numbers of a quantised cache are bytes
 CAP = 50.0
 ANGLES = 4096  # rows of a rotary embedding's tables, likewise
 DROPPED = 0.1
 
 
 def meta_call(problem: Problem) -> Call:
-    """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide."""
+    """A call of this problem on the meta device. An unaligned problem gets rows one element longer than wide, or by a
+    word where a quantised cache is aligned by words."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
+    pad_k = WORD_BYTES if pad and p.word_aligned and p.kv_format != "as_q" else pad
     stored, queries, values = (dtype if f == "as_q" else KV_STORED for f in (p.kv_format, p.q_format, p.v_format))
     batch_q, rows_q = p.query_rows
     queries_first = p.layout == "bshd" or p.packed or (p.writes and p.page_size > 0)
 
-    def view(batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def view(
+        batch: int, heads: int, seq: int, dim: int, heads_last: bool, dtype: torch.dtype = dtype, pad: int = pad
+    ) -> torch.Tensor:
         shape = (batch, seq, heads) if heads_last else (batch, heads, seq)
         full = torch.empty(*shape, dim + pad, dtype=dtype, device="meta")[..., :dim]
         return full.transpose(1, 2) if heads_last else full
 
     def keys(dim: int, dtype: torch.dtype = stored) -> torch.Tensor:
         if p.page_size:
-            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", dtype)
+            return view(PAGES, p.heads_k, p.page_size, dim, p.page_layout == "phd", dtype, pad_k)
         if p.total_k is not None:
-            return view(1, p.heads_k, p.total_k, dim, True, dtype)
-        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", dtype)
+            return view(1, p.heads_k, p.total_k, dim, True, dtype, pad_k)
+        return view(p.batch, p.heads_k, p.seq_k, dim, p.layout == "bshd", dtype, pad_k)
 
     def scales(of: Callable[[int], torch.Tensor], scaled: bool = True) -> torch.Tensor | None:
         if p.kv_scales == "none" or not scaled:

@@ -24,6 +24,8 @@ WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a threa
 # The largest numbers of a cache's formats (schema/tensors.py, which has torch).
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
 MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
+ALIGNED = 16  # bytes: what Problem.aligned says of rows
+WORD_ALIGNMENT = 4  # bytes: that of the scales which engines keep in a cache's rows
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -147,6 +149,17 @@ class CoreKernel:
             "NEGATED": problem.negative_scale,
             "SEARCH": SEARCH,
         }
+
+
+def no_words(problem: Problem) -> str:
+    """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
+    if problem.kv_format == "as_q":
+        return "the cache is not quantised"
+    if not problem.words:
+        return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
+    if head_columns(problem)[1]:
+        return f"the loop over words has rows of at most {WIDEST_TILE} columns"
+    return ""
 
 
 def tile_width(columns: int, exact: bool) -> int:
@@ -331,14 +344,19 @@ class DecodeSplit(CoreKernel):
     splits_keys = True
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
-        "reads",
+        "reads", "unpack",
     )  # fmt: skip
 
     # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
     FEW_KEY_TILES = 4
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return super().constexprs(problem, lowering, launch) | {
+        found = super().constexprs(problem, lowering, launch)
+        unpack = lowering.unpack if "unpack" in self.choices else "bytes"
+        if unpack != "bytes":  # each number of a word has a tile of its own
+            narrowest = MIN_DOT * problem.numbers_of_word
+            found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
+        return found | {
             "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
@@ -347,7 +365,23 @@ class DecodeSplit(CoreKernel):
             "PAGE_LOOP": lowering.page_loop,
             "KV_FORMAT": problem.kv_format,
             "KV_SCALES": problem.kv_scales,
+            "UNPACK": unpack,
+            "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
         }
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.unpack == "bytes" or "unpack" not in self.choices:
+            return found
+        why = no_words(problem)
+        if why:
+            return (*found, ("unpack", "bytes", why))
+        found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
+        if lowering.load != "pointer":
+            found = (*found, ("load", "pointer", "words are read by pointers"))
+        if lowering.pipeline != "plain":
+            found = (*found, ("pipeline", "plain", "the loop over words has no other"))
+        return found
 
     def natural_scores(self, problem: Problem) -> bool:
         """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
@@ -437,6 +471,7 @@ class MlaSplit(PagedSplit):
     name = "mla_split"
     op = "mla_attention"
     takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)

@@ -16,7 +16,9 @@ import msgspec
 
 from portattn.schema.problem import ASKED, KvFormat, KvScales, Rotary
 
-FLAGS = frozenset({*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "large", "dropout"})
+FLAGS = frozenset(
+    {*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout"}
+)
 NUMBERS = frozenset(
     {
         "batch", "heads_q", "heads_k", "group", "seq_q", "seq_k", "head_dim", "head_dim_v", "widest", "page_size",

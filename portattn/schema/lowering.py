@@ -38,6 +38,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                    head, which takes tiles that are no power of two
     operands       of Q·Kᵀ over quantised queries and keys: `widened` to float16, whose products are exact, or as they
                    are `stored`, by the chip's own 8-bit products
+    unpack         numbers of a quantised cache: read as `bytes` and widened to queries' dtype, one by one; or read as
+                   16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions
 
     >>> import portattn
     >>> portattn.Lowering(load="descriptor").exp
@@ -58,6 +60,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reads: Literal["masked", "inside"] = "masked"
     mulhi: Literal["native", "halves"] = "native"
     operands: Literal["widened", "stored"] = "widened"
+    unpack: Literal["bytes", "words", "ptx"] = "bytes"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -66,6 +66,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
+    word_aligned  of a cache's rows the same, of 4 bytes: what a float32 scale inside of them asks for
     kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
                   in registers. attention and varlen_attention have queries in it too (q_format), and values but for
                   int8 (v_format)
@@ -130,6 +131,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rotary_dim: int = 0
     layout: Layout = "bhsd"
     aligned: bool = True
+    word_aligned: bool = True
     large: bool = False
     needs_grad: bool = False
     dropout: bool = False
@@ -261,6 +263,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.seqlens_q or self.seqlens_k or self.leftpad_q or self.leftpad_k
 
     @property
+    def numbers_of_word(self) -> int:
+        """Numbers that 16 bits of a quantised cache hold."""
+        return 4 if self.kv_format == "int4" else 2
+
+    @property
+    def words(self) -> bool:
+        """Whether rows of a quantised cache are whole 16-bit words (kernels/words.py) at aligned addresses."""
+        whole = self.head_dim % self.numbers_of_word == 0 and self.head_dim_v % self.numbers_of_word == 0
+        return self.kv_format != "as_q" and whole and (self.aligned or self.word_aligned)
+
+    @property
     def packed(self) -> bool:
         """Whether queries of all sequences lie one after the other in one tensor."""
         return self.total_q is not None
@@ -337,6 +350,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             # What is done to every score of a tile takes registers.
             "featured": any(getattr(self, name) for name in EVERY_SCORE),
             "aligned": self.aligned,
+            "words": self.words,
             "large": self.large,
             "dropout": self.dropout,
             "batch": 1 if self.num_splits else self.batch,
@@ -421,8 +435,8 @@ def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
 _PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
-        "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "large", "kv_scales",
-        "rotary_dim",
+        "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "word_aligned", "large",
+        "kv_scales", "rotary_dim",
     }
 )  # fmt: skip
 # Fields that an op is not called without.

@@ -12,6 +12,7 @@ from portattn.schema.problem import Problem
 from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features, held
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
 from portattn.testing.random_stored import stored
+from portattn.validate.checks import WORD_ALIGNMENT, aligned
 
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
 DROPPED = 0.1  # share of the probabilities that dropout sets to 0
@@ -39,10 +40,10 @@ def random_call(
     seeds in a row; ALiBi slopes are per head for even seeds, and per sequence and head for odd ones. paged_attention
     and mla_attention always have seqlens_k.
 
-    strides   plain; spare (rows one element longer than wide, a base off by one element); transposed (the head
-              dimension is not the contiguous one); sliced (every second row of a larger tensor); expanded (k and v
-              share one batch, or all pages one page, stride 0); combined (pages: k and v are the halves of one tensor
-              (P, 2, …))
+    strides   plain; spare (rows one element longer than wide, a base off by one element; of a quantised cache that is
+              aligned by words, rows up to the next word); transposed (the head dimension is not the contiguous one);
+              sliced (every second row of a larger tensor); expanded (k and v share one batch, or all pages one page,
+              stride 0); combined (pages: k and v are the halves of one tensor (P, 2, …))
     poison    apart: where nothing is attended NaN is in the key, in the value, or in both, by chance, and in half
               of the queries of padding: a NaN in one can keep one in another from doing harm. k: in all these keys and
               queries and no values; v: in all these values, and nowhere else. A latent row's values are a part of its
@@ -111,8 +112,10 @@ def random_call(
     if p.dropout:
         call.dropout_p = DROPPED
         call.dropout_seed = torch.randint(2**62, (1,), generator=generator).to(device)
-    shared = {f"{name}_by_key": _same_for_all_rows(getattr(call, name)) for name in ("bias", "mask")}
-    call.problem = msgspec.structs.replace(p, **shared)
+    known = {f"{name}_by_key": _same_for_all_rows(getattr(call, name)) for name in ("bias", "mask")}
+    if p.kv_format != "as_q":
+        known["word_aligned"] = p.word_aligned and all(aligned(x, WORD_ALIGNMENT) for x in (call.k, call.v))
+    call.problem = msgspec.structs.replace(p, **known)
     return call
 
 
@@ -172,14 +175,20 @@ def _caches(
         layout = "bshd"
     if strides == "combined":
         return _combined(k, v, layout, device)
-    k = _laid_out(k, layout, strides, strides == "expanded", device)
+    multiple = WORD_ALIGNMENT if p.word_aligned and p.kv_format != "as_q" else 1
+    k = _laid_out(k, layout, strides, strides == "expanded", device, multiple)
     if p.op == "mla_attention":
         return k, k[..., : p.head_dim_v]
-    return k, _laid_out(v, layout, strides, strides == "expanded", device)
+    return k, _laid_out(v, layout, strides, strides == "expanded", device, multiple)
 
 
-def _laid_out(values: torch.Tensor, layout: str, strides: str, shared: bool, device: str) -> torch.Tensor:
-    """The values as a (B, H, S, D) view with the strides asked for; memory between them holds NaN."""
+def _laid_out(
+    values: torch.Tensor, layout: str, strides: str, shared: bool, device: str, multiple: int = 1
+) -> torch.Tensor:
+    """The values as a (B, H, S, D) view with the strides asked for; memory between them holds NaN.
+
+    multiple  what spare rows and their base are multiples of, in bytes, beyond an element
+    """
     b, h, s, d = values.shape
     if shared:
         return values[:1].to(device).expand(b, h, s, d)
@@ -190,7 +199,9 @@ def _laid_out(values: torch.Tensor, layout: str, strides: str, shared: bool, dev
 
     if strides == "spare":
         rows = (b, s, h) if layout == "bshd" else (b, h, s)
-        view = empty(b * h * s * (d + 1) + 1)[1:].view(*rows, d + 1)[..., :d]
+        step = max(multiple // values.element_size(), 1)
+        width = d + step - d % step
+        view = empty(b * h * s * width + step)[step:].view(*rows, width)[..., :d]
         view = view.transpose(1, 2) if layout == "bshd" else view
     elif strides == "transposed":
         view = empty(b, h, d, s).transpose(2, 3)

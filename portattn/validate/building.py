@@ -10,7 +10,7 @@ import torch
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
+from portattn.validate.checks import DTYPES, WORD_ALIGNMENT, aligned, in_line, is_large, reachable, wants_gradients
 from portattn.validate.features import Features
 
 
@@ -39,11 +39,13 @@ def build(
     if "v" not in views:
         views["v"] = views["k"][..., : problem["head_dim_v"]]
     paged = bool(problem.get("page_size")) and op != "sparse_attention"  # whose tokens lie anywhere
+    stored = problem.get("kv_format", "as_q") != "as_q"
     made = Problem(
         op=op,  # type: ignore[arg-type]
         dtype=DTYPES[dtype or views["q"].dtype],  # type: ignore[arg-type]
         pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
         aligned=all(aligned(tensor) for tensor in columns),
+        word_aligned=not stored or all(aligned(views[name], WORD_ALIGNMENT) for name in ("k", "v")),
         large=is_large(*columns),
         needs_grad=wants_gradients(*differentiable, *features.floating),
         negative_scale=scale < 0.0,

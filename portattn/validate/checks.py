@@ -16,6 +16,7 @@ from portattn.schema.sizes import is_size, most, next_power_of_two
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items() if name in ("fp16", "bf16", "fp32")}
+WORD_ALIGNMENT = 4  # bytes: of the scales that engines keep in a cache's rows
 FLOAT32_MAX = torch.finfo(torch.float32).max
 WIDEST_TILE = 256  # rows: inside a tile, kernels reach rows by 32-bit multiples of the row stride
 
@@ -181,21 +182,21 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def aligned(tensor: torch.Tensor) -> bool:
-    """Contiguous rows, and a base and outer strides that are multiples of 16 bytes."""
+def aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
+    """Contiguous rows, and a base and outer strides that are multiples of 16 bytes, or of so many."""
     size = tensor.element_size()
     # The row stride counts even for one row: a descriptor is encoded with it.
     outer = [tensor.stride(axis) for axis in range(3) if tensor.shape[axis] > 1 or axis == 2]
     return (
         (tensor.stride(3) == 1 or tensor.shape[3] == 1)
-        and starts_aligned(tensor)
-        and all(stride * size % POINTER_ALIGNMENT == 0 for stride in outer)
+        and starts_aligned(tensor, multiple)
+        and all(stride * size % multiple == 0 for stride in outer)
     )
 
 
-def starts_aligned(tensor: torch.Tensor) -> bool:
-    """A base that is a multiple of 16 bytes; of a tensor without data it is taken for one."""
-    return has_no_data(tensor) or tensor.data_ptr() % POINTER_ALIGNMENT == 0
+def starts_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
+    """A base that is a multiple of 16 bytes, or of so many; of a tensor without data it is taken for one."""
+    return has_no_data(tensor) or tensor.data_ptr() % multiple == 0
 
 
 def in_line(pages: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from portattn.schema.problem import Problem
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())
+NOT_HERE = ("hf32", "ptx")  # of Ascend, and instructions of NVIDIA's: test_quantised_words.py has these on a device
 # tf32 keeps 10 bits of the mantissa: a product of depth 16 of normal values, through the softmax, is this far off.
 TF32_ERROR = 2e-2
 
@@ -66,6 +67,7 @@ DECODE = {
     "every_feature": {
         "seq_q": 3, "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True, "mask": True,
     },
+    "e4m3_bf16": {"dtype": "bf16", "kv_format": "e4m3", "kv_scales": "token", "seqlens_k": True},
 }  # fmt: skip
 PAGED = {
     "a_page_a_tile": {"seq_q": 2, "bias": True, "mask": True},
@@ -78,6 +80,7 @@ PAGED = {
         "batch": 3, "seq_q": 7, "total_q": 12, "causal": "bottom_right", "window_left": 9, "softcap": True,
         "alibi_slopes": True, "return_lse": False,
     },
+    "int4_fp16": {"dtype": "fp16", "kv_format": "int4", "kv_scales": "token", "window_left": 9, "head_dim": 32},
 }  # fmt: skip
 SPARSE = {
     "cache": {},
@@ -143,7 +146,8 @@ def alone() -> list[tuple[str, str, str]]:
         for case, (op, fields) in CASES.items()
         for name in CORES[op].choices
         for value in (CUDA_PRECISIONS if name == "dot_precision" else CHOICES[name])
-        if value != DEFAULTS[name] and possible(op, problem(op=op, **fields), {name: value})[name] == value
+        if value not in (DEFAULTS[name], *NOT_HERE)
+        and possible(op, problem(op=op, **fields), {name: value})[name] == value
     ]
 
 
@@ -153,7 +157,7 @@ def test_every_value_that_a_kernel_reads_is_among_them() -> None:
         kernel = CORES[op]
         never = {("pipeline", "single")} if op != "attention" else set()
         seen = {(name, value) for case, name, value in alone() if CASES[case][0] == op}
-        wanted = {(name, v) for name in kernel.choices for v in CHOICES[name] if v not in (DEFAULTS[name], "hf32")}
+        wanted = {(name, v) for name in kernel.choices for v in CHOICES[name] if v not in (DEFAULTS[name], *NOT_HERE)}
         assert seen == wanted - never
 
 
@@ -174,7 +178,7 @@ def test_random_combinations(device: Device, case: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case} {seed}".encode()))
     lowering = {}
     for name, values in CHOICES.items():
-        known = [v for v in values if v != "hf32"]
+        known = [v for v in values if v not in NOT_HERE]
         lowering[name] = known[int(torch.randint(len(known), (1,), generator=generator))]
     if lowering["load"] in lacking():
         lowering["load"] = "pointer"

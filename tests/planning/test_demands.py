@@ -42,7 +42,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 NO_DEMANDS = (
     "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
-    "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "large", "total_k", "tokens",
+    "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "word_aligned", "large", "total_k", "tokens",
     "kv_scales", "rotary_dim",
 )  # fmt: skip
 TARGETS = {

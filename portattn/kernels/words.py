@@ -1,0 +1,394 @@
+"""attend_words: attend's loop over a quantised cache whose rows are read as 16-bit words.
+
+A word holds two numbers of a byte, or four of int4. Each of these places has tiles of its own: a score is the sum of
+their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers are, and
+numbers are widened by themselves, to float16, in which every number of every format is exact.
+"""
+
+import triton
+import triton.language as tl
+
+from portattn.kernels.stored import MIDDLE, ZERO_BITS, widened, without_zero
+from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
+
+SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
+EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)  # bits of a float32
+LARGEST_EXPONENT: tl.constexpr = tl.constexpr(0x7E800000)  # of a power of two whose reciprocal is normal too
+BITS_OF_2_23: tl.constexpr = tl.constexpr(0x4B000000)  # of a float32
+STEP_OF_LOGS: tl.constexpr = tl.constexpr(2.0**-23)  # see value_logs
+BIAS_OF_LOGS: tl.constexpr = tl.constexpr(127.0)
+LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
+
+
+@triton.jit
+def key_places(table, start, end, pages,
+               BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr,
+               READS: tl.constexpr):  # fmt: skip
+    """(page, row in it) of the keys from `start` on, of which those from `end` on are not looked up.
+
+    As tile_place has them, but once for all that is read of a key. Without pages a key's row counts from `start`, and
+    the page is of no meaning. Where a tile is whole pages, `start` is a page's first key: only the number of its page
+    changes from step to step.
+    """
+    r = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        page, row = start, r
+    elif PAGE_LOOP == "per_page":
+        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE_SIZE), 0), pages - 1)
+        row = start % PAGE_SIZE + r
+    else:
+        if READS == "inside":
+            page = tl.load(table + tl.minimum(start + r, end - 1) // PAGE_SIZE)
+            row = (start + r) % PAGE_SIZE
+        elif BLOCK_N % PAGE_SIZE == 0:
+            numbers = table + start // PAGE_SIZE + r // PAGE_SIZE
+            if BOUNDED:
+                page = tl.load(numbers, mask=start + r < end, other=0)
+            else:
+                page = tl.load(numbers)
+            row = r % PAGE_SIZE
+        else:
+            page = tl.load(table + (start + r) // PAGE_SIZE, mask=start + r < end, other=0)
+            row = (start + r) % PAGE_SIZE
+        page = tl.minimum(tl.maximum(page, 0), pages - 1)
+    return page, row
+
+
+@triton.jit
+def key_pointers(source, start, page, row, stride_page, stride_row, PAGE_SIZE: tl.constexpr):
+    """A pointer [BLOCK_N] for each key, of the places that key_places found."""
+    if PAGE_SIZE == 0:
+        pointers = source + start.to(tl.int64) * stride_row + row * stride_row
+    else:
+        pointers = source + page.to(tl.int64) * stride_page + row * stride_row
+    return pointers
+
+
+@triton.jit
+def load_words(rows, there, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, BOUNDED: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
+    """Tile [BLOCK_N, BLOCK_COLS] of the 16-bit words of keys' rows; of those that are not there 0 when BOUNDED.
+
+    rows     a byte pointer for each key [BLOCK_N]
+    COLS     words of a row
+    ALIGNED  what rows' addresses are multiples of, in bytes
+    """
+    c = tl.arange(0, BLOCK_COLS)
+    firsts = tl.multiple_of(rows[:, None].to(tl.pointer_type(tl.int16)), [ALIGNED, ALIGNED])
+    pointers = firsts + c[None, :]
+    if BOUNDED and COLS != BLOCK_COLS:
+        words = tl.load(pointers, mask=there[:, None] & (c < COLS)[None, :], other=0)
+    elif BOUNDED:
+        words = tl.load(pointers, mask=there[:, None], other=0)
+    elif COLS != BLOCK_COLS:
+        words = tl.load(pointers, mask=(c < COLS)[None, :], other=0)
+    else:
+        words = tl.load(pointers)
+    return words
+
+
+@triton.jit
+def load_scales(pointers, there, BOUNDED: tl.constexpr):
+    """A scale for each key [BLOCK_N]; 0 for those that are not there when BOUNDED."""
+    if BOUNDED:
+        scales = tl.load(pointers, mask=there, other=0.0)
+    else:
+        scales = tl.load(pointers)
+    return scales
+
+
+@triton.jit
+def two_places(words, KV_FORMAT: tl.constexpr, UNPACK: tl.constexpr):
+    """The first and the second numbers of words of two, float16 of the words' shape."""
+    if UNPACK == "ptx" and KV_FORMAT == "e4m3":
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 sorted; .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high; }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif UNPACK == "ptx" and KV_FORMAT == "e5m2":
+        first, second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
+            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif UNPACK == "ptx" and KV_FORMAT == "int8":
+        # A number plus 128 as the lowest bits of a float16 between 1024 and 1280.
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 raised, one, two, middle;
+            xor.b32 raised, $2, 0x80808080;
+            mov.b32 middle, 0x64806480;
+            prmt.b32 one, raised, 0x64646464, 0x4240;
+            prmt.b32 two, raised, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, one, middle;
+            sub.rn.f16x2 $1, two, middle; }""",
+            "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        like = tl.full([1], 0.0, tl.float16)
+        first = widened(words.to(tl.int8), like, KV_FORMAT)
+        second = widened((words >> 8).to(tl.int8), like, KV_FORMAT)
+    return first, second
+
+
+@triton.jit
+def four_places(words, UNPACK: tl.constexpr):
+    """The four numbers of words of int4, 0 to 15, float16 of the words' shape.
+
+    With `ptx` they stay where they are in the bits, as numbers below float16's normal ones: the first and the third are
+    times 2^-24, the others times 2^-20. Products of matrices hold such numbers exactly, and nothing is subtracted.
+    """
+    if UNPACK == "ptx":
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{ .reg .b32 high;
+            shr.u32 high, $4, 8;
+            and.b32 $0, $4, 0x000f000f;
+            and.b32 $1, $4, 0x00f000f0;
+            and.b32 $2, high, 0x000f000f;
+            and.b32 $3, high, 0x00f000f0; }""",
+            "=&r,=&r,=r,=r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first = (words & 15).to(tl.float16)
+        second = ((words >> 4) & 15).to(tl.float16)
+        third = ((words >> 8) & 15).to(tl.float16)
+        fourth = ((words >> 12) & 15).to(tl.float16)
+    return first, second, third, fourth
+
+
+@triton.jit
+def four_differences(words, zeros, UNPACK: tl.constexpr):
+    """The four numbers of words of int4 less what stands for 0, float16 of the words' shape.
+
+    zeros  what stands for 0, int16 of a shape that broadcasts with the words'
+    """
+    if UNPACK == "ptx":
+        # A number as the lowest bits of 1024, or 16 times it, less 1024, or 64 once it is a 16th, and the zero.
+        zeros, words = tl.broadcast(zeros, words)
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{ .reg .b32 one, two, three, four, zero, zero64, high, part;
+            or.b32 zero, $5, 0x64006400;
+            shl.b32 zero64, $5, 4;
+            add.u32 zero64, zero64, 0xd400d400;
+            mov.b32 part, 0x2c002c00;
+            shr.u32 high, $4, 8;
+            lop3.b32 one, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 two, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 three, high, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 four, high, 0x00f000f0, 0x64006400, 0xea;
+            sub.rn.f16x2 $0, one, zero;
+            fma.rn.f16x2 $1, two, part, zero64;
+            sub.rn.f16x2 $2, three, zero;
+            fma.rn.f16x2 $3, four, part, zero64; }""",
+            "=&r,=&r,=&r,=r,r,r", [words, zeros], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first = ((words & 15) - zeros).to(tl.float16)
+        second = (((words >> 4) & 15) - zeros).to(tl.float16)
+        third = (((words >> 8) & 15) - zeros).to(tl.float16)
+        fourth = (((words >> 12) & 15) - zeros).to(tl.float16)
+    return first, second, third, fourth
+
+
+@triton.jit
+def largest_finite(tile):
+    """The largest finite |number| of each row of a tile, float32."""
+    size = tl.abs(tile.to(tl.float32))
+    return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+
+
+@triton.jit
+def zero_numbers(scales):
+    """What stands for 0, float32, of tokens' scales of int4 numbers: as the lowest bits of 2^23, less that."""
+    word = (scales.to(tl.int32, bitcast=True) & ZERO_BITS) | BITS_OF_2_23
+    return word.to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def value_logs(scales, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """Logarithms of values' scales, up to 0.09 too low in base 2, in the base of `exponential`.
+
+    The bits of a float32 are its logarithm, with a straight line between powers of two. That of a tiny scale is raised:
+    probabilities, which are divided by its power, must stay finite. Of what is no positive number, as keys that are
+    masked may have, it is some number.
+    """
+    logs = tl.maximum(scales.to(tl.int32, bitcast=True).to(tl.float32) * STEP_OF_LOGS - BIAS_OF_LOGS, LEAST_LOG)
+    if EXP != "exp2" or NATURAL:
+        logs = logs * LN_2
+    return logs
+
+
+@triton.jit
+def add_product(acc, correction, high, low, values, TERMS: tl.constexpr):
+    """acc times the correction, plus probabilities times values, all of float16; with TERMS 2 probabilities are two."""
+    acc = acc * correction[:, None]
+    if TERMS == 2:
+        acc = tl.dot(low, values, acc, input_precision="ieee")
+    return tl.dot(high, values, acc, input_precision="ieee")
+
+
+@triton.jit
+def attend_words(
+    row_max, row_sum, q_pointers, row_valid, q_stride_d,
+    k_rows, v_rows, table, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s,
+    k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
+    origin, first_step, full_begin, full_end, last_step, end,
+    row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
+    tree_low, tree_high, tree_first,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr, PAGE_SIZE: tl.constexpr, EXP: tl.constexpr,
+    MASK_VALUE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr,
+    KV_FORMAT: tl.constexpr, ALIGNED: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """As `attend`, of a quantised cache with rows of whole words; k_rows, v_rows and their strides are in bytes.
+
+    Queries of bfloat16 are divided by a power of two for each row, so that float16 holds them: exactly, but for what is
+    2^14 times smaller than the row's largest.
+
+    A scale for each token of the values goes into the probabilities, of which there are fewer. The maximum of a row is
+    then that of score plus logarithm of the scale (value_logs): a probability times its scale is below 2, so that
+    float16 holds it, and rounds none of the largest shares of a result away. A softmax may be taken against any number
+    that is near the largest score; this one stands for the maximum in all that follows.
+
+    BLOCK_D, BLOCK_DV  columns of tiles before they are parted
+
+    Returns acc [BLOCK_M, BLOCK_DV], row_max and row_sum.
+    """
+    PLACES: tl.constexpr = 4 if KV_FORMAT == "int4" else 2  # numbers of a word
+    NATURAL: tl.constexpr = slopes is not None or bias_rows is not None
+    MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
+    EDGE_UNUSED: tl.constexpr = WINDOW or tree_low is not None  # see attend
+    if MASKS or EDGE_UNUSED:
+        row_end = tl.where(row_valid, row_end, origin)
+    COLS: tl.constexpr = HEAD_DIM // PLACES
+    COLS_V: tl.constexpr = HEAD_DIM_V // PLACES
+    WIDE: tl.constexpr = BLOCK_D // PLACES
+    WIDE_V: tl.constexpr = BLOCK_DV // PLACES
+    q_1 = load_query_rows(q_pointers, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    q_2 = load_query_rows(q_pointers + q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    q_3, q_4 = q_1, q_2
+    if PLACES == 4:
+        q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+        q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
+    # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
+    TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 and KV_FORMAT != "e5m2" else 1
+    # int4: what a product of queries with keys' bits is to be multiplied by.
+    BITS: tl.constexpr = 1048576.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # 2^20
+    ABOVE: tl.constexpr = 16.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # of the first and third place beside it
+    SCALED: tl.constexpr = q_1.dtype != tl.float16 or ABOVE != 1.0
+    unit = tl.full([BLOCK_M], 1.0, tl.float32)
+    if SCALED:
+        size = tl.maximum(largest_finite(q_1), largest_finite(q_2))
+        if PLACES == 4:
+            size = tl.maximum(size, tl.maximum(largest_finite(q_3), largest_finite(q_4)))
+        # The power of two below the largest, where that and its reciprocal are normal numbers.
+        size = tl.maximum(size, SMALLEST_NORMAL)
+        unit = (tl.minimum(size.to(tl.int32, bitcast=True), LARGEST_EXPONENT) & EXPONENT).to(tl.float32, bitcast=True)
+        inverse = (1.0 / unit)[:, None]
+        q_1 = (q_1.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
+        q_2 = (q_2.to(tl.float32) * inverse).to(tl.float16)
+        if PLACES == 4:
+            q_3 = (q_3.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
+            q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
+    if PLACES == 4:
+        q_sum = (tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_3.to(tl.float32), 1)) * (1.0 / ABOVE)
+        q_sum = (q_sum + tl.sum(q_2.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)) * (1.0 / BITS)
+        scale = scale * BITS
+
+    acc_1 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    acc_2 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    if PLACES == 4:
+        acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+        acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    # Two passes: key tiles that every row attends whole, then those at the edges.
+    for edge in tl.static_range(2):
+        if edge == 0:
+            count = full_end - full_begin
+        else:
+            count = full_begin - first_step + last_step - full_end
+        for i in range(count):
+            if edge == 0:
+                start = origin + (full_begin + i) * BLOCK_N
+            elif WINDOW:
+                # The edge before the full tiles, then the one after them.
+                skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                start = origin + (first_step + i + skipped) * BLOCK_N
+            else:
+                start = origin + (full_end + i) * BLOCK_N
+            page, row = key_places(table, start, end, pages, BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)
+            there = start + tl.arange(0, BLOCK_N) < end
+            at_k = key_pointers(k_rows, start, page, row, k_stride_p, k_stride_s, PAGE_SIZE)
+            at_v = key_pointers(v_rows, start, page, row, v_stride_p, v_stride_s, PAGE_SIZE)
+            keys = load_words(at_k, there, COLS, WIDE, edge == 1, ALIGNED)
+            values = load_words(at_v, there, COLS_V, WIDE_V, edge == 1, ALIGNED)
+            logs = None
+            if k_scales is not None:
+                of_keys = load_scales(
+                    key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
+                    there, edge == 1,
+                )  # fmt: skip
+                of_values = load_scales(
+                    key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
+                    there, edge == 1,
+                )  # fmt: skip
+                if PLACES == 4:
+                    raw_k, raw_v = of_keys, of_values
+                    of_keys, of_values = without_zero(raw_k), without_zero(raw_v)
+                logs = value_logs(of_values, EXP, NATURAL)
+            if PLACES == 4:
+                k_1, k_2, k_3, k_4 = four_places(keys, UNPACK)
+                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                scores = tl.dot(q_3, tl.trans(k_3), scores, input_precision="ieee")
+                scores = tl.dot(q_4, tl.trans(k_4), scores, input_precision="ieee")
+                if k_scales is None:
+                    scores -= q_sum[:, None] * MIDDLE
+                else:
+                    scores -= q_sum[:, None] * zero_numbers(raw_k)[None, :]
+            else:
+                k_1, k_2 = two_places(keys, KV_FORMAT, UNPACK)
+                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+            if SCALED:
+                scores *= unit[:, None]
+            if k_scales is not None:
+                scores *= of_keys[None, :]
+            p, correction, row_max, row_sum = softmax_step(
+                scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
+                bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
+                BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first, logs,
+            )  # fmt: skip
+            if MASKS or (EDGE_UNUSED and edge == 1):
+                values = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, values).to(tl.int16)
+            if v_scales is not None:
+                if MASKS or edge == 1:
+                    p = tl.where(p == 0.0, 0.0, p * of_values[None, :])  # a masked key's scale may be NaN
+                else:
+                    p = p * of_values[None, :]
+            high = p.to(tl.float16)
+            low = high
+            if TERMS == 2:
+                low = (p - high.to(tl.float32)).to(tl.float16)
+            if PLACES == 4:
+                # Values have both signs, and their sums cancel: what stands for 0 is subtracted before, not after.
+                middle = tl.full([1, 1], MIDDLE, tl.int16)
+                if v_scales is not None:
+                    middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
+                v_1, v_2, v_3, v_4 = four_differences(values, middle, UNPACK)
+                acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
+                acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
+                acc_3 = add_product(acc_3, correction, high, low, v_3, TERMS)
+                acc_4 = add_product(acc_4, correction, high, low, v_4, TERMS)
+            else:
+                v_1, v_2 = two_places(values, KV_FORMAT, UNPACK)
+                acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
+                acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
+    if PLACES == 4:
+        acc = tl.interleave(tl.interleave(acc_1, acc_3), tl.interleave(acc_2, acc_4))
+    else:
+        acc = tl.interleave(acc_1, acc_2)
+    return acc, row_max, row_sum

@@ -1,0 +1,226 @@
+"""Decode and pages over quantised caches whose rows are read as 16-bit words (kernels/words.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import TILE, Device, assert_right, problem, random_call, run_core
+from test_quantised_accuracy import INPUTS, assert_exact
+from test_quantised_caches import CACHES, SCALED, SMALL, quantised
+
+from portattn.planning.kernel_specs import CORES
+from portattn.reference.stored import widened
+from portattn.schema.call import Call
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.tensors import KV_DTYPE, KV_LARGEST
+from portattn.testing.oracle import oracle
+
+WORDS = [cache for cache in CACHES if cache.startswith(("decode", "paged"))]
+
+
+def unpackings(device: Device) -> tuple[str, ...]:
+    """Triton's interpreter knows no PTX."""
+    return ("words",) if device.name == "cpu" else ("words", "ptx")
+
+
+def on(device: Device, call: Call, unpack: str = "words", **launch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    page_loop = "flat_masked" if call.problem.page_size % TILE else "per_page"
+    return run_core(device, call, {"page_loop": page_loop, "unpack": unpack}, launch)
+
+
+@pytest.mark.parametrize("cache", WORDS)
+@pytest.mark.parametrize(("kind", "scales"), SCALED)
+def test_words_are_right(device: Device, kind: str, scales: str, cache: str) -> None:
+    """NaN, or a scale that is NaN, infinite, negative or 0, is wherever a token is not attended."""
+    call = quantised(device.name, cache, kind, scales)
+    for unpack in unpackings(device):
+        assert_right(call, *on(device, call, unpack, splits=1 + (cache != "paged_small_pages")))
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+@pytest.mark.parametrize("page_size", [4, 8, 32])
+def test_pages_of_every_size(device: Device, page_size: int, kind: str) -> None:
+    """Tiles of whole pages, and parts of a page; rows are longer than wide, as those with their scales inside are."""
+    p = problem(
+        **SMALL, op="paged_attention", seq_k=64, page_size=page_size, head_dim=24, head_dim_v=40, kv_format=kind,
+        kv_scales="token", aligned=False, causal="bottom_right",
+    )  # fmt: skip
+    call = random_call(p, seed=page_size, strides="spare", device=device.name)
+    assert call.k.stride(-2) > call.k.shape[-1]
+    assert call.problem.words
+    page_loop = "per_page" if page_size % TILE == 0 else "flat_masked"
+    for unpack in unpackings(device):
+        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": page_loop}, {"splits": 2}))
+
+
+@pytest.mark.parametrize("fields", [{"alibi_slopes": True}, {"mask": True}, {"tree_mask": True}], ids=str)
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_features_of_scores(device: Device, kind: str, fields: dict[str, bool]) -> None:
+    call = quantised(device.name, "decode", kind, "token", window_left=-1, leftpad_k=False, **fields)
+    for unpack in unpackings(device):
+        assert_right(call, *on(device, call, unpack))
+
+
+def narrow(what: str, kind: str, dtype: str, scales: str, device: str, keys: int = 300) -> Call:
+    """Eight queries of each key/value head over a cache whose numbers fill the format's range."""
+    q, k, v = INPUTS[what](8, keys)
+    p = problem(
+        op="decode_attention", batch=1, heads_q=16, heads_k=2, seq_q=1, seq_k=keys, head_dim=64, dtype=dtype,
+        kv_format=kind, kv_scales=scales,
+    )  # fmt: skip
+    call = random_call(p, device=device)
+    for name, values in (("k", k), ("v", v)):
+        largest = 7.0 if kind == "int4" else KV_LARGEST[kind]
+        scale = values.abs().amax((2, 3) if scales == "head" else 3) / largest
+        numbers = values / (scale[..., None, None] if scales == "head" else scale[..., None])
+        if kind == "int4":
+            codes = (numbers.round() + 8.0).to(torch.int32)
+            stored = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8).view(torch.int8)
+            if scales == "token":
+                scale = ((scale.view(torch.int32) & -16) | 8).view(torch.float32)
+        else:
+            numbers = numbers.round() if kind == "int8" else numbers
+            stored = numbers.to(KV_DTYPE[kind]).view(torch.int8)
+        setattr(call, name, stored.to(device))
+        setattr(call, f"{name}_scale", scale.contiguous().to(device))
+    call.q = q.reshape(1, 16, 1, 64).to(call.q)
+    return call
+
+
+def rounded_once(device: Device, call: Call, monkeypatch: pytest.MonkeyPatch, unpack: str) -> torch.Tensor:
+    """The result. The interpreter cuts bfloat16 off, where chips round it: there it is stored as float32, and rounded
+    by torch."""
+    launch = {"block_n": 64}
+    if device.path != "interpreter":
+        return run_core(device, call, {"unpack": unpack}, launch)[0]
+    shape = call.new_out().shape
+    monkeypatch.setattr(Call, "new_out", lambda self: torch.full(shape, float("nan")))
+    return run_core(device, call, {"unpack": unpack}, launch)[0].to(call.dtype)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+@pytest.mark.parametrize(("kind", "dtype"), [("e4m3", "bf16"), ("e4m3", "fp16"), ("int8", "bf16"), ("int4", "fp16")])
+@pytest.mark.parametrize("what", INPUTS)
+def test_nothing_is_lost_beside_the_results_rounding(
+    device: Device, what: str, kind: str, dtype: str, scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = narrow(what, kind, dtype, scales, device.name)
+    for unpack in unpackings(device):
+        assert_exact(call, rounded_once(device, call, monkeypatch, unpack))
+
+
+@pytest.mark.parametrize("kind", KV_DTYPE)
+def test_every_number_of_a_format_is_read_exactly(device: Device, kind: str) -> None:
+    """One key a sequence: the result is its value. All numbers are in either place of a word."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device.name)
+    codes = torch.stack((codes, codes.flip(0))).flatten()
+    for dtype in ("fp16", "bf16"):
+        p = problem(
+            op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=32, dtype=dtype,
+            kv_format=kind, kv_scales="none" if kind != "int8" else "head",
+        )  # fmt: skip
+        call = random_call(p, device=device.name)
+        call.k = torch.zeros_like(call.k)
+        call.v = codes.view(call.v.dtype).reshape(call.v.shape)
+        if call.k_scale is not None:
+            call.k_scale, call.v_scale = torch.ones_like(call.k_scale), torch.ones_like(call.k_scale)
+        expected = codes.view(KV_DTYPE[kind]).to(call.dtype).reshape(call.new_out().shape)
+        for unpack in unpackings(device):
+            out, _ = run_core(device, call, {"unpack": unpack})
+            torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None:
+    """In both bytes of a word, and of tokens' scales all that may stand for 0."""
+    p = problem(
+        op="decode_attention", batch=16, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=64, head_dim_v=512,
+        dtype="bf16", kv_format="int4", kv_scales=scales,
+    )  # fmt: skip
+    call = random_call(p, device=device.name)
+    codes = torch.arange(256, dtype=torch.uint8).roll(1).view(torch.int8).expand(16, 1, 1, 256)
+    scale = torch.ones(16, 1)
+    if scales == "token":
+        zeros = torch.arange(16, dtype=torch.int32)[:, None, None]
+        scale = (torch.ones(16, 1, 1).view(torch.int32) | zeros).view(torch.float32)
+    call.v, call.v_scale = codes.contiguous().to(device.name), scale.to(device.name)
+    by_token = scales == "token"
+    expected = widened(call.v, "int4", call.v_scale if by_token else call.v_scale[..., None], by_token)
+    for unpack in unpackings(device):
+        out, _ = run_core(device, call, {"unpack": unpack})
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_a_scale_of_no_weight_rounds_no_other_away(device: Device, kind: str) -> None:
+    """A token whose values are 2^60 times as large as all others, and which nobody attends as its score is so low; one
+    whose values are tiny, and which every row attends most; and scales at both ends of what float32 holds."""
+    call = narrow("normal", kind, "bf16", "token", device.name, keys=100)
+    assert call.k_scale is not None
+    assert call.v_scale is not None
+    zero = call.v_scale.view(torch.int32) & 15
+    exact = (call.v_scale.view(torch.int32) & -16).view(torch.float32)
+
+    def scaled(key: int, by: float) -> None:
+        exact[..., key] = (exact[..., key] * by).clamp(2.0**-126, 2.0**126)
+
+    call.q = torch.ones_like(call.q)
+    shift = call.k.new_full((64 if kind == "e4m3" else 32,), 0x38 if kind == "e4m3" else 0x11)  # 1.0; 1 - 8
+    call.k[:, :, 7] = shift | -128 if kind == "e4m3" else shift  # a score of -8 or -56 before the scale
+    call.k_scale[..., 7] = 2.0**8 * (1.0 + 8 * 2.0**-23)  # its lowest bits: of int4, 8 stands for 0
+    scaled(7, 2.0**60)
+    scaled(30, 2.0**-40)
+    scaled(50, 2.0**-126)
+    call.v_scale = (exact.view(torch.int32) | zero).view(torch.float32)
+    expected, _ = oracle(call)
+    assert expected.abs().max() < 100.0
+    for unpack in unpackings(device):
+        out, lse = on(device, call, unpack, splits=2)
+        assert_right(call, out, lse)
+
+
+def test_values_all_of_whose_scales_are_tiny(device: Device) -> None:
+    """Sums of probabilities, which such scales divide, stay finite, and the LSE is that of the scores."""
+    call = narrow("normal", "e4m3", "fp16", "token", device.name, keys=100)
+    call.v_scale = torch.full_like(call.v_scale, 2.0**-126)  # type: ignore[arg-type]
+    for unpack in unpackings(device):
+        out, lse = on(device, call, unpack, splits=2)
+        assert not out.any()
+        assert lse is not None
+        torch.testing.assert_close(lse.double(), oracle(call)[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", [2.0**100, 2.0**-100])
+def test_queries_beyond_float16(device: Device, by: float) -> None:
+    """Each row of bfloat16 queries has a factor of its own: rows of other sizes beside it lose nothing."""
+    call = narrow("normal", "int8", "bf16", "head", device.name, keys=100)
+    assert call.k_scale is not None
+    call.q[:, ::2] *= by
+    call.k_scale /= by
+    for unpack in unpackings(device):
+        out, lse = on(device, call, unpack)
+        expected, expected_lse = oracle(call)
+        assert_right(call, out, lse)
+        assert torch.isfinite(expected_lse).all()
+        assert torch.isfinite(expected).all()
+
+
+def test_what_is_not_read_in_words() -> None:
+    """The plan says why, and takes bytes; nothing else is left to the tile's choices where words are read."""
+    kernel, launch, words = CORES["decode_attention"], Launch(block_m=16, block_n=64), Lowering(unpack="ptx")
+
+    def limits(lowering: Lowering = words, **fields: object) -> dict[str, str]:
+        p = problem(
+            op="decode_attention", seq_q=1, **({"dtype": "bf16", "kv_format": "int8", "kv_scales": "head"} | fields)
+        )
+        return {choice: why for choice, value, why in kernel.limits(p, lowering, launch)}
+
+    assert limits() == {}
+    assert "not quantised" in limits(kv_format="as_q", kv_scales="none")["unpack"]
+    assert "whole words of 2" in limits(head_dim=17)["unpack"]
+    assert "whole words of 4" in limits(kv_format="int4", head_dim=18, head_dim_v=16)["unpack"]
+    assert "multiples of 4 bytes" in limits(aligned=False, word_aligned=False)["unpack"]
+    assert limits(aligned=False) == {}
+    assert "512 columns" in limits(head_dim=528, head_dim_v=32)["unpack"]
+    others = Lowering(unpack="words", load="descriptor", pipeline="rotated")
+    assert limits(others) == {"load": "words are read by pointers", "pipeline": "the loop over words has no other"}
