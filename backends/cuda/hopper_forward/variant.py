@@ -55,6 +55,7 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 
 MOST_SPLITS = 32
+TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
 # Measured on an H200 of 132 cores: chunks over 8,192 keys, 32 tiles 93 µs for 59, 64 tiles 93 for 98.
 FEW_TILES = 45
@@ -77,6 +78,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     early: bool
     pairs: bool
     own_out: bool
+    fresh: bool = False
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -141,7 +143,7 @@ class ForwardVariant(Variant):
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
-        if reason is None and choice(p, found) is None:
+        if reason is None and choice(p, found, self.name) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
@@ -151,7 +153,7 @@ class ForwardVariant(Variant):
         said = tuning().left_to_core(self.name, problem.features(), self.toolchain)
         if said or not problem.page_size:
             return said
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.name)
         assert chosen is not None
         tiles, cores = tiles_of(problem, GROUP_ROWS * chosen.schedule.groups), _arch().cores
         if 100 * tiles >= FEW_TILES * cores:
@@ -160,26 +162,26 @@ class ForwardVariant(Variant):
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
-        chosen = choice(call.problem, self.toolchain)
+        chosen = choice(call.problem, self.toolchain, self.name)
         assert chosen is not None
         return launcher(call, chosen.schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.name)
         assert chosen is not None
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
         """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.name)
         assert chosen is not None
         splits = _splits(problem, chosen.schedule, _arch().cores)
         return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
 
     def timed_with(self, problem: Problem) -> str:
         """What the tuning data says of the schedule."""
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.name)
         return "" if chosen is None else chosen.timed_with
 
     def tunable(self) -> Tunable:
@@ -189,7 +191,7 @@ class ForwardVariant(Variant):
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        chosen = choice(call.problem, self.toolchain)
+        chosen = choice(call.problem, self.toolchain, self.name)
         assert chosen is not None
         return steps_of(call, chosen.schedule)
 
@@ -213,9 +215,11 @@ def _arch() -> Arch:
     return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
 
 
-def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH) -> Choice | None:
+def choice(
+    problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
+) -> Choice | None:
     """The first entry of the tuning data for this compiler with a schedule whose conditions hold."""
-    found = scheduled(ForwardVariant.name, problem, toolchain)
+    found = scheduled(variant, problem, toolchain)
     return None if found is None else Choice(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
 
 
@@ -226,7 +230,7 @@ def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], No
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
     """The launches of calls like this one with a schedule."""
-    return _Launcher(call, schedule)
+    return _NarrowLauncher(call, schedule) if call.problem.q_format == "e4m3" else _Launcher(call, schedule)
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
@@ -260,6 +264,8 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
 
 class _Launcher(StepLauncher):
     """One launch; where keys are split a second one, which merges."""
+
+    _values = "v"  # what the kernel reads values of
 
     def __init__(self, call: Call, schedule: Schedule) -> None:
         import torch
@@ -295,10 +301,12 @@ class _Launcher(StepLauncher):
         )
         filled = ("partial", "partial_lse") if split else ("out", "lse")
         roles = {
-            "q_desc": "q", "k_desc": "k", "v_desc": "v", "o_desc": "out", "out": filled[0], "lse": filled[1],
+            "q_desc": "q", "k_desc": "k", "v_desc": self._values, "o_desc": "out", "out": filled[0], "lse": filled[1],
             "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "page_table": "page_table",
             "counter": "counter",
         }  # fmt: skip
+        if p.kv_scales != "none":
+            roles |= {"q_scale": "q_scale", "k_scale": "k_scale", "v_scale": "v_scale"}
         out = tensors["out"]
         registers, consumer, producer = (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[s.groups]
         arguments = {
@@ -308,6 +316,7 @@ class _Launcher(StepLauncher):
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
+            **_scales(tensors, ("q_scale", "k_scale", "v_scale") if p.q_format != "as_q" else ()),
             **self._numbers(), **self._constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
@@ -348,5 +357,66 @@ class _Launcher(StepLauncher):
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
-            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
+            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p), "FP8": False, "FRESH": False,
         }  # fmt: skip
+
+
+def _scales(tensors: Mapping[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
+    """The scales of operands, which are (B, Hk), with their strides; None where there are none."""
+    found: dict[str, Any] = {}
+    for name in ("q_scale", "k_scale", "v_scale"):
+        scale = tensors.get(name) if name in given else None
+        b, h = (None, None) if scale is None else scale.stride()
+        found |= {name: scale, f"{name}_b": b, f"{name}_h": h}
+    return found
+
+
+class _NarrowLauncher(_Launcher):
+    """The same with operands of e4m3: first a launch that transposes the values."""
+
+    _values = "transposed"
+
+    def __init__(self, call: Call, schedule: Schedule) -> None:
+        super().__init__(call, schedule)
+        import torch
+
+        p, s = self._problem, schedule
+        keys = p.seq_k if p.total_k is None else p.total_k
+        self._key_tiles = ceil_div(keys, s.keys) if p.total_k is None else keys // s.keys + p.batch + 1
+        batch = 1 if p.packed else p.batch
+        shape = (batch, p.heads_k, p.head_dim_v, self._key_tiles * s.keys)
+        self.buffers = {**self.buffers, "transposed": (shape, torch.int8)}
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        return [self._transposing(tensors), *super().steps(tensors)]
+
+    def _transposing(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.backends.cuda.hopper_forward.transposed import transpose_values
+
+        p, s, v, numbers = self._problem, self._schedule, tensors["v"], self._numbers()
+        block = least(width(p.head_dim_v), TRANSPOSED_COLUMNS)
+        roles = {
+            "v": "v", "out": "transposed",
+            "lengths_q": "cu_seqlens_q" if p.packed else "seqlens_q",
+            "lengths_k": "cu_seqlens_k" if p.packed else "seqlens_k",
+        }  # fmt: skip
+        arguments = {
+            **{name: tensors.get(role) for name, role in roles.items()},
+            "stride_b": v.stride(0), "stride_h": v.stride(1), "stride_s": v.stride(2),
+            "heads": p.heads_k, "columns": p.head_dim_v, "words": self._key_tiles * s.keys // 4,
+            **{name: numbers[name] for name in ("seq_q", "seq_k", "batches", "left", "right")},
+            "KEYS": s.keys, "BLOCK": block, "PACKED": p.packed,
+            **{name: value for name, value in self._constants().items() if name in ("RIGHT", "LEFT", "TOP_LEFT")},
+        }  # fmt: skip
+        grid = (self._key_tiles, p.heads_k, ceil_div(p.head_dim_v, block) * (1 if p.packed else p.batch))
+        return Step(transpose_values, grid, arguments, {"num_warps": 4}, roles)
+
+    def _descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        p, s = self._problem, self._schedule
+        dim = width(p.head_dim)
+        q, k = described(tensors["q"], GROUP_ROWS, dim), described(tensors["k"], s.keys, dim)
+        v = described(tensors["transposed"], dim, s.keys)
+        return {"q_desc": q, "k_desc": k, "v_desc": v, "o_desc": described(tensors["out"], GROUP_ROWS, dim // s.parts)}
+
+    def _constants(self) -> dict[str, Any]:
+        return super()._constants() | {"FP8": True, "FRESH": self._schedule.fresh}
