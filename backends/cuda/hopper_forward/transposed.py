@@ -41,6 +41,7 @@ def transpose_values(
     tile, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks = tl.cdiv(columns, BLOCK)
     slot, column = block // blocks, block % blocks * BLOCK
+    base = v + slot.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     if PACKED:
         sequence = 0
         for b in range(batches + 1):
@@ -51,8 +52,9 @@ def transpose_values(
         q_first = _first_row(lengths_q, sequence, batches, seq_q)
         q_length = tl.maximum(_first_row(lengths_q, sequence + 1, batches, seq_q) - q_first, 0)
         begin = (tile - k_first // KEYS - sequence) * KEYS
+        base += k_first.to(tl.int64) * stride_s
     else:
-        k_first, length, q_length, begin = 0, seq_k, seq_q, tile * KEYS
+        length, q_length, begin = seq_k, seq_q, tile * KEYS
         if lengths_k is not None:
             length = tl.minimum(tl.maximum(tl.load(lengths_k + slot), 0), seq_k)
         if lengths_q is not None:
@@ -68,7 +70,6 @@ def transpose_values(
     word = tl.arange(0, KEYS // 4)
     key = begin + word // 4 * 16 + word % 4 * 2
     cols = column + tl.arange(0, BLOCK)
-    base = v + slot.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + k_first.to(tl.int64) * stride_s
     pointers = base + key.to(tl.int64)[:, None] * stride_s + cols[None, :]
     inside = cols[None, :] < columns
     there = (key >= unseen) & (key < seen)
