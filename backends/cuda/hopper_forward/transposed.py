@@ -23,10 +23,10 @@ def _bytes(pointers, there):
 
 
 @triton.jit(
-    do_not_specialize=["heads", "seq_q", "seq_k", "columns", "words", "batches", "left", "right"]
+    do_not_specialize=["heads", "seq_q", "seq_k", "columns", "key_tiles", "batches", "left", "right"]
 )
 def transpose_values(
-    v, out, lengths_q, lengths_k, stride_b, stride_h, stride_s, heads, seq_q, seq_k, columns, words, batches, left,
+    v, out, lengths_q, lengths_k, stride_b, stride_h, stride_s, heads, seq_q, seq_k, columns, key_tiles, batches, left,
     right,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, RIGHT: tl.constexpr, LEFT: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -34,9 +34,9 @@ def transpose_values(
     """A tile of KEYS keys and BLOCK columns of one head.
 
     v        bytes, (B, Hk, S, Dv) by its strides; packed one sequence of seq_k rows
-    out      (B, Hk, Dv, 4 words) bytes, contiguous
+    out      (B, Hk, Dv, KEYS·key_tiles) bytes, contiguous
     lengths_q, lengths_k  (B,) int32 lengths, or None; packed (B + 1,) first rows
-    columns  Dv; left, right as the forward has them
+    columns  Dv, a multiple of 16; left, right as the forward has them
     """
     tile, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks = tl.cdiv(columns, BLOCK)
@@ -71,7 +71,7 @@ def transpose_values(
     key = begin + word // 4 * 16 + word % 4 * 2
     cols = column + tl.arange(0, BLOCK)
     pointers = base + key.to(tl.int64)[:, None] * stride_s + cols[None, :]
-    inside = cols[None, :] < columns
+    inside = cols[None, :] // 16 < columns // 16  # 16 columns are one load
     there = (key >= unseen) & (key < seen)
     next_there = (key + 1 >= unseen) & (key + 1 < seen)
     far = (key + 8 >= unseen) & (key + 8 < seen)
@@ -81,5 +81,5 @@ def transpose_values(
     found |= _bytes(pointers + 8 * stride_s, far[:, None] & inside) << 16
     found |= _bytes(pointers + 9 * stride_s, next_far[:, None] & inside) << 24
     rows = (slot * heads + head).to(tl.int64) * columns + cols
-    places = out.to(tl.pointer_type(tl.int32)) + rows[:, None] * words + (tile * (KEYS // 4) + word)[None, :]
+    places = out.to(tl.pointer_type(tl.int32)) + rows[:, None] * key_tiles * (KEYS // 4) + (tile * (KEYS // 4) + word)[None, :]
     tl.store(places, tl.trans(found), mask=cols[:, None] < columns)

@@ -403,7 +403,7 @@ class _NarrowLauncher(_Launcher):
         arguments = {
             **{name: tensors.get(role) for name, role in roles.items()},
             "stride_b": v.stride(0), "stride_h": v.stride(1), "stride_s": v.stride(2),
-            "heads": p.heads_k, "columns": p.head_dim_v, "words": self._key_tiles * s.keys // 4,
+            "heads": p.heads_k, "columns": p.head_dim_v, "key_tiles": self._key_tiles,
             **{name: numbers[name] for name in ("seq_q", "seq_k", "batches", "left", "right")},
             "KEYS": s.keys, "BLOCK": block, "PACKED": p.packed,
             **{name: value for name, value in self._constants().items() if name in ("RIGHT", "LEFT", "TOP_LEFT")},
