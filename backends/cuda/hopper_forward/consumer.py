@@ -326,7 +326,9 @@ def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, grou
 
 
 @gluon.jit
-def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, group: gl.constexpr, form):
+def consume(
+    o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, group: gl.constexpr, form
+):
     """One warp group."""
     for j in gl.static_range(2 * form.STAGES):  # every buffer starts free
         arrive(FREE + j, form.PARTY)

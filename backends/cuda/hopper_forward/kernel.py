@@ -24,8 +24,8 @@ from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import FREE, consume
 from portattn.backends.cuda.hopper_forward.form import Form, Scales, Shared, Sizes, Work
 from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
-from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
 from portattn.backends.cuda.hopper_forward.narrow import transposed_first
+from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
 from portattn.backends.cuda.hopper_forward.parts import following
 from portattn.backends.cuda.hopper_forward.work import tile_keys, work_of
 from portattn.backends.cuda.named_barriers import sync
@@ -110,8 +110,8 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
-        "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h", "v_scale_b",
-        "v_scale_h",
+        "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
+        "v_scale_b", "v_scale_h",
     ]
 )  # fmt: skip
 def scheduled_forward(
@@ -198,8 +198,14 @@ def scheduled_forward(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form)),
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form)),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 1],
@@ -208,9 +214,18 @@ def scheduled_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form)),
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form)),
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 2, form)),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 2, form),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 4, 1],

@@ -108,7 +108,5 @@ def result_factor(scales, sizes, work, form):
     """The factor on a tile's results."""
     factor = 1.0
     if form.SCALED:
-        factor = gl.load(
-            scales.v + sequence_of(work, form) * scales.v_b + work.head // sizes.share * scales.v_h
-        )
+        factor = gl.load(scales.v + sequence_of(work, form) * scales.v_b + work.head // sizes.share * scales.v_h)
     return factor

@@ -22,9 +22,7 @@ def _bytes(pointers, there):
     return tl.load(pointers, mask=there, other=0).to(tl.int32) & 0xFF
 
 
-@triton.jit(
-    do_not_specialize=["heads", "seq_q", "seq_k", "columns", "key_tiles", "batches", "left", "right"]
-)
+@triton.jit(do_not_specialize=["heads", "seq_q", "seq_k", "columns", "key_tiles", "batches", "left", "right"])
 def transpose_values(
     v, out, lengths_q, lengths_k, stride_b, stride_h, stride_s, heads, seq_q, seq_k, columns, key_tiles, batches, left,
     right,
@@ -81,5 +79,9 @@ def transpose_values(
     found |= _bytes(pointers + 8 * stride_s, far[:, None] & inside) << 16
     found |= _bytes(pointers + 9 * stride_s, next_far[:, None] & inside) << 24
     rows = (slot * heads + head).to(tl.int64) * columns + cols
-    places = out.to(tl.pointer_type(tl.int32)) + rows[:, None] * key_tiles * (KEYS // 4) + (tile * (KEYS // 4) + word)[None, :]
+    places = (
+        out.to(tl.pointer_type(tl.int32))
+        + rows[:, None] * key_tiles * (KEYS // 4)
+        + (tile * (KEYS // 4) + word)[None, :]
+    )
     tl.store(places, tl.trans(found), mask=cols[:, None] < columns)

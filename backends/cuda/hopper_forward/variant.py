@@ -55,7 +55,6 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 PACKED_REGISTERS = REGISTERS | {2: (168, 232, 40)}  # its producer looks for sequences
 
 MOST_SPLITS = 32
-TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
 # Tiles by the chip's number of cores, in per cent, under which the core kernel is faster: it splits the keys of pages.
 # Measured on an H200 of 132 cores: chunks over 8,192 keys, 32 tiles 93 µs for 59, 64 tiles 93 for 98.
 FEW_TILES = 45
@@ -64,6 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
+    fresh  of e4m3 operands alone (narrow_variant.py)
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
@@ -215,9 +215,7 @@ def _arch() -> Arch:
     return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
 
 
-def choice(
-    problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
-) -> Choice | None:
+def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name) -> Choice | None:
     """The first entry of the tuning data for this compiler with a schedule whose conditions hold."""
     found = scheduled(variant, problem, toolchain)
     return None if found is None else Choice(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
@@ -230,7 +228,7 @@ def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], No
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
     """The launches of calls like this one with a schedule."""
-    return _NarrowLauncher(call, schedule) if call.problem.q_format == "e4m3" else _Launcher(call, schedule)
+    return Launcher(call, schedule)
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
@@ -262,10 +260,8 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     return split_cheapest(tiles, key_tiles, cores, least(key_tiles, MOST_SPLITS), ends, merge, 0)
 
 
-class _Launcher(StepLauncher):
+class Launcher(StepLauncher):
     """One launch; where keys are split a second one, which merges."""
-
-    _values = "v"  # what the kernel reads values of
 
     def __init__(self, call: Call, schedule: Schedule) -> None:
         import torch
@@ -273,7 +269,7 @@ class _Launcher(StepLauncher):
         from portattn.backends.cuda.counters import counter
 
         p, s, device = call.problem, schedule, call.q.device
-        self._problem, self._schedule = p, s
+        self.problem, self.schedule = p, s
         rows = GROUP_ROWS * s.groups
         cores = multiprocessors(device)
         self._row_tiles = row_tiles(p, rows)
@@ -293,7 +289,7 @@ class _Launcher(StepLauncher):
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
         from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
 
-        p, s = self._problem, self._schedule
+        p, s = self.problem, self.schedule
         split = self._splits > 1
         kind = (
             "cu_seqlens_q" if p.packed else "seqlens_q",
@@ -301,30 +297,28 @@ class _Launcher(StepLauncher):
         )
         filled = ("partial", "partial_lse") if split else ("out", "lse")
         roles = {
-            "q_desc": "q", "k_desc": "k", "v_desc": self._values, "o_desc": "out", "out": filled[0], "lse": filled[1],
+            "q_desc": "q", "k_desc": "k", "v_desc": "v", "o_desc": "out", "out": filled[0], "lse": filled[1],
             "sinks": "sinks", "lengths_q": kind[0], "lengths_k": kind[1], "page_table": "page_table",
             "counter": "counter",
         }  # fmt: skip
-        if p.kv_scales != "none":
-            roles |= {"q_scale": "q_scale", "k_scale": "k_scale", "v_scale": "v_scale"}
         out = tensors["out"]
         registers, consumer, producer = (PACKED_REGISTERS if p.packed or p.page_size else REGISTERS)[s.groups]
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            **self._descriptors(tensors),
+            **self.descriptors(tensors),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
-            **_scales(tensors, ("q_scale", "k_scale", "v_scale") if p.q_format != "as_q" else ()),
-            **self._numbers(), **self._constants(),
+            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
+            **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
         forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
-    def _descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        p, s = self._problem, self._schedule
+    def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
         found = {f"{name}_desc": described(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
         if p.page_size:
@@ -335,18 +329,18 @@ class _Launcher(StepLauncher):
             rows = functools.partial(described, rows=GROUP_ROWS)
         return {"q_desc": rows(q, dim=dim), "o_desc": rows(out, dim=dim // s.parts), **found}
 
-    def _numbers(self) -> dict[str, int]:
-        p = self._problem
+    def numbers(self) -> dict[str, int]:
+        p = self.problem
         return {
             "batches": p.batch, "heads": p.heads_q // heads_of(p), "share": p.group // heads_of(p),
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
-            "row_tiles": self._row_tiles, "together": _together(p, self._schedule),
+            "row_tiles": self._row_tiles, "together": _together(p, self.schedule),
             "splits": self._splits,
         }  # fmt: skip
 
-    def _constants(self) -> dict[str, Any]:
-        p, s = self._problem, self._schedule
+    def constants(self) -> dict[str, Any]:
+        p, s = self.problem, self.schedule
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
         packed = "packed_q" if p.page_size else "packed"
         lengths = packed if p.packed else varying[p.seqlens_q, p.seqlens_k]
@@ -359,64 +353,3 @@ class _Launcher(StepLauncher):
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p), "FP8": False, "FRESH": False,
         }  # fmt: skip
-
-
-def _scales(tensors: Mapping[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
-    """The scales of operands, which are (B, Hk), with their strides; None where there are none."""
-    found: dict[str, Any] = {}
-    for name in ("q_scale", "k_scale", "v_scale"):
-        scale = tensors.get(name) if name in given else None
-        b, h = (None, None) if scale is None else scale.stride()
-        found |= {name: scale, f"{name}_b": b, f"{name}_h": h}
-    return found
-
-
-class _NarrowLauncher(_Launcher):
-    """The same with operands of e4m3: first a launch that transposes the values."""
-
-    _values = "transposed"
-
-    def __init__(self, call: Call, schedule: Schedule) -> None:
-        super().__init__(call, schedule)
-        import torch
-
-        p, s = self._problem, schedule
-        keys = p.seq_k if p.total_k is None else p.total_k
-        self._key_tiles = ceil_div(keys, s.keys) if p.total_k is None else keys // s.keys + p.batch + 1
-        batch = 1 if p.packed else p.batch
-        shape = (batch, p.heads_k, p.head_dim_v, self._key_tiles * s.keys)
-        self.buffers = {**self.buffers, "transposed": (shape, torch.int8)}
-
-    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
-        return [self._transposing(tensors), *super().steps(tensors)]
-
-    def _transposing(self, tensors: Mapping[str, Any]) -> Step:
-        from portattn.backends.cuda.hopper_forward.transposed import transpose_values
-
-        p, s, v, numbers = self._problem, self._schedule, tensors["v"], self._numbers()
-        block = least(width(p.head_dim_v), TRANSPOSED_COLUMNS)
-        roles = {
-            "v": "v", "out": "transposed",
-            "lengths_q": "cu_seqlens_q" if p.packed else "seqlens_q",
-            "lengths_k": "cu_seqlens_k" if p.packed else "seqlens_k",
-        }  # fmt: skip
-        arguments = {
-            **{name: tensors.get(role) for name, role in roles.items()},
-            "stride_b": v.stride(0), "stride_h": v.stride(1), "stride_s": v.stride(2),
-            "heads": p.heads_k, "columns": p.head_dim_v, "key_tiles": self._key_tiles,
-            **{name: numbers[name] for name in ("seq_q", "seq_k", "batches", "left", "right")},
-            "KEYS": s.keys, "BLOCK": block, "PACKED": p.packed,
-            **{name: value for name, value in self._constants().items() if name in ("RIGHT", "LEFT", "TOP_LEFT")},
-        }  # fmt: skip
-        grid = (self._key_tiles, p.heads_k, ceil_div(p.head_dim_v, block) * (1 if p.packed else p.batch))
-        return Step(transpose_values, grid, arguments, {"num_warps": 4}, roles)
-
-    def _descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        p, s = self._problem, self._schedule
-        dim = width(p.head_dim)
-        q, k = described(tensors["q"], GROUP_ROWS, dim), described(tensors["k"], s.keys, dim)
-        v = described(tensors["transposed"], dim, s.keys)
-        return {"q_desc": q, "k_desc": k, "v_desc": v, "o_desc": described(tensors["out"], GROUP_ROWS, dim // s.parts)}
-
-    def _constants(self) -> dict[str, Any]:
-        return super()._constants() | {"FP8": True, "FRESH": self._schedule.fresh}
