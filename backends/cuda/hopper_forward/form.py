@@ -217,23 +217,3 @@ class Ring:
     @gluon.constexpr_function
     def __init__(self, slot, phase, v_slot, v_phase):
         self.slot, self.phase, self.v_slot, self.v_phase = slot, phase, v_slot, v_phase
-
-
-@aggregate
-class Scales:
-    """What stored numbers are multiplied by: (B, Hk) float32 of q, k and v, each with its strides."""
-
-    q: gl.tensor
-    k: gl.tensor
-    v: gl.tensor
-    q_b: gl.tensor
-    q_h: gl.tensor
-    k_b: gl.tensor
-    k_h: gl.tensor
-    v_b: gl.tensor
-    v_h: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h):
-        self.q, self.k, self.v = q, k, v
-        self.q_b, self.q_h, self.k_b, self.k_h, self.v_b, self.v_h = q_b, q_h, k_b, k_h, v_b, v_h

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import FREE, consume
-from portattn.backends.cuda.hopper_forward.form import Form, Scales, Shared, Sizes, Work
+from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
 from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
 from portattn.backends.cuda.hopper_forward.narrow import transposed_first
 from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
@@ -192,9 +192,7 @@ def scheduled_forward(
     if lengths_k is None:
         lengths_k = counter
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
-    scales = None
-    if FP8 and q_scale is not None:
-        scales = Scales(q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h)
+    scales = (q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h)
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -94,12 +94,11 @@ def transposed_first(work, form):
 
 @gluon.jit
 def score_factor(scale, scales, sizes, work, form):
-    """The factor on a tile's scores."""
+    """The factor on a tile's scores. scales: of q, k and v each a pointer, and strides of sequences and heads."""
     if form.SCALED:
         b, h = sequence_of(work, form), work.head // sizes.share
-        scale *= gl.load(scales.q + b * scales.q_b + h * scales.q_h) * gl.load(
-            scales.k + b * scales.k_b + h * scales.k_h
-        )
+        q = gl.load(scales[0] + b * scales[1] + h * scales[2])
+        scale *= q * gl.load(scales[3] + b * scales[4] + h * scales[5])
     return scale
 
 
@@ -108,5 +107,5 @@ def result_factor(scales, sizes, work, form):
     """The factor on a tile's results."""
     factor = 1.0
     if form.SCALED:
-        factor = gl.load(scales.v + sequence_of(work, form) * scales.v_b + work.head // sizes.share * scales.v_h)
+        factor = gl.load(scales[6] + sequence_of(work, form) * scales[7] + work.head // sizes.share * scales[8])
     return factor
