@@ -16,7 +16,6 @@ from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.plan import Rejection
 from portattn.schema.steps import Step, StepLauncher
-from portattn.schema.tensors import KV_STORED
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call
@@ -63,6 +62,8 @@ class NarrowVariant(ForwardVariant):
 
     def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The caller's tensors, and the results', as a Call has them."""
+        from portattn.schema.tensors import KV_STORED  # torch: not where backends are only imported
+
         seen, p = super().views(problem, tensors), problem
         for name in ("q", "k", "v"):
             seen[name] = seen[name].view(KV_STORED)
