@@ -30,13 +30,12 @@ FORWARD = (
     ),
     Problem(**_COMMON, **_PAGED, page_size=256, seq_k=768, head_dim=64, dtype="fp16", sinks=True),
 )
-# The same forms of e4m3 operands, but for pages; of each width.
+# The forms that differ with e4m3 operands: each width, scales of a batch and of packed sequences, values out of sight.
 NARROW_FORWARD = (
     Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
     Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
     Problem(**_COMMON, **_NARROW, seq_q=77, seq_k=1541, head_dim=256, dtype="bf16", softcap=True),
     Problem(**_COMMON, **_NARROW, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
-    Problem(**_COMMON, **_NARROW, **_PACKED, head_dim=256, dtype="fp16"),
 )
 LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),

@@ -32,6 +32,7 @@ class NarrowVariant(ForwardVariant):
     """attention and varlen_attention of e4m3 tensors on sm_90: products of 8 bits, results in fp16 or bf16."""
 
     name = "gluon_forward_fp8"
+    entries = name
     ops = ("attention", "varlen_attention")
     takes = (ForwardVariant.takes - {"needs_grad"}) | {"kv_format"}
     needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDTHS[-1]} columns, rows and strides of {COLUMN_STEP} bytes"
@@ -56,7 +57,7 @@ class NarrowVariant(ForwardVariant):
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        chosen = choice(call.problem, self.toolchain, self.name)
+        chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return NarrowLauncher(call, chosen.schedule)
 

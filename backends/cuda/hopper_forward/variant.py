@@ -100,9 +100,11 @@ class ForwardVariant(Variant):
     """attention, varlen_attention and paged_attention on sm_90: heads up to 256 wide, fp16 and bf16.
 
     toolchain  the compiler whose schedules it takes
+    entries    what tuning/sm_90.toml calls the kernel of these schedules
     """
 
     name = "gluon_forward"
+    entries = "gluon_forward"
     ops = ("attention", "varlen_attention", "paged_attention")
     takes = frozenset(
         {
@@ -143,17 +145,17 @@ class ForwardVariant(Variant):
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
-        if reason is None and choice(p, found, self.name) is None:
+        if reason is None and choice(p, found, self.entries) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
         """What the tuning data says of problems that the core is faster at; and pages of few rows, whose keys the core
         splits."""
-        said = tuning().left_to_core(self.name, problem.features(), self.toolchain)
+        said = tuning().left_to_core(self.entries, problem.features(), self.toolchain)
         if said or not problem.page_size:
             return said
-        chosen = choice(problem, self.toolchain, self.name)
+        chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         tiles, cores = tiles_of(problem, GROUP_ROWS * chosen.schedule.groups), _arch().cores
         if 100 * tiles >= FEW_TILES * cores:
@@ -162,26 +164,26 @@ class ForwardVariant(Variant):
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
-        chosen = choice(call.problem, self.toolchain, self.name)
+        chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return launcher(call, chosen.schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
-        chosen = choice(problem, self.toolchain, self.name)
+        chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
         """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
-        chosen = choice(problem, self.toolchain, self.name)
+        chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         splits = _splits(problem, chosen.schedule, _arch().cores)
         return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
 
     def timed_with(self, problem: Problem) -> str:
         """What the tuning data says of the schedule."""
-        chosen = choice(problem, self.toolchain, self.name)
+        chosen = choice(problem, self.toolchain, self.entries)
         return "" if chosen is None else chosen.timed_with
 
     def tunable(self) -> Tunable:
@@ -191,7 +193,7 @@ class ForwardVariant(Variant):
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        chosen = choice(call.problem, self.toolchain, self.name)
+        chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return steps_of(call, chosen.schedule)
 
