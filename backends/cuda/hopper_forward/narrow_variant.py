@@ -37,6 +37,7 @@ class NarrowVariant(ForwardVariant):
     takes = (ForwardVariant.takes - {"needs_grad"}) | {"kv_format"}
     needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDTHS[-1]} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = NARROW_FORWARD
+    formats = (FORMAT,)
     probabilities = FORMAT
     tunable = None
 

@@ -88,7 +88,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         return made
 
     monkeypatch.setattr(forms_gate, "run", run)
-    chosen = ["--release", "3.9.0", "--only", "plain D=128"]
+    chosen = ["--release", "3.9.0", "--only", "gluon_forward: plain D=128"]
     assert forms_gate.main(chosen) == 0
     assert f"no figures of 3 of these forms with {RELEASE}" in capsys.readouterr().out
     assert forms_gate.main([*chosen, "--write"]) == 0
