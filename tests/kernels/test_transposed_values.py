@@ -1,7 +1,8 @@
-"""The kernel that transposes e4m3 values for the Hopper forward: in the interpreter, and where there is a chip on it."""
+"""The kernel that transposes e4m3 values for the Hopper forward, in the interpreter or on a chip."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ ORDER = [key for t in range(4) for key in (2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * 
 def transposed(
     device: Device, v: torch.Tensor, keys: int, first: dict[str, list[int]] | None = None, seq_q: int = 9, **limits: Any
 ) -> torch.Tensor:
-    """By the kernel. first: lengths of sequences, or with PACKED their first rows; out is 77 where nothing is written."""
+    """By the kernel. first: lengths of sequences, or with PACKED their first rows. What is not written is 77."""
     if device.path == "interpreter":
         pytest.importorskip("triton")
     from portattn.backends.cuda.hopper_forward.transposed import transpose_values
@@ -85,7 +86,7 @@ def test_packed_sequences_begin_at_a_tiles_edge(device: Device, keys: int) -> No
     v = numbers(1, 2, 220, 64)
     first = [0, 70, 70, 199]
     found = transposed(device, v, keys, {"q": [0, 5, 9, 60], "k": first}, seq_q=60, PACKED=True)
-    for b, (begin, end) in enumerate(zip(first, first[1:], strict=False)):
+    for b, (begin, end) in enumerate(itertools.pairwise(first)):
         want = wanted(v[:, :, begin:end], keys)
         at = (begin // keys + b) * keys
         assert torch.equal(found[..., at : at + want.shape[-1]], want)
