@@ -35,6 +35,11 @@ def _upstream() -> bool:
     return has_op("flash_attn_3", "fwd")
 
 
+def neutral() -> dict[str, Any]:
+    """Every argument of vllm's op as if it were not there."""
+    return {**dict.fromkeys(_ABSENT), **_NEUTRAL}
+
+
 def absent() -> str:
     if _vllm() or _upstream():
         return ""
@@ -64,7 +69,7 @@ def _build(case: Case, t: Tensors, library: str, scheduled: bool) -> Contender:
             if not case.lengths_k:
                 del given["seqused_k"]
     else:
-        given = {**dict.fromkeys(_ABSENT), **_NEUTRAL, **given}
+        given = {**neutral(), **given}
         if scheduled:
             given["scheduler_metadata"] = _schedule(case, given)
     return Contender(lambda: op(**given)[0], shaped)
