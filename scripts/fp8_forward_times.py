@@ -137,8 +137,10 @@ def main(given: Sequence[str] | None = None) -> int:
     else:
         for row in rows:
             mask = "causal" if row["causal"] else "full"
-            print(f"D={row['D']:<3} S={row['S']:<5} {mask:6} {row['contender']:22} "
-                  f"{row['path']:18} {row['ms']:9.3f} ms {row['tflops']:7.1f} TFLOP/s rms {row['rms']:.4f}")  # fmt: skip
+            print(
+                f"D={row['D']:<3} S={row['S']:<5} {mask:6} {row['contender']:22} "
+                f"{row['path']:18} {row['ms']:9.3f} ms {row['tflops']:7.1f} TFLOP/s rms {row['rms']:.4f}"
+            )
     wrong = [row for row in rows if not row["rms"] <= options.most]
     for row in wrong:
         print(f"{row['contender']} D={row['D']} S={row['S']}: rms {row['rms']:.4f}", file=sys.stderr)
