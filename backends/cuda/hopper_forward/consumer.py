@@ -23,6 +23,7 @@ from portattn.backends.cuda.hopper_forward.narrow import (
     UNSHIFTED,
     hold_bytes,
     narrow_values,
+    powers,
     result_factor,
     score_factor,
     stored,
@@ -75,8 +76,10 @@ def _values(state, shared, ring, form):
 def _weights(s, factor, base, form):
     """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
     if form.FP8:
-        base = base - SHIFT
-    return gl.exp2(s * factor - gl.expand_dims(base, 1))
+        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form)
+    else:
+        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    return p
 
 
 @gluon.jit

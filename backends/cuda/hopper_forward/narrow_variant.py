@@ -144,4 +144,4 @@ class NarrowLauncher(Launcher):
 
     def constants(self) -> dict[str, Any]:
         """What is compiled in."""
-        return super().constants() | {"FP8": True, "FRESH": self.schedule.fresh}
+        return super().constants() | {"FP8": True, "FRESH": self.schedule.fresh, "MIXED": self.schedule.mixed}
