@@ -25,6 +25,7 @@ from portattn.backends.cuda.hopper_forward.narrow import (
     narrow_values,
     powers,
     result_factor,
+    returned,
     score_factor,
     stored,
 )
@@ -192,7 +193,8 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     s = warpgroup_mma_wait(1, deps=[s])
-    arrive(FREE + ring.slot, form.PARTY)
+    if not form.KEPT:
+        arrive(FREE + ring.slot, form.PARTY)
     factor = scale
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
@@ -212,7 +214,10 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         p = _weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    row_sum = row_sum + lane_sum(p, form)
+    sums = lane_sum(p, form)
+    if form.KEPT:
+        returned(FREE + ring.slot, sums, form)
+    row_sum = row_sum + sums
     if not form.EARLY:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)

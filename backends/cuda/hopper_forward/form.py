@@ -37,6 +37,7 @@ class Form:
     FRESH         with FP8: each tile's values are summed apart, and these sums in float32
     SCALED        with FP8: there are scales
     MIXED         with FP8: an eighth of the exponentials are polynomials
+    KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
     """
 
     GROUPS: gl.constexpr
@@ -67,6 +68,7 @@ class Form:
     FRESH: gl.constexpr
     SCALED: gl.constexpr
     MIXED: gl.constexpr
+    KEPT: gl.constexpr
     BYTES: gl.constexpr  # of a number of q, k and v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
     LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
@@ -82,7 +84,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, FRESH, SCALED, MIXED):  # fmt: skip
+                 FP8, FRESH, SCALED, MIXED, KEPT):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -91,7 +93,8 @@ class Form:
         self.REG_Q, self.PARTS, self.PAGE, self.HEADS = map(gl.constexpr, (REG_Q, PARTS, PAGE, HEADS))
         self.PACKED, self.LINES = gl.constexpr(VARYING in ("packed", "packed_q")), gl.constexpr(GROUP_ROWS // HEADS)
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
-        self.FP8, self.FRESH, self.SCALED, self.MIXED = map(gl.constexpr, (FP8, FRESH, SCALED, MIXED))
+        self.FP8, self.FRESH, self.SCALED = map(gl.constexpr, (FP8, FRESH, SCALED))
+        self.MIXED, self.KEPT = map(gl.constexpr, (MIXED, KEPT))
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES = gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, deep])

@@ -55,6 +55,17 @@ ex2.approx.ftz.f32 $7, $15;
 POWERS: gl.constexpr = gl.constexpr(_POWERS)
 POWERS_SET: gl.constexpr = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 
+_ARRIVE = """{
+.reg .f32 x; .reg .b32 i;
+add.f32 x, $1, $2;
+mov.b32 i, x;
+shr.u32 i, i, 31;
+add.u32 i, i, $3;
+bar.arrive i, $4;
+mov.b32 $0, 0;
+}"""
+ARRIVE: gl.constexpr = gl.constexpr(_ARRIVE)
+
 
 @gluon.jit
 def powers(x, form):
@@ -87,6 +98,20 @@ def operand_bytes(held, form):
     words = gl.convert_layout(gl.reshape(words, [_ROWS, form.KEYS]), form.PROBS)
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def returned(barrier, sums, form):
+    """Arrive at a barrier after the exponentials: `sums` [64, 4], which are not negative, are of all of them.
+
+    ptxas moves the wait for the product of values up to the barrier before it, over what is only computed. So where it
+    finds this one is where it waits. The barrier's number is said to depend on the sums' sign, of which it knows nothing.
+    """
+    x = gl.permute(gl.reshape(sums, [4, 2, 8, 4]), (0, 2, 3, 1))
+    first, second = gl.split(x)
+    gl.inline_asm_elementwise(
+        ARRIVE, "=r,f,f,r,r", [first, second, barrier, form.PARTY], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

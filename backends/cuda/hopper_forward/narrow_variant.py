@@ -144,4 +144,9 @@ class NarrowLauncher(Launcher):
 
     def constants(self) -> dict[str, Any]:
         """What is compiled in."""
-        return super().constants() | {"FP8": True, "FRESH": self.schedule.fresh, "MIXED": self.schedule.mixed}
+        return super().constants() | {
+            "FP8": True,
+            "FRESH": self.schedule.fresh,
+            "MIXED": self.schedule.mixed,
+            "KEPT": self.schedule.kept,
+        }

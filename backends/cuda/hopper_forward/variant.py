@@ -63,7 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    fresh, mixed  of e4m3 operands alone (narrow_variant.py)
+    fresh, mixed, kept  of e4m3 operands alone (narrow_variant.py)
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
@@ -80,6 +80,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own_out: bool
     fresh: bool = False
     mixed: bool = False
+    kept: bool = False
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -354,5 +355,5 @@ class Launcher(StepLauncher):
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
-            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p), "FP8": False, "FRESH": False, "MIXED": False,
+            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p), "FP8": False, "FRESH": False, "MIXED": False, "KEPT": False,
         }  # fmt: skip
