@@ -106,7 +106,7 @@ def returned(barrier, sums, form):
     """Arrive at a barrier after the exponentials: `sums` [64, 4], which are not negative, are of all of them.
 
     ptxas moves the wait for the product of values up to the barrier before it, over what is only computed. So where it
-    finds this one is where it waits. The barrier's number is said to depend on the sums' sign, of which it knows nothing.
+    finds this one is where it waits. The barrier's number depends on the sums' sign, of which it knows nothing.
     """
     x = gl.permute(gl.reshape(sums, [4, 2, 8, 4]), (0, 2, 3, 1))
     first, second = gl.split(x)

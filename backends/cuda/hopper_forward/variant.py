@@ -355,5 +355,6 @@ class Launcher(StepLauncher):
             "UNSEEN": lengths != "none" or p.causal == "top_left", "SOFTCAP": p.softcap, "SPLIT": self._splits > 1,
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
-            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p), "FP8": False, "FRESH": False, "MIXED": False, "KEPT": False,
+            "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
+            **dict.fromkeys(("FP8", "FRESH", "MIXED", "KEPT"), False),
         }  # fmt: skip
