@@ -29,7 +29,7 @@ def device_for(variant: Variant, problem: Problem, device: Device) -> Device:
 def assert_variant_right(variant: Variant, call: Call) -> None:
     with nan_filled_memory():
         _, out, lse = run_variant(variant, call)
-    facts = judge(call, out, lse)
+    facts = judge(call, out, lse, probabilities=variant.probabilities)
     assert not facts["wrong"]
     assert facts["error"] <= facts["budget"]
     assert facts.get("lse_error", 0.0) <= facts.get("lse_budget", 0.0) + 1e-30

@@ -14,6 +14,7 @@ _LATENT: dict[str, Any] = {
     "pages_in_line": True, "seqlens_k": True, "return_lse": True, "seq_k": 448,
 }  # fmt: skip
 
+_NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 _PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
 
 # Both numbers of consumers; whole, causal, windowed, padded and packed; keys split over blocks; caps and sinks; over
@@ -28,6 +29,13 @@ FORWARD = (
         **_COMMON, **_PAGED, page_size=16, seq_k=528, total_q=350, head_dim=128, dtype="bf16", causal="bottom_right"
     ),
     Problem(**_COMMON, **_PAGED, page_size=256, seq_k=768, head_dim=64, dtype="fp16", sinks=True),
+)
+# The forms that differ with e4m3 operands: each width, scales of a batch and of packed sequences, values out of sight.
+NARROW_FORWARD = (
+    Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
+    Problem(**_COMMON, **_NARROW, seq_q=77, seq_k=1541, head_dim=256, dtype="bf16", softcap=True),
+    Problem(**_COMMON, **_NARROW, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
 )
 LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),

@@ -27,7 +27,14 @@ def with_copies(launch: Launch, call: Call, described: Sequence[str], queries: S
 
 def _launch(launch: Launch, described: Sequence[str], unscaled: Sequence[str], tensors: Mapping[str, Any]) -> None:
     copies = {name: t.contiguous() if _broadcast(t := tensors[name]) else t for name in described}
-    launch({**tensors, **copies, **{name: copies[name] * 0.0 for name in unscaled}})
+    launch({**tensors, **copies, **{name: _unscaled(copies[name]) for name in unscaled}})
+
+
+def _unscaled(x: torch.Tensor) -> torch.Tensor:
+    """0, and NaN where a number times 0 is that. Bytes are of e4m3, which has no infinity."""
+    if x.is_floating_point():
+        return x * 0.0
+    return x.where((x & 127) == 127, 0)
 
 
 def _broadcast(x: torch.Tensor | None) -> bool:

@@ -24,7 +24,7 @@ def described(x: torch.Tensor, rows: int, dim: int, before: int = 1) -> Any:
 def _layout(before: int, rows: int, dim: int, dtype: str) -> Any:
     from triton.experimental.gluon import language as gl
 
-    kind = gl.bfloat16 if dtype == "torch.bfloat16" else gl.float16
+    kind = {"torch.bfloat16": gl.bfloat16, "torch.int8": gl.int8}.get(dtype, gl.float16)
     return gl.NVMMASharedLayout.get_default_for([1, before, rows, dim], kind)
 
 

@@ -65,6 +65,9 @@ class Variant:
     arches  the chips that it is for; on others plans do not mention it
     needs  what it needs, in a few words, for people
     canaries  problems of its own that its canary runs; empty: those of its ops that it takes (portattn.testing.canary)
+    formats  of queries that it is for (Problem.q_format); of others plans do not mention it. Empty: any
+    probabilities  format that it rounds them to before they are multiplied, of those that tensors may have
+                   (Problem.kv_format); as_q: of 16 bits at least. Results are judged by it
     """
 
     name: str
@@ -73,6 +76,8 @@ class Variant:
     takes: frozenset[str] = frozenset()
     needs: str = ""
     canaries: tuple[Problem, ...] = ()
+    formats: tuple[str, ...] = ()
+    probabilities: str = "as_q"
 
     def for_toolchain(self, toolchain: Toolchain) -> Variant:
         """This variant with the schedules that it has for a compiler. Itself where they are the same for all. Pure."""

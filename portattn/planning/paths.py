@@ -164,6 +164,7 @@ def _own(asked: Asked, backend: Backend, requested: str) -> Iterator[Path]:
     automatic = requested == "auto"
     for variant in backend.variants:
         concerned = asked.problem.op in variant.ops and asked.target.arch.name in variant.arches
+        concerned = concerned and (not variant.formats or asked.problem.q_format in variant.formats)
         if requested == variant.name or (automatic and concerned):
             yield _variant(variant.for_toolchain(asked.target.toolchain))
     if backend.core_path and (requested == backend.core_path or (automatic and backend.core_path != INTERPRETER)):

@@ -35,6 +35,7 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
     """
     call, target = call_of(request), Registry.load().target(request["target"])
     enter(RUNS)
+    probabilities = "as_q"
     with nan_filled_memory(), torch.no_grad():
         if request["path"] == "reference":
             reference = writing if call.problem.writes else gradients if call.problem.backward else blockwise
@@ -46,10 +47,11 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
             variant = next((v for v in backend.variants if v.name == request["path"]), None)
             if variant is not None:
                 _, out, lse = run_variant(variant.for_toolchain(target.toolchain), call)
+                probabilities = variant.probabilities
             else:
                 out, lse = next(v for v in backend.vendor if v.name == request["path"]).run(call)
     precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"
-    return {"facts": judge(call, out, lse, precision)}
+    return {"facts": judge(call, out, lse, precision, probabilities)}
 
 
 def call_of(request: dict[str, Any]) -> Call:

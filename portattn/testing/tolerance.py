@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from portattn.schema.call import TENSORS, Call
+from portattn.schema.tensors import KV_DTYPE
 from portattn.testing.dense_view import dense_view
 from portattn.testing.oracle import oracle
 from portattn.testing.random_calls import random_call
@@ -26,12 +27,15 @@ BUDGET_FACTOR = 2.0  # our error may be twice that of the same mathematics in to
 FLOAT32_STEPS = 4.0  # units in the last place of float32 that come on top
 # An LSE near 0 is a difference of scores that are not: its spacing is taken as that of values up to this, at least.
 LSE_LEAST = 8.0
+SHIFTED = 256.0  # the largest probability of a row, where they are narrow: the format's range is below it
 # Bits of an fp32 operand's fraction that a product on a device uses; the interpreter and `ieee` use all 23. The two
 # tf32 parts of an operand hold 10 bits each, and one more by the second part's sign.
 FRACTION_BITS = {"tf32": 10, "hf32": 10, "tf32x3": 21}
 
 
-def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee") -> dict[str, int | float]:
+def judge(
+    call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: str = "ieee", probabilities: str = "as_q"
+) -> dict[str, int | float]:
     """Errors and budgets of a result: {error, budget, wrong, lse_error, lse_budget}.
 
     error, budget  largest |ours − oracle| over the elements of out that are finite in both, and what it may be
@@ -39,10 +43,12 @@ def judge(call: Call, out: torch.Tensor, lse: torch.Tensor | None, precision: st
                    not or the reverse; and elements that are not 0 in rows with nothing to attend
 
     precision  of fp32 products (Lowering.dot_precision)
+    probabilities  their format, where a path multiplies narrower ones than the results' (Variant.probabilities); its
+                   products of keys are of that format too
     """
     call, out = on_cpu(call), out.detach().cpu()
     expected, expected_lse = oracle(call)
-    same, same_lse = same_dtype(call, precision)
+    same, same_lse = same_dtype(call, precision, probabilities=probabilities)
     view = dense_view(call)
     some = view.restored(view.some.expand(-1, call.problem.heads_q, -1), False)
     empty = torch.isneginf(expected_lse) | ~some  # a row that attends nothing has an LSE where there are sinks
@@ -78,7 +84,7 @@ def largest(values: torch.Tensor) -> float:
 
 
 def same_dtype(
-    call: Call, precision: str = "ieee", rows: torch.Tensor | None = None
+    call: Call, precision: str = "ieee", rows: torch.Tensor | None = None, probabilities: str = "as_q"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by its definition in torch, each step in the call's dtype; and the LSE of float32 scores.
 
@@ -88,6 +94,7 @@ def same_dtype(
 
     precision  fp32 operands of products have as many bits as it leaves them
     rows       compute only these query rows (int64 indices); not of packed queries
+    probabilities  a narrower format that they are rounded to before they are normalised, the largest SHIFTED there
     """
     view = dense_view(call, rows)
     q, k, v = view.q, view.k, view.v
@@ -101,12 +108,21 @@ def same_dtype(
     if view.has_terms:
         scores = view.with_terms(scores.float(), exact, q, k)
     scores = scores.masked_fill(~view.keep, float("-inf"))
-    probabilities = torch.softmax(view.with_sinks(scores), dim=-1)[..., : scores.shape[3]]
-    probabilities = view.dropped(probabilities).to(q.dtype).masked_fill(~view.some[..., None], 0.0)
+    weights = view.with_sinks(scores)
+    weights = torch.softmax(weights, dim=-1) if probabilities == "as_q" else _narrow_softmax(weights, probabilities)
+    weights = view.dropped(weights[..., : scores.shape[3]]).to(q.dtype).masked_fill(~view.some[..., None], 0.0)
     if bits is not None:
-        probabilities = rounded(probabilities, bits)
+        weights = rounded(weights, bits)
     lse = view.lse(view.with_terms(exact * call.scale, exact, q, k))
-    return view.restored(view.mixed(probabilities, v), 0.0), view.restored(lse, float("-inf"))
+    return view.restored(view.mixed(weights, v), 0.0), view.restored(lse, float("-inf"))
+
+
+def _narrow_softmax(scores: torch.Tensor, kind: str) -> torch.Tensor:
+    """Softmax, its numerators rounded to a narrow format as multiples of the largest."""
+    base = scores.float().amax(dim=-1, keepdim=True)
+    numbers = torch.exp(scores.float() - base.masked_fill(base.isinf(), 0.0))
+    narrow = (numbers * SHIFTED).to(KV_DTYPE[kind]).float() / SHIFTED
+    return narrow / numbers.sum(dim=-1, keepdim=True)
 
 
 def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -28,7 +28,8 @@ BACKWARD = Problem(
     op="attention_backward", batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128, dtype="bf16"
 )
 LATENT = next(v for v in CudaBackend.variants if v.name == "gluon_mla").canaries[0]
-PROBLEMS = {"gluon_forward": P, "gluon_backward": BACKWARD, "gluon_mla": LATENT}
+NARROW = msgspec.structs.replace(P, kv_format="e4m3", kv_scales="head")
+PROBLEMS = {"gluon_forward": P, "gluon_forward_fp8": NARROW, "gluon_backward": BACKWARD, "gluon_mla": LATENT}
 UNTRIED = (
     "triton==3.7.0",
     "triton==3.7.1",

@@ -18,6 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from portattn.backends.cuda.gluon_names import store
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
+from portattn.backends.cuda.hopper_forward.narrow import (
+    SHIFT,
+    UNSHIFTED,
+    hold_bytes,
+    narrow_values,
+    powers,
+    result_factor,
+    returned,
+    score_factor,
+    stored,
+)
 from portattn.backends.cuda.hopper_forward.parts import (
     capped,
     clear,
@@ -44,15 +55,51 @@ _LN2: gl.constexpr = gl.constexpr(math.log(2))
 @gluon.jit
 def _scores(q, shared, ring, form):
     """Q Kᵀ of this tile, begun."""
-    k = shared.k.index(ring.slot).reshape([form.KEYS, form.DIM]).permute((1, 0))
+    k = shared.k.index(ring.slot).reshape([form.KEYS, form.DIM])
+    if form.FP8:
+        k = stored(k, [form.KEYS, form.DIM])
+    k = k.permute((1, 0))
     return warpgroup_mma(q, k, gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _values(state, shared, ring, form):
     """acc += P V of the tile before, begun."""
-    v = shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM])
-    return warpgroup_mma(operand(state.held, form, shared.v.dtype), v, state.acc, is_async=True)
+    if form.FP8:
+        found = narrow_values(state.held, state.acc, shared, ring.v_slot, form)
+    else:
+        v = shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM])
+        found = warpgroup_mma(operand(state.held, form, shared.v.dtype), v, state.acc, is_async=True)
+    return found
+
+
+@gluon.jit
+def _weights(s, factor, base, form):
+    """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
+    if form.FP8:
+        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form)
+    else:
+        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    return p
+
+
+@gluon.jit
+def _held(p, shared, form):
+    if form.FP8:
+        found = hold_bytes(p, form)
+    else:
+        found = hold(p, form, shared.v.dtype)
+    return found
+
+
+@gluon.jit
+def _added(acc, fresh, alpha, form):
+    """What a product of values leaves: its accumulator, or with FRESH that of all tiles."""
+    if form.FRESH:
+        found = rescaled(acc, alpha, form) + fresh
+    else:
+        found = fresh
+    return found
 
 
 @gluon.jit
@@ -93,6 +140,8 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     place = buffer * form.GROUPS + group
     mbarrier.wait(shared.q_full.index(place), phase)
     q = shared.q.index(place).reshape([_ROWS, form.DIM])
+    if form.FP8:
+        q = stored(q, [_ROWS, form.DIM])
     if form.REG_Q:
         q = q.load(form.QROWS)
         mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -121,10 +170,10 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    p = _weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
-    return State(acc, hold(p, form, shared.v.dtype), alpha, row_max, lane_sum(p, form))
+    return State(acc, _held(p, shared, form), alpha, row_max, lane_sum(p, form))
 
 
 @gluon.jit
@@ -137,14 +186,15 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         sync(TURN + group, 256)
     s = _scores(q, shared, ring, form)
     acc = state.acc
-    if form.LATE:
+    if form.LATE and not form.FRESH:
         acc = rescaled(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-    acc = _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
+    fresh = _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     s = warpgroup_mma_wait(1, deps=[s])
-    arrive(FREE + ring.slot, form.PARTY)
+    if not form.KEPT:
+        arrive(FREE + ring.slot, form.PARTY)
     factor = scale
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
@@ -157,37 +207,43 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
     if form.EARLY:
         alpha = gl.exp2(state.row_max - base)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+        p = _weights(s, factor, base, form)
     else:
-        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+        p = _weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    row_sum = row_sum + lane_sum(p, form)
+    sums = lane_sum(p, form)
+    if form.KEPT:
+        returned(FREE + ring.slot, sums, form)
+    row_sum = row_sum + sums
     if not form.EARLY:
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-    if not form.LATE:
+    acc = _added(acc, fresh, state.alpha, form)
+    if not form.LATE and not form.FRESH:
         acc = rescaled(acc, alpha, form)
-    return State(acc, hold(p, form, shared.v.dtype), alpha, row_max, row_sum), _advanced(ring, form)
+    return State(acc, _held(p, shared, form), alpha, row_max, row_sum), _advanced(ring, form)
 
 
 @gluon.jit
 def _last_values(state, ring, shared, form):
     """acc += P V of the last tile, begun."""
     acc = state.acc
-    if form.LATE:
+    if form.LATE and not form.FRESH:
         acc = rescaled(acc, state.alpha, form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     return _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
 
 
 @gluon.jit
-def _normalised(acc, row_max, row_sum, sink, valid, form):
+def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
     """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
-    rows."""
+    rows; value_factor: with FP8 a factor on the output."""
     total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
+    if form.FP8:
+        total = total * UNSHIFTED
     factor = 1.0
     largest = row_max * _LN2
     if sink is not None:
@@ -202,7 +258,10 @@ def _normalised(acc, row_max, row_sum, sink, valid, form):
     if form.VARYING != "none":
         empty = empty | (valid == 0)
     lse = gl.where(empty, -float("inf"), largest + gl.log2(gl.where(empty, 1.0, total)) * _LN2)
-    acc = rescaled(acc, gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total)), form)
+    factor = gl.where(empty, 0.0, factor / gl.where(empty, 1.0, total))
+    if form.FP8:
+        factor = factor * (value_factor * UNSHIFTED)
+    acc = rescaled(acc, factor, form)
     if form.VARYING != "none":  # padding rows may hold anything
         nothing = gl.convert_layout(empty.to(gl.int32), gl.SliceLayout(1, form.OUTPUT))
         acc = gl.where(gl.expand_dims(nothing, 1) != 0, 0.0, acc)
@@ -275,7 +334,9 @@ def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, grou
 
 
 @gluon.jit
-def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, group: gl.constexpr, form):
+def consume(
+    o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, group: gl.constexpr, form
+):
     """One warp group."""
     for j in gl.static_range(2 * form.STAGES):  # every buffer starts free
         arrive(FREE + j, form.PARTY)
@@ -300,15 +361,18 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
             row_end = gl.minimum(rows + (position + sizes.right + 1), seen)
         if form.LEFT:
             row_start = rows + (position - sizes.left)
-        state = _first_state(s, row_start, row_end, keys.end - 1, scale, softcap, shared, form)
-        if form.UNSEEN:
+        factor = scale
+        if form.FP8:
+            factor = score_factor(scale, scales, sizes, work, form)
+        state = _first_state(s, row_start, row_end, keys.end - 1, factor, softcap, shared, form)
+        if form.UNSEEN and not form.FP8:
             if keys.end * form.KEYS > seen:
                 mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
                 clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
         ring = _advanced(ring, form)
-        state, ring = _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, group, form)
-        if form.LEFT:
+        state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
+        if form.LEFT and not form.FP8:
             first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
             if first > 0:
                 mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
@@ -316,12 +380,14 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
         if form.OWN_OUT:
             if not form.REG_Q:  # the queries have been read for the last time
                 mbarrier.arrive(shared.q_free.index(place), count=1)
-        acc = _last_values(state, ring, shared, form)
+        acc = state.acc
+        fresh = _last_values(state, ring, shared, form)
         # What is this tile's is read again below, not kept in registers over the loops, which need all that there are.
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+        acc = _added(acc, fresh, state.alpha, form)
         ring = _passed(keys.after, ring, shared, group, form)
-        _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group, form)
+        _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared, group, form)
         if not form.OWN_OUT:  # staged where the queries were
             tma.store_wait(0)
             mbarrier.arrive(shared.q_free.index(place), count=1)
@@ -336,8 +402,8 @@ def consume(o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, 
 
 
 @gluon.jit
-def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, sizes, shared, group: gl.constexpr,
-           form):  # fmt: skip
+def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared,
+           group: gl.constexpr, form):  # fmt: skip
     """The tile's results, normalised, to memory. place: where its queries were, which have been read."""
     work = read(box, shared)
     row = work.row + group * form.LINES
@@ -349,8 +415,14 @@ def _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, 
         else:
             sink = gl.load(sinks + work.head).to(gl.float32)
     valid = ((rows < work.q_length) & (work.k_length >= 0)).to(gl.int32)
-    acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, form)
-    first = ((work.split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
+    value_factor = 1.0
+    if form.FP8:
+        value_factor = result_factor(scales, sizes, work, form)
+    acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
+    split = work.split
+    if form.FP8 and form.PACKED:  # there it is the sequence
+        split = work.split - work.split
+    first = ((split * sizes.batches + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
     if form.HEADS > 1:
         first = first * form.HEADS + (gl.arange(0, _ROWS, form.ROW) % form.HEADS).to(gl.int64) * sizes.seq_q
     if lse is not None:

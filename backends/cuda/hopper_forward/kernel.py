@@ -24,6 +24,7 @@ from portattn.backends.cuda.gluon_names import load
 from portattn.backends.cuda.hopper_forward.consumer import FREE, consume
 from portattn.backends.cuda.hopper_forward.form import Form, Shared, Sizes, Work
 from portattn.backends.cuda.hopper_forward.mail import BOXES, FIELDS, send
+from portattn.backends.cuda.hopper_forward.narrow import transposed_first
 from portattn.backends.cuda.hopper_forward.pages import bring, pages_of
 from portattn.backends.cuda.hopper_forward.parts import following
 from portattn.backends.cuda.hopper_forward.work import tile_keys, work_of
@@ -68,7 +69,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     key = work.k_first + n * form.KEYS
                 sync(FREE + slot, form.PARTY)
                 k_full = shared.k_full.index(slot)
-                mbarrier.expect(k_full, form.KEYS * form.DIM * 2)
+                mbarrier.expect(k_full, form.KEYS * form.DIM * form.BYTES)
                 if form.PAGE:
                     bring(k_desc, pages, n, work.k_length, kv_head, k_full, shared.k, slot, form)
                 else:
@@ -79,7 +80,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                         place = buffer * form.GROUPS + w
                         q_full = shared.q_full.index(place)
                         mbarrier.wait(shared.q_free.index(place), q_phase)
-                        mbarrier.expect(q_full, _ROWS * form.DIM * 2)
+                        mbarrier.expect(q_full, _ROWS * form.DIM * form.BYTES)
                         if form.PAGE:
                             load(q_desc, [work.slot, q_row, work.head * form.HEADS, 0], q_full, shared.q.index(place))
                         else:
@@ -89,9 +90,12 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                     tile = _draw(counter, tiles)
                 sync(FREE + form.STAGES + slot, form.PARTY)
                 v_full = shared.v_full.index(slot)
-                mbarrier.expect(v_full, form.KEYS * form.DIM * 2)
+                mbarrier.expect(v_full, form.KEYS * form.DIM * form.BYTES)
                 if form.PAGE:
                     bring(v_desc, pages, n, work.k_length, kv_head, v_full, shared.v, slot, form)
+                elif form.FP8:
+                    key = transposed_first(work, form) + n * form.KEYS
+                    load(v_desc, [work.slot, kv_head, 0, key], v_full, shared.v.index(slot))
                 else:
                     load(v_desc, [work.slot, kv_head, key, 0], v_full, shared.v.index(slot))
                 slot += 1
@@ -106,18 +110,20 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
-        "row_tiles", "together", "splits", "table_stride",
+        "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
+        "v_scale_b", "v_scale_h",
     ]
 )  # fmt: skip
 def scheduled_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
-    splits, table_stride,
+    splits, table_stride, q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
-    PAGE: gl.constexpr, HEADS: gl.constexpr,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, FRESH: gl.constexpr,
+    MIXED: gl.constexpr, KEPT: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -140,7 +146,9 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3])  # fmt: skip
+                k_desc.block_shape[3], FP8, FRESH, q_scale is not None, MIXED,
+                KEPT)  # fmt: skip
+    gl.static_assert(not FP8 or (OWN_OUT and PAGE == 0))
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -150,13 +158,18 @@ def scheduled_forward(
     k_layout: gl.constexpr = form.TILE if form.PIECES > 1 else k_desc.layout
     q_smem = gl.allocate_shared_memory(dtype, [queries, 1, lines, last, DIM], q_desc.layout)
     if OWN_OUT:
-        o_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, lines, last, DIM // PARTS], o_desc.layout)
+        o_smem = gl.allocate_shared_memory(o_desc.dtype, [GROUPS, 1, lines, last, DIM // PARTS], o_desc.layout)
     else:
         o_smem = q_smem
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
+    if FP8:
+        v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, DIM, KEYS], v_desc.layout)
+    else:
+        v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout)
     shared = Shared(
         q_smem,
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], k_layout),
+        k_smem,
+        v_smem,
         o_smem,
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [queries, 1], barriers),
@@ -181,11 +194,18 @@ def scheduled_forward(
     if lengths_k is None:
         lengths_k = counter
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits)
+    scales = (q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 0, form)),
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 1, form)),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 1],
@@ -194,9 +214,18 @@ def scheduled_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 0, form)),
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 1, form)),
-                (consume, (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, sizes, shared, 2, form)),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 0, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 1, form),
+                ),
+                (
+                    consume,
+                    (o_desc, out, lse, sinks, stride_h, stride_s, scale, softcap, scales, sizes, shared, 2, form),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, shared, form)),
             ],
             [4, 4, 1],

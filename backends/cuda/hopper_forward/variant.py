@@ -63,6 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
+    fresh, mixed, kept  of e4m3 operands alone (narrow_variant.py)
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
@@ -77,6 +78,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     early: bool
     pairs: bool
     own_out: bool
+    fresh: bool = False
+    mixed: bool = False
+    kept: bool = False
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -98,9 +102,11 @@ class ForwardVariant(Variant):
     """attention, varlen_attention and paged_attention on sm_90: heads up to 256 wide, fp16 and bf16.
 
     toolchain  the compiler whose schedules it takes
+    entries    what tuning/sm_90.toml calls the kernel of these schedules
     """
 
     name = "gluon_forward"
+    entries = "gluon_forward"
     ops = ("attention", "varlen_attention", "paged_attention")
     takes = frozenset(
         {
@@ -141,17 +147,17 @@ class ForwardVariant(Variant):
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
-        if reason is None and choice(p, found) is None:
+        if reason is None and choice(p, found, self.entries) is None:
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def defers_to_core(self, problem: Problem) -> str:
         """What the tuning data says of problems that the core is faster at; and pages of few rows, whose keys the core
         splits."""
-        said = tuning().left_to_core(self.name, problem.features(), self.toolchain)
+        said = tuning().left_to_core(self.entries, problem.features(), self.toolchain)
         if said or not problem.page_size:
             return said
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         tiles, cores = tiles_of(problem, GROUP_ROWS * chosen.schedule.groups), _arch().cores
         if 100 * tiles >= FEW_TILES * cores:
@@ -160,26 +166,26 @@ class ForwardVariant(Variant):
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
-        chosen = choice(call.problem, self.toolchain)
+        chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return launcher(call, chosen.schedule)
 
     def describe(self, problem: Problem) -> dict[str, Any]:
         """The schedule, and the width that heads are padded to."""
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         return {"width": width(problem.head_dim), **msgspec.structs.asdict(chosen.schedule)}
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
         """Over how many blocks keys are split, on a chip of as many cores as the arch says, and heads side by side."""
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.entries)
         assert chosen is not None
         splits = _splits(problem, chosen.schedule, _arch().cores)
         return {"splits": splits, "heads_together": _together(problem, chosen.schedule)}
 
     def timed_with(self, problem: Problem) -> str:
         """What the tuning data says of the schedule."""
-        chosen = choice(problem, self.toolchain)
+        chosen = choice(problem, self.toolchain, self.entries)
         return "" if chosen is None else chosen.timed_with
 
     def tunable(self) -> Tunable:
@@ -189,7 +195,7 @@ class ForwardVariant(Variant):
 
     def described(self, call: Call) -> StepLauncher:
         """The launches of calls like this one."""
-        chosen = choice(call.problem, self.toolchain)
+        chosen = choice(call.problem, self.toolchain, self.entries)
         assert chosen is not None
         return steps_of(call, chosen.schedule)
 
@@ -213,9 +219,9 @@ def _arch() -> Arch:
     return Registry.load().arch(f"cuda:{ForwardVariant.arches[0]}")
 
 
-def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH) -> Choice | None:
+def choice(problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name) -> Choice | None:
     """The first entry of the tuning data for this compiler with a schedule whose conditions hold."""
-    found = scheduled(ForwardVariant.name, problem, toolchain)
+    found = scheduled(variant, problem, toolchain)
     return None if found is None else Choice(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
 
 
@@ -226,7 +232,7 @@ def launcher(call: Call, schedule: Schedule) -> Callable[[Mapping[str, Any]], No
 
 def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
     """The launches of calls like this one with a schedule."""
-    return _Launcher(call, schedule)
+    return Launcher(call, schedule)
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
@@ -258,7 +264,7 @@ def split_count(tiles: int, key_tiles: int, cores: int) -> int:
     return split_cheapest(tiles, key_tiles, cores, least(key_tiles, MOST_SPLITS), ends, merge, 0)
 
 
-class _Launcher(StepLauncher):
+class Launcher(StepLauncher):
     """One launch; where keys are split a second one, which merges."""
 
     def __init__(self, call: Call, schedule: Schedule) -> None:
@@ -267,7 +273,7 @@ class _Launcher(StepLauncher):
         from portattn.backends.cuda.counters import counter
 
         p, s, device = call.problem, schedule, call.q.device
-        self._problem, self._schedule = p, s
+        self.problem, self.schedule = p, s
         rows = GROUP_ROWS * s.groups
         cores = multiprocessors(device)
         self._row_tiles = row_tiles(p, rows)
@@ -287,7 +293,7 @@ class _Launcher(StepLauncher):
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
         from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
 
-        p, s = self._problem, self._schedule
+        p, s = self.problem, self.schedule
         split = self._splits > 1
         kind = (
             "cu_seqlens_q" if p.packed else "seqlens_q",
@@ -304,18 +310,19 @@ class _Launcher(StepLauncher):
         arguments = {
             name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")
         } | {
-            **self._descriptors(tensors),
+            **self.descriptors(tensors),
             "scale": self._scale, "softcap": self._softcap, "stride_h": out.stride(1) // 8,
             "stride_s": out.stride(2) // 8,
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
-            **self._numbers(), **self._constants(),
+            **dict.fromkeys(f"{name}_scale{end}" for name in "qkv" for end in ("", "_b", "_h")),
+            **self.numbers(), **self.constants(),
             "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
         forward = Step(scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers}, roles)
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
-    def _descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        p, s = self._problem, self._schedule
+    def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        p, s = self.problem, self.schedule
         dim, q, out = width(p.head_dim), tensors["q"], tensors["out"]
         found = {f"{name}_desc": described(tensors[name], *pieces(p, s.keys)) for name in ("k", "v")}
         if p.page_size:
@@ -326,18 +333,18 @@ class _Launcher(StepLauncher):
             rows = functools.partial(described, rows=GROUP_ROWS)
         return {"q_desc": rows(q, dim=dim), "o_desc": rows(out, dim=dim // s.parts), **found}
 
-    def _numbers(self) -> dict[str, int]:
-        p = self._problem
+    def numbers(self) -> dict[str, int]:
+        p = self.problem
         return {
             "batches": p.batch, "heads": p.heads_q // heads_of(p), "share": p.group // heads_of(p),
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
-            "row_tiles": self._row_tiles, "together": _together(p, self._schedule),
+            "row_tiles": self._row_tiles, "together": _together(p, self.schedule),
             "splits": self._splits,
         }  # fmt: skip
 
-    def _constants(self) -> dict[str, Any]:
-        p, s = self._problem, self._schedule
+    def constants(self) -> dict[str, Any]:
+        p, s = self.problem, self.schedule
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
         packed = "packed_q" if p.page_size else "packed"
         lengths = packed if p.packed else varying[p.seqlens_q, p.seqlens_k]
@@ -349,4 +356,5 @@ class _Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
+            **dict.fromkeys(("FP8", "FRESH", "MIXED", "KEPT"), False),
         }  # fmt: skip

@@ -54,7 +54,10 @@ def _packed_work(tile, sizes, form):
     if form.RIGHT and not form.PAGE:  # longest rows first
         number = gl.where(number * rows < q_end - q_first, gl.cdiv(q_end - q_first, rows) - 1 - number, number)
     row = gl.where(number * rows < q_end - q_first, number * rows, -1)
-    return Work(row, head, head - head, q_first, q_end - q_first, k_first, k_length, head - head)
+    split = head - head
+    if form.FP8:  # keys are not split: the sequence, which has scales of its own
+        split = gl.minimum(sequence, sizes.batches - 1)
+    return Work(row, head, head - head, q_first, q_end - q_first, k_first, k_length, split)
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ import msgspec
 import test_gluon_backward as backward
 import test_gluon_forms as forward
 import test_gluon_mla as latent
+import test_gluon_narrow as narrow
 import tomlkit
 
 from portattn import Problem
@@ -76,6 +77,10 @@ def forms() -> list[Form]:
     found = [
         Form(f"gluon_forward: {form} D={dim} {causal}", forward.VARIANT, forward.problem(form, dim, causal))
         for form, dim, causal in forward.ALL
+    ]
+    found += [
+        Form(f"{narrow.VARIANT.name}: {form} D={dim} {causal}", narrow.VARIANT, narrow.problem(form, dim, causal))
+        for form, dim, causal in narrow.ALL
     ]
     found += [Form(f"gluon_backward: {name}", backward.VARIANT, p) for name, p in backward.FORMS.items()]
     return found + [

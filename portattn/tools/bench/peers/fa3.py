@@ -40,6 +40,11 @@ def _upstream() -> bool:
     return has_op("flash_attn_3", "fwd")
 
 
+def neutral() -> dict[str, Any]:
+    """Every argument of vllm's op as if it were not there."""
+    return {**dict.fromkeys(_ABSENT), **_NEUTRAL}
+
+
 def absent() -> str:
     if _vllm() or _upstream():
         return ""

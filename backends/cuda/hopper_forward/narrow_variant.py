@@ -1,0 +1,152 @@
+"""The Hopper forward of e4m3 queries, keys and values as a path of its own: its probabilities are e4m3 too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from portattn.backends.cuda.canaries import NARROW_FORWARD
+from portattn.backends.cuda.copies import with_copies
+from portattn.backends.cuda.descriptors import described
+from portattn.backends.cuda.gluon import NEEDS
+from portattn.backends.cuda.hopper_forward.division import WIDTHS, width
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, Schedule, choice
+from portattn.backends.cuda.sizes import GROUP_ROWS
+from portattn.planning.kernel_specs import ceil_div
+from portattn.schema.plan import Rejection
+from portattn.schema.steps import Step, StepLauncher
+
+if TYPE_CHECKING:
+    from portattn.schema.call import Call
+    from portattn.schema.problem import Problem
+    from portattn.schema.target import Target
+
+FORMAT = "e4m3"
+COLUMN_STEP = 16  # columns of a head: a multiple of so many, 16 bytes
+TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
+SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+class NarrowVariant(ForwardVariant):
+    """attention and varlen_attention of e4m3 tensors on sm_90: products of 8 bits, results in fp16 or bf16."""
+
+    name = "gluon_forward_fp8"
+    entries = name
+    ops = ("attention", "varlen_attention")
+    takes = (ForwardVariant.takes - {"needs_grad"}) | {"kv_format"}
+    needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDTHS[-1]} columns, rows and strides of {COLUMN_STEP} bytes"
+    canaries = NARROW_FORWARD
+    formats = (FORMAT,)
+    probabilities = FORMAT
+    tunable = None
+
+    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
+        """Why the kernel cannot run the problem, or is not for it; None when it runs."""
+        p = problem
+        if p.q_format != FORMAT:
+            return Rejection(path=self.name, reason=f"is for q, k and v of {FORMAT}, not {stored(p.q_format)}")
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(p, name) % COLUMN_STEP:
+                reason = f"takes heads of a multiple of {COLUMN_STEP} columns, not {getattr(p, name)}"
+                return Rejection(path=self.name, reason=reason)
+        return super().rejects(problem, target)
+
+    def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
+        """What runs calls like this one."""
+        return with_copies(self.described(call), call, ("q", "k"), ("q",))
+
+    def described(self, call: Call) -> StepLauncher:
+        """The launches of calls like this one."""
+        chosen = choice(call.problem, self.toolchain, self.entries)
+        assert chosen is not None
+        return NarrowLauncher(call, chosen.schedule)
+
+    def views(self, problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's tensors, and the results', as a Call has them."""
+        from portattn.schema.tensors import KV_STORED  # torch: not where backends are only imported
+
+        seen, p = super().views(problem, tensors), problem
+        for name in ("q", "k", "v"):
+            seen[name] = seen[name].view(KV_STORED)
+        for name in SCALES:
+            if seen.get(name) is not None:
+                seen[name] = seen[name].expand(p.batch, p.heads_k)
+        return seen
+
+
+def stored(kind: str) -> str:
+    """A format in words."""
+    return "of 16 or 32 bits" if kind == "as_q" else kind
+
+
+class NarrowLauncher(Launcher):
+    """A launch that transposes the values, and then those of the forward."""
+
+    def __init__(self, call: Call, schedule: Schedule) -> None:
+        super().__init__(call, schedule)
+        import torch
+
+        p, keys = self.problem, schedule.keys
+        rows = p.seq_k if p.total_k is None else p.total_k
+        # Packed sequences begin at a tile's edge each.
+        self._key_tiles = ceil_div(rows, keys) if p.total_k is None else rows // keys + p.batch + 1
+        shape = (1 if p.packed else p.batch, p.heads_k, p.head_dim_v, self._key_tiles * keys)
+        self.buffers = {**self.buffers, "transposed": (shape, torch.int8)}
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        """The launches for a call."""
+        forward, *merging = super().steps(tensors)
+        return [self._transposing(tensors), self._narrow(forward, tensors), *merging]
+
+    def _narrow(self, forward: Step, tensors: Mapping[str, Any]) -> Step:
+        """The forward's step with its values transposed, and scales."""
+        roles, arguments = {**forward.roles, "v_desc": "transposed"}, dict(forward.arguments)
+        if self.problem.kv_scales != "none":
+            for name in SCALES:
+                b, h = tensors[name].stride()
+                roles[name] = name
+                arguments |= {name: tensors[name], f"{name}_b": b, f"{name}_h": h}
+        return Step(forward.kernel, forward.grid, arguments, forward.options, roles)
+
+    def _transposing(self, tensors: Mapping[str, Any]) -> Step:
+        from portattn.backends.cuda.hopper_forward.transposed import transpose_values
+
+        p, s, v, numbers = self.problem, self.schedule, tensors["v"], self.numbers()
+        constants = self.constants()
+        block = min(width(p.head_dim_v), TRANSPOSED_COLUMNS)
+        roles = {
+            "v": "v", "out": "transposed",
+            "lengths_q": "cu_seqlens_q" if p.packed else "seqlens_q",
+            "lengths_k": "cu_seqlens_k" if p.packed else "seqlens_k",
+        }  # fmt: skip
+        arguments = {
+            **{name: tensors.get(role) for name, role in roles.items()},
+            "stride_b": v.stride(0), "stride_h": v.stride(1), "stride_s": v.stride(2),
+            "heads": p.heads_k, "columns": p.head_dim_v, "key_tiles": self._key_tiles,
+            **{name: numbers[name] for name in ("seq_q", "seq_k", "batches", "left", "right")},
+            "KEYS": s.keys, "BLOCK": block, "PACKED": p.packed,
+            **{name: constants[name] for name in ("RIGHT", "LEFT", "TOP_LEFT")},
+        }  # fmt: skip
+        grid = (self._key_tiles, p.heads_k, ceil_div(p.head_dim_v, block) * (1 if p.packed else p.batch))
+        return Step(transpose_values, grid, arguments, {"num_warps": 4}, roles)
+
+    def descriptors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what the forward reads and writes by tiles."""
+        s, dim = self.schedule, width(self.problem.head_dim)
+        rows = functools.partial(described, rows=GROUP_ROWS)
+        return {
+            "q_desc": rows(tensors["q"], dim=dim),
+            "k_desc": described(tensors["k"], s.keys, dim),
+            "v_desc": described(tensors["transposed"], dim, s.keys),
+            "o_desc": rows(tensors["out"], dim=dim // s.parts),
+        }
+
+    def constants(self) -> dict[str, Any]:
+        """What is compiled in."""
+        return super().constants() | {
+            "FP8": True,
+            "FRESH": self.schedule.fresh,
+            "MIXED": self.schedule.mixed,
+            "KEPT": self.schedule.kept,
+        }

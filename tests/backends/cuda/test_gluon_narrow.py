@@ -1,0 +1,150 @@
+"""The Hopper forward of e4m3 tensors: what it takes, its launches, and every form of it compiled for sm_90."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import test_gluon_forms as wide
+
+from portattn import Problem
+from portattn.backends.cuda.hopper_forward.narrow_variant import NarrowVariant
+from portattn.compile.ensure import compile_in
+from portattn.config import Settings
+from portattn.launch import meta_call
+from portattn.launch.described import signatures
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.schema.plan import Plan
+from portattn.schema.target import Target
+from portattn.tools.matrix import variants
+from portattn.worker.client import Worker
+
+SM_90 = wide.SM_90
+VARIANT = NarrowVariant()
+NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
+FORMS: dict[str, dict[str, Any]] = {
+    name: NARROW | fields for name, fields in wide.FORMS.items() if "page_size" not in fields
+} | {"no scales": {"kv_format": "e4m3"}}
+FEW = (
+    ("plain", 128, "none"), ("ragged", 64, "top_left"), ("plain", 256, "bottom_right"), ("packed", 128, "bottom_right"),
+    ("padded, window", 128, "none"), ("packed", 256, "none"), ("no scales", 128, "none"),
+)  # fmt: skip
+ALL = [
+    (form, head_dim, causal)
+    for form, fields in FORMS.items()
+    for head_dim in (64, 128, 256)
+    for causal in wide.CAUSAL
+    if causal == "none" or "window_right" not in fields
+]
+MOST_SPILLED = 256  # bytes a thread
+
+
+def problem(form: str, head_dim: int = 128, causal: str = "none") -> Problem:
+    return Problem(**wide.BASE | {"head_dim": head_dim, "causal": causal} | FORMS[form])
+
+
+def plan_of(p: Problem, target: Target = SM_90) -> Plan:
+    toolchain = str(target.toolchain)
+    return Plan(problem=p, target=target.name, toolchain=toolchain, requested=VARIANT.name, path=VARIANT.name)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
+def test_it_compiles_clean(
+    gluon_compiler: Worker,
+    gluon_target: Target,
+    request: pytest.FixtureRequest,
+    form: str,
+    head_dim: int,
+    causal: str,
+) -> None:
+    if (form, head_dim, causal) not in FEW and not request.config.getoption("--forms"):
+        pytest.skip("one of many forms: --forms compiles it")
+    p = problem(form, head_dim, causal)
+    assert VARIANT.rejects(p, gluon_target) is None
+    kernels, failed, _ = variants.compiled(VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0)
+    assert failed is None, failed
+    transposing, main, *merging = kernels
+    assert (transposing.function, main.function) == ("transpose_values", "scheduled_forward")
+    assert bool(merging) is form.startswith("split")
+    if str(gluon_target.toolchain) == str(SM_90.toolchain):
+        assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW else MOST_SPILLED)
+        assert transposing.facts["spills"] == 0
+    assert "serialized_wgmma" not in main.facts
+    assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
+
+
+@pytest.mark.compiles
+def test_probabilities_stay_in_their_lanes_and_words(gluon_compiler: Worker, gluon_target: Target) -> None:
+    """No byte is moved between registers, and as many words between lanes as the same loop of 16-bit operands moves."""
+    p = problem("plain")
+    texts = {}
+    for variant, asked in ((VARIANT, p), (wide.VARIANT, wide.problem("plain", 128, "none"))):
+        signature = next(s for s in signatures(variant, meta_call(asked)) if s.function == "scheduled_forward")
+        plan = msgspec.structs.replace(plan_of(asked, gluon_target), path=variant.name)
+        reply = compile_in(gluon_compiler, signature, plan, gluon_target, 120.0, "text")
+        assert reply.outcome == "ok", reply.message
+        texts[variant.name] = str(reply.facts["ptx"])
+    narrow, halves = texts[VARIANT.name], texts[wide.VARIANT.name]
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in narrow
+    assert "prmt" not in narrow
+    assert narrow.count("shfl.sync") == halves.count("shfl.sync")
+    wide.assert_synchronised(narrow)
+
+
+def test_a_launch_transposes_and_one_attends() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    call = meta_call(problem("packed", 128, "bottom_right"))
+    transposing, forward = signatures(VARIANT, call)
+    assert (transposing.function, forward.function) == ("transpose_values", "scheduled_forward")
+    assert transposing.types["out"] == "*i8"
+    assert transposing.constants["PACKED"] is True
+    assert forward.types["q_desc"].startswith("tensordesc<i8[1, 1, 64, 128],NVMMASharedLayout(")
+    assert forward.types["v_desc"].startswith("tensordesc<i8[1, 1, 128, 128],NVMMASharedLayout(")
+    assert forward.types["o_desc"].startswith("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(")
+    assert forward.types["k_scale"] == "*fp32"
+    assert (forward.constants["FP8"], forward.constants["PAGE"]) == (True, 0)
+    # 700 rows are at most 700 // 128 + 4 + 1 tiles, each sequence at the edge of one
+    buffers = VARIANT.described(call).buffers
+    assert tuple(map(int, buffers["transposed"][0])) == (1, 8, 128, 10 * 128)
+
+
+def test_scales_that_are_not_there_are_no_arguments() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    forward = signatures(VARIANT, meta_call(problem("no scales")))[1]
+    assert forward.constants["q_scale"] is None
+    assert "q_scale_b" not in forward.types
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"kv_format": "as_q", "kv_scales": "none"}, "is for q, k and v of e4m3, not of 16 or 32 bits"),
+        ({"kv_format": "e5m2"}, "is for q, k and v of e4m3, not e5m2"),
+        ({"kv_format": "int8"}, "is for q, k and v of e4m3, not int8"),
+        ({"head_dim": 72}, "takes heads of a multiple of 16 columns, not 72"),
+        ({"head_dim_v": 120}, "takes heads of a multiple of 16 columns, not 120"),
+        ({"head_dim": 512}, "takes heads of at most 256 columns, not 512"),
+        ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
+        ({"bias": True}, "takes no bias"),
+        ({"negative_scale": True}, "takes no negative_scale"),
+        ({"aligned": False}, "reads through descriptors: contiguous rows, bases and strides of 16 bytes"),
+    ],
+)
+def test_what_it_does_not_take_is_said(fields: dict[str, Any], reason: str) -> None:
+    p = msgspec.structs.replace(problem("plain"), **({"head_dim_v": fields.get("head_dim", 128)} | fields))
+    no = VARIANT.rejects(p, SM_90)
+    assert no is not None
+    assert no.reason == reason
+    made = plan(p, SM_90, settings=Settings())
+    assert made.path != VARIANT.name
+
+
+def test_it_is_planned_before_the_core_and_on_its_chip_alone() -> None:
+    p = problem("packed", 128, "bottom_right")
+    made = plan(p, SM_90, settings=Settings())
+    assert made.path == VARIANT.name
+    other = plan(p, parse_target("cuda:sm_100", "triton==3.6.0"), settings=Settings())
+    assert other.path == "triton"

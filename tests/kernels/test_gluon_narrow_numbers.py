@@ -1,0 +1,198 @@
+"""The Hopper forward of e4m3 tensors on such a chip: its numbers, what it must not see, and how exact it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+import test_gluon_forward as wide
+import torch
+from kernel_cases import with_lengths
+from support import Device, random_call
+from test_quantised_accuracy import INPUTS, rms
+from variantchip import assert_variant_right, device_for
+
+import portattn
+from portattn import Problem
+from portattn.backends.cuda.hopper_forward.narrow_variant import NarrowLauncher, NarrowVariant
+from portattn.launch.variant import launch_tensors, run_variant
+from portattn.schema.call import Call
+from portattn.schema.tensors import KV_STORED
+from portattn.testing.oracle import oracle
+from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
+
+VARIANT = NarrowVariant()
+NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
+BASE = msgspec.structs.replace(wide.BASE, **NARROW)
+PACKED = msgspec.structs.replace(wide.PACKED, **NARROW)
+NAN = 0x7F
+
+
+def problem(base: Problem = BASE, **fields: Any) -> Problem:
+    return msgspec.structs.replace(base, **fields)
+
+
+@pytest.fixture
+def chip(device: Device) -> Device:
+    """A device that the kernel is for."""
+    return device_for(VARIANT, BASE, device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", wide.CAUSAL)
+@pytest.mark.parametrize("name", wide.SIZES)
+def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
+    for scales in ("head", "none"):
+        p = problem(causal=causal, head_dim=head_dim, head_dim_v=head_dim, kv_scales=scales, **wide.SIZES[name])
+        assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", wide.WINDOWS, ids=str)
+def test_windows(chip: Device, window: tuple[int, int], head_dim: int) -> None:
+    left, right = window
+    for sizes in ({}, {"seq_q": 500, "seq_k": 260}, {"seqlens_q": True, "seqlens_k": True}):
+        p = problem(head_dim=head_dim, head_dim_v=head_dim, window_left=left, window_right=right, **sizes)
+        assert_variant_right(VARIANT, random_call(p, 3, device=chip.name))
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 192])
+def test_heads_between_the_kernel_s_widths(chip: Device, head_dim: int) -> None:
+    for causal in wide.CAUSAL:
+        p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+        assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", wide.CAUSAL)
+@pytest.mark.parametrize("name", wide.ROWS)
+def test_packed(chip: Device, name: str, causal: str, head_dim: int) -> None:
+    queries, keys = zip(*wide.ROWS[name], strict=True)
+    for fields in ({}, {"sinks": True, "softcap": True}, {"window_left": 30}):
+        p = problem(
+            PACKED, batch=len(queries), seq_q=max(1, *queries), seq_k=max(1, *keys), total_q=sum(queries) + 3,
+            total_k=sum(keys) + 3, causal=causal, head_dim=head_dim, head_dim_v=head_dim, **fields,
+        )  # fmt: skip
+        assert_variant_right(VARIANT, with_lengths(random_call(p, 7, device=chip.name), keys, queries))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", wide.FEW_TILES)
+def test_keys_of_few_tiles_are_split(chip: Device, name: str, head_dim: int) -> None:
+    fields = {"batch": 1, "heads_q": 2, "heads_k": 1} | wide.FEW_TILES[name]
+    p = problem(causal="bottom_right", head_dim=head_dim, head_dim_v=head_dim, **fields)
+    assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
+
+
+def test_a_scale_of_nothing(chip: Device) -> None:
+    assert_variant_right(VARIANT, random_call(problem(causal="bottom_right"), 2, device=chip.name, scale=0.0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", wide.UNSEEN)
+def test_what_no_row_sees_may_be_anything(chip: Device, name: str, head_dim: int) -> None:
+    fields, keys = wide.UNSEEN[name]
+    call = random_call(problem(head_dim=head_dim, head_dim_v=head_dim, **fields), 3, device=chip.name)
+    expected = run_variant(VARIANT, call)[1]
+    for spoilt in ("k", "v"):
+        getattr(call, spoilt)[:, :, keys] = NAN
+        assert torch.equal(run_variant(VARIANT, call)[1], expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_neighbours_may_hold_anything(chip: Device, head_dim: int) -> None:
+    queries, keys = (100, 1, 130, 69), (70, 33, 200, 97)
+    p = problem(PACKED, head_dim=head_dim, head_dim_v=head_dim, total_q=303, total_k=403, seq_q=130, seq_k=200)
+    call = with_lengths(random_call(p, 7, device=chip.name), keys, queries)
+    expected = run_variant(VARIANT, call)[1]
+    spoilt = dataclasses.replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
+    for tensor, lengths in ((spoilt.q, queries), (spoilt.k, keys), (spoilt.v, keys)):
+        tensor[:, :, lengths[0] : lengths[0] + lengths[1]] = NAN
+    out = run_variant(VARIANT, spoilt)[1]
+    others = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
+    others[100:101] = False
+    assert torch.equal(out[:, :, others], expected[:, :, others])
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_sums_apart_and_in_place(chip: Device, fresh: bool) -> None:
+    call = random_call(problem(**wide.SIZES["many tiles"]), 3, device=chip.name)
+    launcher = VARIANT.described(call)
+    assert isinstance(launcher, NarrowLauncher)
+    other = NarrowLauncher(call, msgspec.structs.replace(launcher.schedule, fresh=fresh))
+    with nan_filled_memory():
+        tensors = launch_tensors(call)
+    other(tensors)
+    facts = judge(call, tensors["out"], tensors["lse"], probabilities=VARIANT.probabilities)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+    assert facts["lse_error"] <= facts["lse_budget"]
+
+
+def narrow_call(inputs: tuple[torch.Tensor, ...], device: str) -> Call:
+    q, k, v = inputs
+    p = problem(
+        batch=1, heads_q=q.shape[1], heads_k=k.shape[1], seq_q=q.shape[2], seq_k=k.shape[2], head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+    )  # fmt: skip
+    call = random_call(p, device=device)
+    made = portattn.quantize(*(t.to(device) for t in inputs), "e4m3")
+    call.q, call.k, call.v = (t.view(KV_STORED) for t in (made.q, made.k, made.v))
+    call.q_scale, call.k_scale, call.v_scale = made.q_scale, made.k_scale, made.v_scale
+    return call
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_rounding_probabilities_is_all_that_is_lost(chip: Device, what: str) -> None:
+    """The error is at most 1.2 times that of exact attention whose probabilities are rounded so."""
+    call = narrow_call(INPUTS[what](128, 4096), chip.name)
+    out = run_variant(VARIANT, call)[1].cpu().double()
+    exact, _ = oracle(on_cpu(call))
+    modelled = modelled_output(on_cpu(call))
+    assert rms(out - exact) <= 1.2 * rms(modelled - exact)
+
+
+def modelled_output(call: Call) -> torch.Tensor:
+    """Attention in float64 but for its probabilities, and its result."""
+    assert call.q_scale is not None
+    assert call.k_scale is not None
+    assert call.v_scale is not None
+    q, k, v = (t.view(torch.float8_e4m3fn).double() for t in (call.q, call.k, call.v))
+    scores = q @ k.mT * (call.q_scale * call.k_scale)[..., None, None] * call.scale
+    numbers = torch.exp(scores - scores.amax(-1, keepdim=True))
+    narrow = (numbers * 256).float().to(torch.float8_e4m3fn).double() / 256
+    return (narrow @ v / numbers.sum(-1, keepdim=True) * call.v_scale[..., None, None]).bfloat16().double()
+
+
+def test_calls_by_the_public_functions_are_kept(chip: Device) -> None:
+    """The second call is launched directly, with other scales and other memory; each takes the kernel."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 500, 128, device=chip.name, dtype=torch.bfloat16).unbind()
+    exact = portattn.attention(q, k, v, causal=True).float()
+    for _ in range(3):
+        narrow = portattn.quantize(q, k, v, "e4m3")
+        out = portattn.attention(**narrow.arguments(), causal=True)
+        assert portattn.last_plan().path == VARIANT.name
+        assert torch.cosine_similarity(out.float().flatten(), exact.flatten(), 0) > 0.998
+        q, k, v, exact = q.flip(1), k.flip(1) * 2, v.flip(1), exact.flip(1)
+        exact = portattn.attention(q, k, v, causal=True).float()
+
+
+def test_a_graph_replays_it(chip: Device) -> None:
+    torch.manual_seed(0)
+    narrow = portattn.quantize(*torch.randn(3, 1, 4, 700, 128, device=chip.name).unbind(), "e4m3")
+    given = narrow.arguments()
+    expected = portattn.attention(**given)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        portattn.attention(**given)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = portattn.attention(**given)
+    out.zero_()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
