@@ -86,7 +86,7 @@ def _put(cache: torch.Tensor, rows: torch.Tensor, block: torch.Tensor, at: torch
 def _put_all(
     cache: torch.Tensor, rows: torch.Tensor, block: torch.Tensor, at: torch.Tensor, there: torch.Tensor
 ) -> None:
-    if not cache.shape[0] or not cache.shape[1]:
+    if not cache.shape[0] or not cache.shape[1] or not there.numel():
         return
     size = cache.shape[1]
     wanted = torch.where(there, block * size + at, -1).flatten()

@@ -260,6 +260,7 @@ def test_a_call_without_lists_attends_all() -> None:
     assert lse.eq(float("-inf")).all()
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("way", ["compile", "func.grad"])
 def test_gradients_in_a_graph_are_those_of_the_mask(way: str) -> None:
     """The gradients' kernels know no lists: a graph must not ask them of the LSE of masked scores."""
@@ -314,6 +315,7 @@ def test_torchs_mask_in_a_whole_graph() -> None:
         torch.testing.assert_close(compiled(q, k, v), portattn.attention(q, k, v, block_mask=blocks))
 
 
+@pytest.mark.interpreter
 def test_the_operator_checks_its_map() -> None:
     q, k, v = tensors()
     down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])

@@ -57,6 +57,10 @@ def appending(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, 
     return given | changes
 
 
+def moved(given: dict[str, Any], device: Device) -> dict[str, Any]:
+    return {name: value.to(device.name) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
 CALLS: dict[str, Any] = {"append_kv": appending, "write_pages": writing}
 
 
@@ -82,8 +86,7 @@ def test_paths_write_the_same_bits(op: str, dtype: torch.dtype, kind: str, rotar
         if rotary:
             given |= dict(zip(("cos", "sin"), tables(dim=12), strict=True)) | {"rotary": rotary}
             given |= {"positions": torch.arange(5) * 3} if op == "write_pages" else {}
-        given = {name: value.to(device.name) if isinstance(value, torch.Tensor) else value
-                 for name, value in given.items()}  # fmt: skip
+        given = moved(given, device)
         assert getattr(portattn, op)(**given, backend=path) is None
         assert portattn.last_plan().path == path
         found.append(caches(given))
@@ -260,11 +263,12 @@ def test_wrong_scales(case: str) -> None:
 def test_what_is_not_checked_is_not_written_either(device: Device) -> None:
     """As on an accelerator: slots and rows beyond the cache, positions beyond the tables."""
     for path in (device.path, "reference"):
-        given = writing(slot_mapping=torch.tensor([48, 2**40, -(2**40), 47, -1]))
-        portattn.write_pages(**given, **TABLES, positions=POSITIONS + 10**6, validate=False, backend=path)
+        given = moved(writing(slot_mapping=torch.tensor([48, 2**40, -(2**40), 47, -1])), device)
+        rotation = moved({**TABLES, "positions": POSITIONS + 10**6}, device)
+        portattn.write_pages(**given, **rotation, validate=False, backend=path)
         assert bool(given["k_pages"][5, 7].any())
         assert int(given["v_pages"].any(-1).sum()) == HEADS
-        given = appending(seqlens_k=torch.tensor([11, 12, 2**31 - 1], dtype=torch.int32))
+        given = moved(appending(seqlens_k=torch.tensor([11, 12, 2**31 - 1], dtype=torch.int32)), device)
         portattn.append_kv(**given, validate=False, backend=path)
         assert torch.equal(given["v_cache"][0, :, 11], given["v"][0, :, 0])
         assert int(given["v_cache"].any(-1).sum()) == HEADS

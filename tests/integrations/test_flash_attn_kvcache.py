@@ -152,6 +152,7 @@ def test_rotation(form: str, name: str, interleaved: bool) -> None:
         within(lse[b], expected_lse, same_lse, 8.0)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("form", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_by_the_kernels(form: str, dtype: torch.dtype) -> None:

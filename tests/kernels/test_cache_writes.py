@@ -84,6 +84,13 @@ def test_tiles_as_wide_as_the_head_write_the_same(device: Device, op: str) -> No
     assert judge(call, call.new_out(), None) == {"error": 0.0, "budget": 0.0, "wrong": 0}
 
 
+def test_the_reference_on_a_device_puts_no_rows_where_there_are_none() -> None:
+    """On an accelerator it writes all rows, and those without a place where another goes: of none there is no first."""
+    cache, none = torch.full((3, 8, 2, 4), BEFORE), torch.zeros(1, 0, dtype=torch.int64)
+    writing._put_all(cache, torch.zeros(1, 0, 2, 4), none, none, none.bool())
+    assert bool((cache == BEFORE).all())
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_without_tokens_nothing_is_written(device: Device, op: str) -> None:
     for run in (lambda call: run_core(device, call), writing.run):
