@@ -1,6 +1,6 @@
 """Attention over several GPUs of one host: correctness first, then times, memory, rates and a timeline.
 
-    python scripts/context_parallel_times.py --out cp.json --timeline cp-timeline.json --budget 240
+    python scripts/context_parallel_times.py --out cp.json --timeline cp-timeline.json --budget 400
     python scripts/context_parallel_times.py --small --device cpu --out cp.json     # gloo, small sizes, minutes
     python scripts/context_parallel_times.py --part attention --part decode --out cp.json
 
@@ -218,7 +218,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds for all, compilation included")
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds for all, compilation included")
     parser.add_argument("--ranks", type=int, default=2, help="processes; as many GPUs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small sizes, to see whether it runs")

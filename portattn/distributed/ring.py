@@ -31,7 +31,7 @@ from portattn.distributed.merging import PARTS, Merged, Sum, fused, most_parts
 from portattn.distributed.sharding import Documents, Mask, Shards, Step, step
 from portattn.launch.run import device_guard, load_kernels
 
-PAUSE = 12_000  # products one after the other: about 30 µs at 1.7 GHz
+PAUSE = 12_000  # products one after the other: 51 µs on an H100, where messages begin after one or two
 
 
 @dataclass(frozen=True, slots=True)

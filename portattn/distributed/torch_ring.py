@@ -59,7 +59,7 @@ def torch_context_parallel(backend: str | None = None) -> Iterator[None]:
 
     Returns the context manager; its value is None.
 
-    Raises PortattnError on a release of torch other than 2.13, or where its names are others. In the block
+    Raises PortattnError on a release of torch other than 2.11 and 2.13, or where its names are others. In the block
     F.scaled_dot_product_attention raises ArgumentError for attn_mask and dropout_p, and torch's RuntimeError for what
     none of its fused kernels takes, which torch would compute with a mask that does not know the shards' order.
 

@@ -126,3 +126,11 @@ def test_sums_of_two_parts_are_those_of_float32() -> None:
     assert torch.equal(summed(3, ((0, 64), a), ((0, 64), b), ((0, 64), c)), right)
     assert not torch.equal((a + b) + c, right)
     assert not summed(2).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["kernel"], indirect=True)
+def test_a_pause_writes_nothing(device: str, dtype: torch.dtype) -> None:
+    memory = torch.full((4,), 7.0, dtype=dtype, device=device)
+    merging.load_kernels("portattn.kernels.pause", False).pause[(1,)](memory, 0.0, 50)
+    assert (memory == 7.0).all()
