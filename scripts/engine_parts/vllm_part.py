@@ -99,10 +99,7 @@ class Step:
         self.impl = PortattnBackend.get_impl_cls()(
             case.heads, DIM, DIM**-0.5, case.kv_heads, None, None, case.cache_dtype
         )
-        config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS), speculative_config=None,
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        )  # fmt: skip
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS))
         self.builder = PortattnBackend.get_builder_cls()(None, ["layer.0"], config, device)
         self.cache = self._filled()
         self.common = CommonAttentionMetadata(

@@ -130,23 +130,17 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         }
         # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
         out: Any
-        if batch.rows_each == 1 and self.num_splits is None:
+        if batch.single and self.num_splits is None:
             # One row sees all keys: no mask, and the window's other side has nothing in it.
             rows = query[:, None]
             out = ops.paged_attention(
                 rows, of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared
             )
             return out[:, 0]
-        window = self.window if causal else self.window_both
-        if batch.rows_each and self.num_splits is None:
-            rows = query.unflatten(0, (-1, batch.rows_each))
-            out = ops.paged_attention(
-                rows, of.k, of.v, batch.block_table, lengths, causal=causal, window=window, layout="bshd", **shared
-            )
-            return out.flatten(0, 1)
         out = ops.paged_attention(
             query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
+            max_seqlen_q=batch.max_query_len, causal=causal, window=self.window if causal else self.window_both,
+            **shared,
         )  # fmt: skip
         return out
 

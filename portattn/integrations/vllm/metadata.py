@@ -12,15 +12,12 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
-MOST_DRAFTED = 16  # more equal rows of each request than these are prompts, which are packed: their length varies
-
 
 @dataclass
 class PortattnMetadata(AttentionMetadata):
     """One batch.
 
-    rows_each        query rows of every request, so rows b·rows_each and on are request b's; 0 where they differ, are
-                     prompts', or are counted on the device
+    single           every request has one query row at most, so row b is request b's
     causal           of all requests; None where requests differ
     causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
                      0 elsewhere
@@ -33,7 +30,7 @@ class PortattnMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
-    rows_each: int
+    single: bool
     causal: bool | None = True
     per_request: torch.Tensor | None = None
     causal_lens: torch.Tensor | None = None
@@ -57,8 +54,6 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        speculative = getattr(vllm_config, "speculative_config", None)
-        self._adaptive = bool(getattr(speculative, "enable_adaptive_verification", False))
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -75,7 +70,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            rows_each=self._rows_each(common),
+            single=common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs,
             causal=None if each else bool(common.causal),
         )
         if each:
@@ -86,12 +81,6 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
         return made
-
-    def _rows_each(self, common: Any) -> int:
-        rows = common.max_query_len
-        if common.num_actual_tokens != common.num_reqs * rows or rows > (1 if self._adaptive else MOST_DRAFTED):
-            return 0
-        return int(rows)
 
     def update_block_table(
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor

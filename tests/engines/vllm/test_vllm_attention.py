@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,22 +48,6 @@ def test_layouts(layout: str) -> None:
 def test_speculative(rows: int) -> None:
     batch = Batch([(rows, 30), (rows, rows), (rows, 64)])
     check(Layer().run(batch), batch)
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_rows_of_a_draft_are_an_axis(adaptive: bool) -> None:
-    """Equal numbers of rows need no search for a row's request; not where the device may count other ones."""
-    layer, batch = Layer(window=20), Batch(SPECULATIVE)
-    object.__setattr__(layer.config, "speculative_config", SimpleNamespace(enable_adaptive_verification=adaptive))
-    builder = layer.backend.get_builder_cls()(layer.spec, [layer.name], layer.config, torch.device("cpu"))
-    metadata = builder.build(0, batch.common())
-    assert metadata.rows_each == (0 if adaptive else 5)
-    check(layer.run(batch, metadata=metadata), batch, window=(19, 0))
-    metadata = builder.build(0, batch.common(causal=False))
-    check(layer.run(batch, metadata=metadata), batch, causal=False, window=(19, 19))
-    assert builder.build(0, Batch([(5, 30), (4, 9)]).common()).rows_each == 0
-    assert builder.build(0, Batch(DECODE).common()).rows_each == 1
-    assert builder.build(0, Batch([(17, 17), (17, 20)]).common()).rows_each == 0, "prompts are packed"
 
 
 @works("sliding window of each layer")
