@@ -17,10 +17,11 @@ import portattn
 from portattn.api import candidate, dispatch
 from portattn.api.ops import decode, dense, latent, paged, sparse, varlen
 from portattn.planning import core_path
+from portattn.planning.kernel_specs import DecodeSplit
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
-from portattn.schema.lowering import Launch
+from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import DS_MLA, UNLIMITED, Problem
 from portattn.schema.tensors import CACHE_DTYPE, spans
@@ -291,6 +292,14 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
             kernel = getattr(load_kernels(launch.module, interpreted=True), launch.function)
             kernel[launch.grid](**launch.arguments, **launch.constexprs)
 
+    constexprs = DecodeSplit.constexprs
+
+    def portable(self: DecodeSplit, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        """The interpreter knows no PTX."""
+        found = constexprs(self, problem, lowering, launch)
+        return found | {"UNPACK": "words"} if found.get("UNPACK") == "ptx" else found
+
+    monkeypatch.setattr(DecodeSplit, "constexprs", portable)
     monkeypatch.setattr(Registry.load().backends["cuda"], "variants", ())
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (target, ""))
     monkeypatch.setattr(candidate, "launch_all", launch_all)

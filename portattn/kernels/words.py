@@ -275,11 +275,12 @@ def attend_words(
         q_3 = load_query_rows(q_pointers + 2 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
         q_4 = load_query_rows(q_pointers + 3 * q_stride_d, row_valid, PLACES * q_stride_d, COLS, WIDE, NEGATED)
     # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
-    TERMS: tl.constexpr = 2 if q_1.dtype == tl.float16 and KV_FORMAT != "e5m2" else 1
+    FLOAT16: tl.constexpr = q_1.dtype == tl.float16  # by itself: no constexpr yet where Triton 3.2 combines it
+    TERMS: tl.constexpr = 2 if FLOAT16 and KV_FORMAT != "e5m2" else 1
     # int4: what a product of queries with keys' bits is to be multiplied by.
     BITS: tl.constexpr = 1048576.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # 2^20
     ABOVE: tl.constexpr = 16.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # of the first and third place beside it
-    SCALED: tl.constexpr = q_1.dtype != tl.float16 or ABOVE != 1.0
+    SCALED: tl.constexpr = ABOVE != 1.0 or not FLOAT16
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
         size = tl.maximum(largest_finite(q_1), largest_finite(q_2))

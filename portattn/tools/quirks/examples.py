@@ -328,6 +328,11 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         chosen["window_left"] = _WINDOW
     if chosen.pop("packed", False):
         chosen["total_q"] = chosen["batch"] * chosen["seq_q"]
+    if "words" in chosen:  # of a quantised cache
+        if chosen.pop("words"):
+            chosen.setdefault("kv_format", "e4m3")
+        elif "aligned" not in named:
+            chosen |= {"aligned": False, "word_aligned": False}
     if chosen.get("kv_format") in INTEGERS:  # which has no meaning without them
         chosen.setdefault("kv_scales", "token")
     if chosen.get("kv_format") == DS_MLA and "dtype" not in named:  # its rows have numbers of bfloat16
