@@ -107,7 +107,7 @@ class ForwardVariant(Variant):
 
     name = "gluon_forward"
     entries = "gluon_forward"
-    ops = ("attention", "varlen_attention", "paged_attention")
+    ops: tuple[str, ...] = ("attention", "varlen_attention", "paged_attention")
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
@@ -116,7 +116,7 @@ class ForwardVariant(Variant):
     )  # fmt: skip
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
-    canaries = FORWARD
+    canaries: tuple[Problem, ...] = FORWARD
 
     def __init__(self, toolchain: Toolchain = TIMED_WITH) -> None:
         self.toolchain = toolchain
