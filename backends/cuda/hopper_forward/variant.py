@@ -63,7 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    fresh, mixed, kept  of e4m3 operands alone (narrow_variant.py)
+    kept  of e4m3 operands alone (narrow_variant.py)
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
@@ -78,8 +78,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     early: bool
     pairs: bool
     own_out: bool
-    fresh: bool = False
-    mixed: bool = False
     kept: bool = False
     queries: int = 1
     reg_q: bool = False
@@ -356,5 +354,5 @@ class Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
-            **dict.fromkeys(("FP8", "FRESH", "MIXED", "KEPT"), False),
+            "FP8": False, "KEPT": False,
         }  # fmt: skip
