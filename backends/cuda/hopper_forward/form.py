@@ -108,7 +108,7 @@ class Shared:
 
     q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]; over pages [1, LINES, HEADS, DIM], the same bytes
     k: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
-    v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
+    v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]; with FP8 [1, 1, DIM, KEYS]
     out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM/PARTS]; over pages as q
     q_full: gl.shared_memory_descriptor  # [QUERIES·GROUPS] mbarriers
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]

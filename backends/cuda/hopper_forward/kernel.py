@@ -138,6 +138,8 @@ def scheduled_forward(
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
     page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
           not reach is not read
+    q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
+          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
