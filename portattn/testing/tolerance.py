@@ -27,6 +27,9 @@ BUDGET_FACTOR = 2.0  # our error may be twice that of the same mathematics in to
 FLOAT32_STEPS = 4.0  # units in the last place of float32 that come on top
 # An LSE near 0 is a difference of scores that are not: its spacing is taken as that of values up to this, at least.
 LSE_LEAST = 8.0
+# What products of 8-bit operands may lose of the sum of their magnitudes: a chip adds 32 of them at once, each cut off
+# 13 bits below the largest (NVIDIA's sm_90; docs/low-precision.md has measured errors), half a bit on average.
+NARROW_SUM = 2.0**-9
 SHIFTED = 256.0  # the largest probability of a row, where they are narrow: the format's range is below it
 # Bits of an fp32 operand's fraction that a product on a device uses; the interpreter and `ieee` use all 23. The two
 # tf32 parts of an operand hold 10 bits each, and one more by the second part's sign.
@@ -61,6 +64,8 @@ def judge(
         lse = lse.detach().cpu()
         facts["lse_error"] = largest(lse.double() - expected_lse)
         facts["lse_budget"] = budget(torch.float32, expected_lse, same_lse, LSE_LEAST)
+        if probabilities != "as_q":
+            facts["lse_budget"] += NARROW_SUM * largest(view.products(view.q.abs(), view.k.abs())) * abs(call.scale)
         facts["wrong"] += misplaced(lse, expected_lse)
     return facts
 

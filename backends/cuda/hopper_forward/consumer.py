@@ -23,7 +23,6 @@ from portattn.backends.cuda.hopper_forward.narrow import (
     UNSHIFTED,
     hold_bytes,
     narrow_values,
-    powers,
     result_factor,
     returned,
     score_factor,
@@ -66,7 +65,7 @@ def _scores(q, shared, ring, form):
 def _values(state, shared, ring, form):
     """acc += P V of the tile before, begun."""
     if form.FP8:
-        found = narrow_values(state.held, state.acc, shared, ring.v_slot, form)
+        found = narrow_values(state.held, shared, ring.v_slot, form)
     else:
         v = shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM])
         found = warpgroup_mma(operand(state.held, form, shared.v.dtype), v, state.acc, is_async=True)
@@ -77,7 +76,7 @@ def _values(state, shared, ring, form):
 def _weights(s, factor, base, form):
     """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
     if form.FP8:
-        p = powers(s * factor - gl.expand_dims(base - SHIFT, 1), form)
+        p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
     else:
         p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     return p
@@ -94,8 +93,8 @@ def _held(p, shared, form):
 
 @gluon.jit
 def _added(acc, fresh, alpha, form):
-    """What a product of values leaves: its accumulator, or with FRESH that of all tiles."""
-    if form.FRESH:
+    """What a product of values leaves: its accumulator, or with FP8 that of all tiles."""
+    if form.FP8:
         found = rescaled(acc, alpha, form) + fresh
     else:
         found = fresh
@@ -186,7 +185,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         sync(TURN + group, 256)
     s = _scores(q, shared, ring, form)
     acc = state.acc
-    if form.LATE and not form.FRESH:
+    if form.LATE and not form.FP8:
         acc = rescaled(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     fresh = _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
@@ -222,7 +221,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
     acc = _added(acc, fresh, state.alpha, form)
-    if not form.LATE and not form.FRESH:
+    if not form.LATE and not form.FP8:
         acc = rescaled(acc, alpha, form)
     return State(acc, _held(p, shared, form), alpha, row_max, row_sum), _advanced(ring, form)
 
@@ -231,7 +230,7 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
 def _last_values(state, ring, shared, form):
     """acc += P V of the last tile, begun."""
     acc = state.acc
-    if form.LATE and not form.FRESH:
+    if form.LATE and not form.FP8:
         acc = rescaled(acc, state.alpha, form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     return _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)

@@ -34,9 +34,7 @@ class Form:
     HEADS         query heads of one key head whose rows a tile has, side by side: a power of two; over pages
     PIECE, WIDE   keys and columns that one load brings: without pages all of a tile's
     FP8           q, k, v and probabilities are e4m3; V lies transposed (transposed.py). With OWN_OUT, not over pages
-    FRESH         with FP8: each tile's values are summed apart, and these sums in float32
     SCALED        with FP8: there are scales
-    MIXED         with FP8: an eighth of the exponentials are polynomials
     KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
     """
 
@@ -65,9 +63,7 @@ class Form:
     PIECE: gl.constexpr
     WIDE: gl.constexpr
     FP8: gl.constexpr
-    FRESH: gl.constexpr
     SCALED: gl.constexpr
-    MIXED: gl.constexpr
     KEPT: gl.constexpr
     BYTES: gl.constexpr  # of a number of q, k and v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
@@ -84,7 +80,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, FRESH, SCALED, MIXED, KEPT):  # fmt: skip
+                 FP8, SCALED, KEPT):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -93,8 +89,7 @@ class Form:
         self.REG_Q, self.PARTS, self.PAGE, self.HEADS = map(gl.constexpr, (REG_Q, PARTS, PAGE, HEADS))
         self.PACKED, self.LINES = gl.constexpr(VARYING in ("packed", "packed_q")), gl.constexpr(GROUP_ROWS // HEADS)
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
-        self.FP8, self.FRESH, self.SCALED = map(gl.constexpr, (FP8, FRESH, SCALED))
-        self.MIXED, self.KEPT = map(gl.constexpr, (MIXED, KEPT))
+        self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES = gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, deep])
@@ -113,7 +108,7 @@ class Shared:
 
     q: gl.shared_memory_descriptor  # [QUERIES·GROUPS][1, 1, 64, DIM]; over pages [1, LINES, HEADS, DIM], the same bytes
     k: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
-    v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]
+    v: gl.shared_memory_descriptor  # [STAGES][1, 1, KEYS, DIM]; with FP8 [1, 1, DIM, KEYS]
     out: gl.shared_memory_descriptor  # [GROUPS][1, 1, 64, DIM/PARTS]; over pages as q
     q_full: gl.shared_memory_descriptor  # [QUERIES·GROUPS] mbarriers
     q_free: gl.shared_memory_descriptor  # [QUERIES·GROUPS]

@@ -122,8 +122,7 @@ def scheduled_forward(
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
-    PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, FRESH: gl.constexpr,
-    MIXED: gl.constexpr, KEPT: gl.constexpr,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KEPT: gl.constexpr,
     CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
@@ -139,6 +138,8 @@ def scheduled_forward(
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
     page_table, table_stride  (B, pages a sequence) int32 by rows so far apart; None without pages. What a length does
           not reach is not read
+    q_scale, k_scale, v_scale, and their strides  (B, Hk) float32 with FP8, or None. Then q, k and v are bytes of e4m3
+          numbers, and v_desc is of (B, H, DIM, S) by blocks of DIM and KEYS, in the order of transposed.py
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
     softcap  with SOFTCAP log2(e)·softcap
@@ -146,8 +147,7 @@ def scheduled_forward(
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
-                k_desc.block_shape[3], FP8, FRESH, q_scale is not None, MIXED,
-                KEPT)  # fmt: skip
+                k_desc.block_shape[3], FP8, q_scale is not None, KEPT)  # fmt: skip
     gl.static_assert(not FP8 or (OWN_OUT and PAGE == 0))
     gl.static_assert(OWN_OUT or (not REG_Q and PARTS == 1), "the next queries come to where the output would be staged")
     dtype: gl.constexpr = q_desc.dtype

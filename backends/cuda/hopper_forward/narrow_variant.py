@@ -10,7 +10,7 @@ from portattn.backends.cuda.canaries import NARROW_FORWARD
 from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.descriptors import described
 from portattn.backends.cuda.gluon import NEEDS
-from portattn.backends.cuda.hopper_forward.division import WIDTHS, width
+from portattn.backends.cuda.hopper_forward.division import width
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Launcher, Schedule, choice
 from portattn.backends.cuda.sizes import GROUP_ROWS
 from portattn.planning.kernel_specs import ceil_div
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from portattn.schema.target import Target
 
 FORMAT = "e4m3"
+# Of wider heads a tile's sums of values and those of all tiles do not fit into a thread's registers together.
+WIDEST = 128
 COLUMN_STEP = 16  # columns of a head: a multiple of so many, 16 bytes
 TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -35,11 +37,11 @@ class NarrowVariant(ForwardVariant):
     entries = name
     ops = ("attention", "varlen_attention")
     takes = (ForwardVariant.takes - {"needs_grad"}) | {"kv_format"}
-    needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDTHS[-1]} columns, rows and strides of {COLUMN_STEP} bytes"
+    needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDEST} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = NARROW_FORWARD
     formats = (FORMAT,)
     probabilities = FORMAT
-    tunable = None
+    tunable = None  # type: ignore[assignment]  # its schedules are not searched
 
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         """Why the kernel cannot run the problem, or is not for it; None when it runs."""
@@ -47,6 +49,9 @@ class NarrowVariant(ForwardVariant):
         if p.q_format != FORMAT:
             return Rejection(path=self.name, reason=f"is for q, k and v of {FORMAT}, not {stored(p.q_format)}")
         for name in ("head_dim", "head_dim_v"):
+            if getattr(p, name) > WIDEST:
+                reason = f"takes heads of at most {WIDEST} columns, not {getattr(p, name)}"
+                return Rejection(path=self.name, reason=reason)
             if getattr(p, name) % COLUMN_STEP:
                 reason = f"takes heads of a multiple of {COLUMN_STEP} columns, not {getattr(p, name)}"
                 return Rejection(path=self.name, reason=reason)
@@ -144,9 +149,4 @@ class NarrowLauncher(Launcher):
 
     def constants(self) -> dict[str, Any]:
         """What is compiled in."""
-        return super().constants() | {
-            "FP8": True,
-            "FRESH": self.schedule.fresh,
-            "MIXED": self.schedule.mixed,
-            "KEPT": self.schedule.kept,
-        }
+        return super().constants() | {"FP8": True, "KEPT": self.schedule.kept}

@@ -63,7 +63,7 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    fresh, mixed, kept  of e4m3 operands alone (narrow_variant.py)
+    kept  of e4m3 operands alone (narrow_variant.py)
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
@@ -78,8 +78,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     early: bool
     pairs: bool
     own_out: bool
-    fresh: bool = False
-    mixed: bool = False
     kept: bool = False
     queries: int = 1
     reg_q: bool = False
@@ -107,7 +105,7 @@ class ForwardVariant(Variant):
 
     name = "gluon_forward"
     entries = "gluon_forward"
-    ops = ("attention", "varlen_attention", "paged_attention")
+    ops: tuple[str, ...] = ("attention", "varlen_attention", "paged_attention")
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
@@ -116,7 +114,7 @@ class ForwardVariant(Variant):
     )  # fmt: skip
     arches = ("sm_90",)
     needs = f"sm_90, {NEEDS}, 16-bit heads of at most {WIDTHS[-1]} columns, rows and strides of 16 bytes"
-    canaries = FORWARD
+    canaries: tuple[Problem, ...] = FORWARD
 
     def __init__(self, toolchain: Toolchain = TIMED_WITH) -> None:
         self.toolchain = toolchain
@@ -356,5 +354,5 @@ class Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
-            **dict.fromkeys(("FP8", "FRESH", "MIXED", "KEPT"), False),
+            "FP8": False, "KEPT": False,
         }  # fmt: skip

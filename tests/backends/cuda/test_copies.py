@@ -46,3 +46,13 @@ def test_a_scale_of_nothing_is_applied_to_the_queries() -> None:
     assert not kept
     assert torch.equal(seen["q"], torch.zeros(2, 3, 4, 8))
     assert seen["k"] is given["k"]
+
+
+def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number() -> None:
+    """Bytes are of e4m3, in which 0x7f and 0xff are NaN: 0 times that is NaN."""
+    seen: dict[str, Any] = {}
+    given = {name: torch.tensor([5, -3, 127, -1, 0], dtype=torch.int8) for name in ("q", "k", "v")}
+    call = Call(problem=PROBLEM, scale=0.0, **given)
+    with_copies(seen.update, call, ("q", "k"), ("q",))(given)
+    assert seen["q"].tolist() == [0, 0, 127, -1, 0]
+    assert seen["k"] is given["k"]

@@ -27,11 +27,6 @@ _ABSENT = (
 )  # fmt: skip
 
 
-def neutral() -> dict[str, Any]:
-    """Arguments of vllm's `fwd` that say as much as none would, but for q, k, v and the scale."""
-    return {**dict.fromkeys(_ABSENT), **_NEUTRAL}
-
-
 def _vllm() -> bool:
     return has_op("_vllm_fa3_C", "fwd")
 
