@@ -26,6 +26,9 @@ LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz
 MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 WORD_ALIGNMENT = 4  # bytes: that of the scales which engines keep in a cache's rows
+# Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which four
+# threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
+MIN_DOT_INT4 = 32
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -353,9 +356,14 @@ class DecodeSplit(CoreKernel):
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         found = super().constexprs(problem, lowering, launch)
         unpack = lowering.unpack if "unpack" in self.choices else "bytes"
+        narrowest = 0
         if unpack != "bytes":  # each number of a word has a tile of its own
             narrowest = MIN_DOT * problem.numbers_of_word
-            found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
+        elif problem.kv_format == "int4" and lowering.reads != "inside":
+            narrowest = MIN_DOT_INT4
+        found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
+        if found["BLOCK_TAIL"]:
+            found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
         return found | {
             "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
             "GROUP": problem.group,

@@ -196,7 +196,8 @@ def test_queries_beyond_float16(device: Device, by: float) -> None:
     call = narrow("normal", "int8", "bf16", "head", device.name, keys=100)
     assert call.k_scale is not None
     call.q[:, ::2] *= by
-    call.k_scale /= by
+    if by > 1.0:  # else the other rows' scores would be beyond what a base-2 exponential's argument holds exactly
+        call.k_scale /= by
     for unpack in unpackings(device):
         out, lse = on(device, call, unpack)
         expected, expected_lse = oracle(call)

@@ -30,6 +30,7 @@ BACKWARD = Problem(
 LATENT = next(v for v in CudaBackend.variants if v.name == "gluon_mla").canaries[0]
 NARROW = msgspec.structs.replace(P, kv_format="e4m3", kv_scales="head")
 PROBLEMS = {"gluon_forward": P, "gluon_forward_fp8": NARROW, "gluon_backward": BACKWARD, "gluon_mla": LATENT}
+ASKED = {"gluon_forward_fp8": Settings(backend="gluon_forward_fp8")}  # the core is taken unless it is asked for
 UNTRIED = (
     "triton==3.7.0",
     "triton==3.7.1",
@@ -53,7 +54,7 @@ def caution(made: portattn.Plan) -> str:
 @pytest.mark.parametrize("toolchain", UNTRIED)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_it_is_planned_and_the_plan_says_that_canaries_decide(name: str, toolchain: str) -> None:
-    made = plan(PROBLEMS[name], parse_target("cuda:sm_90", toolchain))
+    made = plan(PROBLEMS[name], parse_target("cuda:sm_90", toolchain), settings=ASKED.get(name, Settings()))
     assert (made.path, made.fell_back) == (name, False)
     told = caution(made)
     assert told.startswith(f"nobody is known to have run {name} on sm_90 with {toolchain}: its canaries")
@@ -63,7 +64,7 @@ def test_it_is_planned_and_the_plan_says_that_canaries_decide(name: str, toolcha
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_what_was_run_is_planned_without_a_caution(name: str) -> None:
-    made = plan(PROBLEMS[name], parse_target("cuda:sm_90", "triton==3.6.0"))
+    made = plan(PROBLEMS[name], parse_target("cuda:sm_90", "triton==3.6.0"), settings=ASKED.get(name, Settings()))
     assert made.path == name
     assert caution(made) == ""
 

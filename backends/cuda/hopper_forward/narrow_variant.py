@@ -57,6 +57,13 @@ class NarrowVariant(ForwardVariant):
                 return Rejection(path=self.name, reason=reason)
         return super().rejects(problem, target)
 
+    def defers_to_core(self, problem: Problem) -> str:
+        """Asking for attention over float8 tensors is not asking for float8 probabilities."""
+        return (
+            "its probabilities are e4m3 and its sums of Q·Kᵀ have 14 bits, as FlashAttention-3's: "
+            f"backend={self.name!r} asks for that"
+        )
+
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """What runs calls like this one."""
         return with_copies(self.described(call), call, ("q", "k"), ("q",))

@@ -142,9 +142,12 @@ def test_what_it_does_not_take_is_said(fields: dict[str, Any], reason: str) -> N
     assert made.path != VARIANT.name
 
 
-def test_it_is_planned_before_the_core_and_on_its_chip_alone() -> None:
+def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone() -> None:
     p = problem("packed", 128, "bottom_right")
-    made = plan(p, SM_90, settings=Settings())
+    made = plan(p, SM_90, settings=Settings(backend=VARIANT.name))
     assert made.path == VARIANT.name
+    made = plan(p, SM_90, settings=Settings())
+    assert made.path == "triton"
+    assert "its probabilities are e4m3" in made.explain()
     other = plan(p, parse_target("cuda:sm_100", "triton==3.6.0"), settings=Settings())
     assert other.path == "triton"
