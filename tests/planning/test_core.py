@@ -105,6 +105,22 @@ def test_constants_of_kernels_over_caches(op: str, expected: dict[str, Any]) -> 
     assert split["SPLIT"] is True
 
 
+@pytest.mark.parametrize("toolchain, keys", [("triton==3.6.0", 32), ("triton==3.7.1", 32), ("triton==3.8.0", 16)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
+def test_products_of_int4_numbers_are_32_deep(arch: str, toolchain: str, keys: int) -> None:
+    """cuda-0030: of 16 they are wrong, where rows are read as bytes."""
+    p = of("paged_attention", head_dim=16, head_dim_v=16, dtype="bf16", kv_format="int4", kv_scales="token")
+    made = plan(p, parse_target(f"cuda:{arch}", toolchain))
+    assert made.lowering is not None
+    assert made.launch is not None
+    assert made.lowering.unpack == "bytes"
+    assert made.launch.block_n >= keys
+    found = CORES["paged_attention"].constexprs(made.problem, made.lowering, made.launch)
+    assert min(found["BLOCK_D"], found["BLOCK_DV"]) == 32
+    wide = msgspec.structs.replace(p, head_dim=528, head_dim_v=512)
+    assert CORES["paged_attention"].constexprs(wide, made.lowering, made.launch)["BLOCK_TAIL"] == 32
+
+
 @pytest.mark.parametrize("op", ["decode_attention", "sparse_attention", "mla_attention"])
 def test_tiles_are_as_wide_as_rows_where_nothing_outside_may_be_read(op: str) -> None:
     """reads = inside: no power of two, and no least width of a product's operand."""
