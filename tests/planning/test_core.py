@@ -105,7 +105,10 @@ def test_constants_of_kernels_over_caches(op: str, expected: dict[str, Any]) -> 
     assert split["SPLIT"] is True
 
 
-@pytest.mark.parametrize("toolchain, keys", [("triton==3.6.0", 32), ("triton==3.7.1", 32), ("triton==3.8.0", 16)])
+CASES = [("triton==3.6.0", 32), ("triton==3.7.1", 32), ("triton==3.8.0", 16)]
+
+
+@pytest.mark.parametrize(("toolchain", "keys"), CASES)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
 def test_products_of_int4_numbers_are_32_deep(arch: str, toolchain: str, keys: int) -> None:
     """cuda-0030: of 16 they are wrong, where rows are read as bytes."""
