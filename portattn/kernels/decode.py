@@ -19,6 +19,7 @@ from portattn.kernels.tiles import (
     sequence_bounds,
     store_state,
     tree_bits,
+    with_sink,
 )
 from portattn.kernels.words import attend_words
 
@@ -196,8 +197,8 @@ def decode_split(
             words = tree_mask + slot_0 * tree_mask_stride_b + read_row
             tree_low, tree_high = tree_bits(tl.load(words, mask=row_valid, other=0))
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-        row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
         if UNPACK == "bytes":
+            row_max, row_sum = first_state(sinks, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum,
                 q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
@@ -213,6 +214,7 @@ def decode_split(
                 KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
             )  # fmt: skip
         else:
+            row_max, row_sum = first_state(None, head, split == 0, BLOCK_M, EXP, NATURAL, MASK_VALUE)
             acc, row_max, row_sum = attend_words(
                 row_max, row_sum, q_pointers, row_valid, q_stride_d,
                 k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
@@ -223,6 +225,8 @@ def decode_split(
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NEGATED, WINDOW, SOFTCAP, BIAS_BY_KEY,
                 MASK_BY_KEY, PAGE_SIZE, EXP, MASK_VALUE, PAGE_LOOP, READS, CLAMPED, KV_FORMAT, ALIGNED, UNPACK,
             )  # fmt: skip
+            if sinks is not None:
+                acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sinks, head, split == 0, EXP, NATURAL)
 
         if cu_seqlens_q is not None:
             row_sum = tl.where(batch < batches, row_sum, 0.0)  # a row of no sequence has no sink either

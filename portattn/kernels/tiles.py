@@ -239,6 +239,23 @@ def first_state(sinks, heads, counted,
 
 
 @triton.jit
+def with_sink(acc, row_max, row_sum, sinks, heads, counted, EXP: tl.constexpr, NATURAL: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_DV], maxima and sums of rows that no sink was counted in, with it.
+
+    For probabilities in float16: against a sink that is far above all scores they would be its smallest numbers, or 0.
+
+    sinks, heads, counted  as in first_state
+    """
+    sink = sink_score(tl.load(sinks + heads).to(tl.float32), EXP, NATURAL)
+    some = row_sum != 0.0
+    largest = tl.where(counted, tl.where(some, tl.maximum(row_max, sink), sink), row_max)
+    kept = tl.where(some & counted, exponential(row_max - largest, EXP, NATURAL), 1.0)
+    # As exp(inf - inf) is NaN, what equals the largest is not subtracted from it.
+    added = tl.where(some & (sink != largest), exponential(sink - largest, EXP, NATURAL), 1.0)
+    return acc * kept[:, None], largest, row_sum * kept + tl.where(counted, added, 0.0)
+
+
+@triton.jit
 def capped(x, softcap):
     """softcap·tanh(x / softcap), by what every backend has. Below 1/4 a series to x⁹ (relative error 1e-8)."""
     t = x / softcap

@@ -345,3 +345,10 @@ def test_a_problem_has_no_lists_beside_left_padding() -> None:
     fields |= {"head_dim_v": 16, "dtype": "bf16", "block_mask": True}
     with pytest.raises(portattn.ArgumentError, match="leftpad_k is True, but goes without block_mask"):
         Problem(op="attention", **fields, leftpad_k=True)
+
+
+def test_ids_of_no_block_are_passed_over_where_nothing_is_read_back() -> None:
+    x, ids = torch.randn(1, 1, 32, 16), torch.tensor([[[[0, 7, -3]]]], dtype=torch.int32)
+    blocks = portattn.BlockMask(torch.tensor([[[3]]], dtype=torch.int32), ids, block_size=(32, 16))
+    out = portattn.attention(x, x, x, block_mask=blocks, validate=False)
+    torch.testing.assert_close(out, portattn.attention(x, x[:, :, :16], x[:, :, :16]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from support import TILE, Device, assert_right, problem, random_call, run_core
@@ -225,3 +226,17 @@ def test_what_is_not_read_in_words() -> None:
     assert "512 columns" in limits(head_dim=528, head_dim_v=32)["unpack"]
     others = Lowering(unpack="words", load="descriptor", pipeline="rotated")
     assert limits(others) == {"load": "words are read by pointers", "pipeline": "the loop over words has no other"}
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("above", [5.0, 10.0, 20.0])
+def test_a_sink_that_weighs_most_rounds_no_value_away(
+    device: Device, above: float, kind: str, scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sink has no value: what it leaves of the keys' weights is not to be float16's smallest numbers."""
+    call = narrow("normal", kind, "bf16", scales, device.name, keys=100)
+    call.problem = msgspec.structs.replace(call.problem, sinks=True)
+    call.sinks = torch.full((16,), above, device=device.name)
+    for unpack in unpackings(device):
+        assert_exact(call, rounded_once(device, call, monkeypatch, unpack))

@@ -202,3 +202,15 @@ def test_values_are_read_where_they_are_to_be_validated() -> None:
     portattn.decode_attention(**quantised("decode_attention"), **bad, validate=False)
     with pytest.raises(ArgumentError, match="positive and finite"):
         portattn.decode_attention(**quantised("decode_attention"), **bad, validate=True)
+
+
+@pytest.mark.parametrize("off", [(0, 0), (4, 4), (0, 2), (2, 0), (4, 1)])
+def test_rows_of_keys_and_of_values_decide_whether_words_are_read(off: tuple[int, int]) -> None:
+    def cache(by: int) -> torch.Tensor:
+        memory = torch.zeros(2 * 32 * 64 + 64, dtype=torch.uint8)
+        start = -memory.data_ptr() % 16 + by
+        return memory[start : start + 2 * 32 * 64].view(1, 2, 32, 64).view(torch.float8_e4m3fn)
+
+    q = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
+    found = portattn.plan("decode_attention", q, *map(cache, off), None).problem
+    assert found.word_aligned is (off[0] % 4 == off[1] % 4 == 0)
