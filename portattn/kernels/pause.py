@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rounds"])
 def pause(memory, value, rounds):
-    """Compute `rounds` products, each of which needs the one before: 4 cycles each on NVIDIA's chips.
+    """Compute `rounds` products, each of which needs the one before: some 8 cycles each on an H100 (12,000 in 51 µs).
 
     memory  any float tensor: nothing is read or written, which the compiler does not know
     value   0.0: so that it stays below 2

@@ -9,11 +9,10 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
-from portattn.schema.problem import DS_MLA, Problem, ds_row_bytes
+from portattn.schema.problem import DS_MLA, WORD_ALIGNMENT, Problem, ds_row_bytes
 from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
-WORD_BYTES = 4  # numbers of a quantised cache are bytes
 CAP = 50.0
 ANGLES = 4096  # rows of a rotary embedding's tables, likewise
 DROPPED = 0.1
@@ -24,7 +23,7 @@ def meta_call(problem: Problem) -> Call:
     word where a quantised cache is aligned by words."""
     p = problem
     dtype, pad = TORCH_DTYPE[p.dtype], 0 if p.aligned else 1
-    pad_k = WORD_BYTES if pad and p.word_aligned and p.kv_format != "as_q" else pad
+    pad_k = WORD_ALIGNMENT if pad and p.word_aligned and p.kv_format != "as_q" else pad
     stored, queries, values = (dtype if f == "as_q" else KV_STORED for f in (p.kv_format, p.q_format, p.v_format))
     batch_q, rows_q = p.query_rows
     queries_first = p.layout == "bshd" or p.packed or (p.writes and p.page_size > 0)

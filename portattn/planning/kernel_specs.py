@@ -11,7 +11,7 @@ import msgspec
 from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import BACKWARD
-from portattn.schema.problem import MAX_SPLITS, UNLIMITED, Problem
+from portattn.schema.problem import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT, Problem
 from portattn.schema.sizes import least, most, next_power_of_two
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
@@ -25,9 +25,8 @@ WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a threa
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
 MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
-WORD_ALIGNMENT = 4  # bytes: that of the scales which engines keep in a cache's rows
-# Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which four
-# threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
+# Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
+# four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
 MIN_DOT_INT4 = 32
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 

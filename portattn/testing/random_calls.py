@@ -8,11 +8,11 @@ import msgspec
 import torch
 
 from portattn.schema.call import Call
-from portattn.schema.problem import Problem
+from portattn.schema.problem import WORD_ALIGNMENT, Problem
 from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features, held
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
 from portattn.testing.random_stored import stored
-from portattn.validate.checks import WORD_ALIGNMENT, aligned
+from portattn.validate.checks import aligned
 
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
 DROPPED = 0.1  # share of the probabilities that dropout sets to 0

@@ -135,6 +135,11 @@ def problem_options(function: F) -> F:
             click.option("--lse", is_flag=True, help="The log-sum-exp is returned as well."),
             click.option("--layout", default="bhsd", show_default=True, metavar="bhsd|bshd", help="Order in memory."),
             click.option("--unaligned", is_flag=True, help="Rows or bases are not 16-byte aligned (no TMA)."),
+            click.option(
+                "--unaligned-words",
+                is_flag=True,
+                help="Those of a quantised cache are not 4-byte aligned either (no words).",
+            ),
         ]
     ):
         function = option(function)
@@ -160,6 +165,7 @@ def problem_from(
     window: str | None,
     lse: bool,
     unaligned: bool,
+    unaligned_words: bool,
     pages_apart: bool,
     **given: Any,
 ) -> Problem:
@@ -189,6 +195,8 @@ def problem_from(
         raise ArgumentError(op, "--page-layout", given["page_layout"], "goes with --page-size, which is not given")
     if pages_apart and not page_size:
         raise ArgumentError(op, "--pages-apart", True, "goes with --page-size, which is not given")
+    if unaligned_words and given["kv_format"] == _DEFAULTS["kv_format"]:
+        raise ArgumentError(op, "--unaligned-words", True, "goes with --kv-format, which is not given")
     if op == "varlen_attention":  # unless they say otherwise, all sequences are as long as the longest
         given["total_q"] = batch * seq_q if given["total_q"] is None else given["total_q"]
         given["total_k"] = batch * seq_k if given["total_k"] is None else given["total_k"]
@@ -217,7 +225,8 @@ def problem_from(
         head_dim_v=dv or head_dim,
         dtype=dtype,  # type: ignore[arg-type]
         return_lse=lse,
-        aligned=not unaligned,
+        aligned=not (unaligned or unaligned_words),
+        word_aligned=not unaligned_words,
         # With tokens first, rows of one head are equally far apart in a page and from one page to the next.
         pages_in_line=ROWS[op].always_lengths
         and page_size > 0

@@ -9,8 +9,8 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem import Problem
-from portattn.validate.checks import DTYPES, WORD_ALIGNMENT, aligned, in_line, is_large, reachable, wants_gradients
+from portattn.schema.problem import WORD_ALIGNMENT, Problem
+from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
 from portattn.validate.features import Features
 
 

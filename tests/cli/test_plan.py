@@ -233,6 +233,7 @@ def test_packed_sequences_are_as_long_as_the_longest_unless_options_say_otherwis
         ("attention", "--page-size 16", "--page-size is 16, but attention has none"),
         ("attention", "--magicpig", "--magicpig is True, but attention has none"),
         ("attention", "--pages-apart", "--pages-apart is True, but goes with --page-size"),
+        ("decode_attention", "--unaligned-words", "--unaligned-words is True, but goes with --kv-format"),
         ("decode_attention", "--seqlens-q", "--seqlens-q is True, but decode_attention has none"),
         ("decode_attention", "--num-splits 129", "--num-splits is 129, but must be in 1..128"),
         ("decode_attention", "--num-splits 0", "--num-splits is 0, but must be in 1..128"),

@@ -116,6 +116,23 @@ def test_packed_neighbours_may_hold_anything(chip: Device, head_dim: int) -> Non
     assert torch.equal(out[:, :, others], expected[:, :, others])
 
 
+@pytest.mark.parametrize("wild", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -> None:
+    padded = random_call(problem(causal="bottom_right", seqlens_k=True), 3, device=chip.name)
+    assert padded.seqlens_k is not None
+    padded.seqlens_k[0] = 0
+    p = problem(PACKED, batch=3, total_q=233, total_k=303, seq_q=100, seq_k=200)
+    ragged = with_lengths(random_call(p, 7, device=chip.name), (0, 200, 103), (100, 33, 100))
+    for call in (padded, ragged):
+        for name in ("q_scale", "k_scale", "v_scale"):
+            getattr(call, name)[0] = wild
+        _, out, lse = run_variant(VARIANT, call)
+        rows = (0, slice(None), slice(100)) if call is ragged else 0
+        assert lse is not None
+        assert not out[rows].any()
+        assert lse[rows].isneginf().all()
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("turns", [False, True])
@@ -184,7 +201,7 @@ def test_calls_by_the_public_functions_are_kept(chip: Device) -> None:
     exact = portattn.attention(q, k, v, causal=True).float()
     for _ in range(3):
         narrow = portattn.quantize(q, k, v, "e4m3")
-        out = portattn.attention(**narrow.arguments(), causal=True)
+        out = portattn.attention(**narrow.arguments(), causal=True, backend=VARIANT.name)
         assert portattn.last_plan().path == VARIANT.name
         assert torch.cosine_similarity(out.float().flatten(), exact.flatten(), 0) > 0.998
         q, k, v, exact = q.flip(1), k.flip(1) * 2, v.flip(1), exact.flip(1)
@@ -194,8 +211,9 @@ def test_calls_by_the_public_functions_are_kept(chip: Device) -> None:
 def test_a_graph_replays_it(chip: Device) -> None:
     torch.manual_seed(0)
     narrow = portattn.quantize(*torch.randn(3, 1, 4, 700, 128, device=chip.name).unbind(), "e4m3")
-    given = narrow.arguments()
+    given = narrow.arguments() | {"backend": VARIANT.name}
     expected = portattn.attention(**given)
+    assert portattn.last_plan().path == VARIANT.name
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         portattn.attention(**given)

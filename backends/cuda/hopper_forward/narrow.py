@@ -120,8 +120,9 @@ def score_factor(scale, scales, sizes, work, form):
     """The factor on a tile's scores. scales: of q, k and v each a pointer, and strides of sequences and heads."""
     if form.SCALED:
         b, h = sequence_of(work, form), work.head // sizes.share
-        q = gl.load(scales[0] + b * scales[1] + h * scales[2])
-        scale *= q * gl.load(scales[3] + b * scales[4] + h * scales[5])
+        there = work.k_length > 0  # a sequence without keys may have any scale, and -inf times NaN, 0 or -1 is not -inf
+        q = gl.load(scales[0] + b * scales[1] + h * scales[2], mask=there, other=1.0)
+        scale *= q * gl.load(scales[3] + b * scales[4] + h * scales[5], mask=there, other=1.0)
     return scale
 
 

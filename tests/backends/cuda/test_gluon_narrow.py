@@ -128,6 +128,7 @@ def test_scales_that_are_not_there_are_no_arguments() -> None:
         ({"head_dim_v": 120}, "takes heads of a multiple of 16 columns, not 120"),
         ({"head_dim": 256}, "takes heads of at most 128 columns, not 256"),
         ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
+        ({"batch": 65_536}, "takes at most 65535 sequences that are not packed"),
         ({"bias": True}, "takes no bias"),
         ({"negative_scale": True}, "takes no negative_scale"),
         ({"aligned": False}, "reads through descriptors: contiguous rows, bases and strides of 16 bytes"),

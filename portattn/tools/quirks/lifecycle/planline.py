@@ -37,7 +37,9 @@ def problem_options(problem: Problem) -> list[str]:
     words += [f"--{name.replace('_', '-')}" for name in ASKED if getattr(p, name) and name not in _OTHERWISE]
     if p.seqlens_k and not row.always_lengths:
         words.append("--seqlens-k")
-    for given, name in ((p.alibi_slopes, "alibi"), (p.return_lse, "lse"), (not p.aligned, "unaligned")):
+    usually = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "kv_scales": "none", "rotary": "none"}
+    unaligned = "unaligned" if p.word_aligned or p.kv_format == usually["kv_format"] else "unaligned-words"
+    for given, name in ((p.alibi_slopes, "alibi"), (p.return_lse, "lse"), (not p.aligned, unaligned)):
         words += [f"--{name}"] if given else []
     for name in ("bias", "mask"):
         if getattr(p, name):
@@ -48,7 +50,6 @@ def problem_options(problem: Problem) -> list[str]:
     for name in ("page_size", "tokens", "num_splits", "rotary_dim"):
         if getattr(p, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(p, name))]
-    usually = {"layout": "bhsd", "page_layout": "phd", "kv_format": "as_q", "kv_scales": "none", "rotary": "none"}
     for name, usual in usually.items():
         if getattr(p, name) != usual:
             words += [f"--{name.replace('_', '-')}", getattr(p, name)]

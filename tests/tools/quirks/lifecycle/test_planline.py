@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from portattn import Problem
 from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
@@ -49,6 +50,21 @@ def test_a_line_leads_back_to_the_specialisation(named, registry) -> None:
     made = plan(stated.problem, target, plans.started(registry, stated, target), settings=Settings(backend="triton"))
     assert made.launch == changed.launch
     assert made.lowering == changed.lowering
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_a_line_says_whether_rows_are_whole_words(words: bool) -> None:
+    """On sm_90 other kernels read those."""
+    p = Problem(
+        op="decode_attention", batch=2, heads_q=8, heads_k=2, seq_q=1, seq_k=512, head_dim=128, dtype="bf16",
+        kv_format="e4m3", kv_scales="token", aligned=False, word_aligned=words,
+    )  # fmt: skip
+    op, *rest = problem_options(p)
+    stated = plans.parse(" ".join(["plan:", op, "--target", "cuda:sm_90", *rest]))
+    assert stated.problem == p
+    made = plan(stated.problem, Registry.load().target("cuda:sm_90", "triton==3.6.0"), settings=Settings())
+    assert made.lowering is not None
+    assert made.lowering.unpack == ("ptx" if words else "bytes")
 
 
 @pytest.mark.parametrize("field", ["needs_grad", "large", "negative_scale", "dropout"])
