@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from portattn.distributed.partials import merged, unpacked
+from portattn.errors import FallbackWarning
 from portattn.launch.run import device_guard, load_kernels
 
 Rows = tuple[int, int]  # from the first on, up to the last, exclusive
@@ -25,11 +27,24 @@ PARTS = 2  # of a row, whose sum needs no float32 memory
 
 
 @functools.cache
+@functools.cache
 def fused(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of this device."""
+    """Whether the kernels run on tensors of this device: tried once, since a host may have no C compiler, say. Where
+    they do not, there is a warning, and torch's operations do the same."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST:
+        return False
+    try:
+        memory = torch.zeros(1, device=device)
+        kernels: Any = load_kernels("portattn.kernels.pause", False)
+        with device_guard(memory):
+            kernels.pause[(1,)](memory, 0.0, 1, num_warps=1)
+    except Exception as error:  # noqa: BLE001 whatever a compiler or a driver raises: the call goes on without
+        text = f"partial results are merged by torch's operations: kernels do not run on {device}: {error}"
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+        return False
+    return True
 
 
 def most_parts(rows: Iterable[Rows]) -> int:
@@ -58,8 +73,8 @@ class Merged:
         self._sizes, self._device, self._made = tuple(sizes), device, False
 
     def add(self, rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """One more part of the rows from rows[0] on, which is kept or overwritten. A part that attended nothing (-inf)
-        changes nothing, whatever it holds."""
+        """One more part of the rows from rows[0] on, which is kept or overwritten. What it holds in rows that attended
+        nothing (-inf) does not matter, but for the first part, which has 0 there, as calls return it."""
         if not self._made and rows == (0, self._sizes[2]):
             self.out, self.lse, self._made = out.to(self._dtype), lse, True
             return
@@ -83,7 +98,8 @@ class Merged:
         at = slice(*real) if real is not None else slice(None)
         mine, before = self.out[:, :, at], self.lse[:, :, at]
         with_sink = torch.logaddexp(before, sinks.float()[None, :, None])
-        mine.mul_(torch.exp(before - with_sink)[..., None])
+        nothing = with_sink == -torch.inf  # a sink of -inf, and no key: the difference of two infinities is NaN
+        mine.mul_(torch.where(nothing, 1.0, torch.exp(before - with_sink))[..., None])
         before.copy_(with_sink)
 
 

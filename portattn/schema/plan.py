@@ -148,5 +148,5 @@ def _quirk_lines(quirks: Sequence[Applied]) -> list[str]:
     lines = [f"  quirk    {q.id}: {q.sentence}" + (f" [{q.note}]" if q.note else "") for q in quirks if q.sets]
     if noted := [q.id for q in quirks if not q.sets]:
         why = "`portattn quirks show ID` says why"
-        lines.append(f"  noted    compiler bugs that change nothing in this plan ({why}): {', '.join(noted)}")
+        lines.append(f"  noted    compiler bugs for which this plan is not changed ({why}): {', '.join(noted)}")
     return lines

@@ -70,7 +70,7 @@ def check(made: Plan, target: Target, settings: Settings, device: torch.device) 
     if not canaries_wanted(target, settings, problem=made.problem):
         return None
     records = store(settings)
-    key = key_of(family(made), target, stored_as(made.problem))
+    key = key_of(family(made), target, stored_as(made))
     seconds = settings.compile_seconds
     found = records.get(key, seconds)
     if found is None:
@@ -83,7 +83,7 @@ def known_failure(made: Plan, target: Target, settings: Settings) -> CompileReco
     """The record that quarantines the plan's kernel family here, if there is one. Nothing is run."""
     if not made.key or not canaries_wanted(target, settings, problem=made.problem):
         return None
-    key = key_of(family(made), target, stored_as(made.problem))
+    key = key_of(family(made), target, stored_as(made))
     found = store(settings).get(key, settings.compile_seconds)
     return found if found is not None and not found.passed else None
 
@@ -117,9 +117,28 @@ def of_op(op: str) -> tuple[Problem, ...]:
     return (*CASES[op], *(over(p, *one) for p, one in zip(itertools.cycle(CASES[op]), stored, strict=False)))
 
 
-def stored_as(problem: Problem) -> str:
-    """Format and scales of a quantised cache, as a record's key has them; empty where it is the queries' dtype."""
-    return "" if problem.kv_format == "as_q" else f"{problem.kv_format} scales {problem.kv_scales}"
+def stored_as(made: Plan) -> str:
+    """Format, scales and reading of a plan's quantised cache, as a record's key has them; empty where it is none.
+
+    Numbers that are read in words and one by one are widened by different code: of each, the other says nothing.
+    """
+    p = made.problem
+    if p.kv_format == "as_q":
+        return ""
+    return f"{p.kv_format} scales {p.kv_scales}" + (", in words" if _in_words(made) else "")
+
+
+def _in_words(made: Plan) -> bool:
+    return made.lowering is not None and made.lowering.unpack != "bytes"
+
+
+def _as_read(made: Plan, problem: Problem, target: Target, settings: Settings) -> tuple[Problem, Plan | None]:
+    """The plan of a case that reads its cache as `made` does, and the case as it was changed for that."""
+    case = planned(problem, target, settings, made.path)
+    if case is not None and _in_words(case) and not _in_words(made):
+        problem = msgspec.structs.replace(problem, aligned=False, word_aligned=False)
+        case = planned(problem, target, settings, made.path)
+    return problem, case if case is None or _in_words(case) == _in_words(made) else None
 
 
 def key_of(kernel: str, target: Target, stored: str = "") -> str:
@@ -141,10 +160,10 @@ def run(made: Plan, target: Target, settings: Settings, records: CompileStore, d
     core goes on, since what follows it is slower or absent; a variant does not, since the core follows it.
     """
     worst, ran, kernel, silent = 0.0, 0, family(made), "the path takes none of them here"
-    stored = stored_as(made.problem)
+    stored = stored_as(made)
     with Worker(runs="kernels") as worker:
         for problem in cases(made):
-            case = planned(problem, target, settings, made.path)
+            problem, case = _as_read(made, problem, target, settings)
             if case is None:
                 continue
             reply = worker.request(

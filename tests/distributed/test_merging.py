@@ -9,6 +9,7 @@ import pytest
 import support
 import torch
 
+import portattn
 from portattn.distributed import merging
 from portattn.distributed.partials import packed
 from portattn.launch.run import load_kernels
@@ -134,3 +135,28 @@ def test_a_pause_writes_nothing(device: str, dtype: torch.dtype) -> None:
     memory = torch.full((4,), 7.0, dtype=dtype, device=device)
     merging.load_kernels("portattn.kernels.pause", False).pause[(1,)](memory, 0.0, 50)
     assert (memory == 7.0).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on this device")
+def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    merging.fused.cache_clear()
+    try:
+        with pytest.warns(
+            portattn.FallbackWarning, match=r"merged by torch's operations: kernels do not run on cuda:0"
+        ):
+            assert not merging.fused(torch.device("cuda", 0))
+        assert not merging.fused(torch.device("cuda", 0))
+    finally:
+        merging.fused.cache_clear()
+
+
+def test_a_sink_without_weight_changes_nothing() -> None:
+    """A sink of -inf, of rows with keys and of rows without."""
+    out, lse = torch.randn(1, 2, 3, 4), torch.tensor([[[0.5, -torch.inf, 2.0]] * 2])
+    out[:, :, 1] = 0.0
+    sum_ = merging.Merged((1, 2, 3, 4), torch.float32, torch.device("cpu"), 1)
+    sum_.add((0, 3), out.clone(), lse.clone())
+    sum_.count_sinks(torch.tensor([-torch.inf, -torch.inf]), None)
+    torch.testing.assert_close(sum_.out, out)
+    torch.testing.assert_close(sum_.lse, lse)

@@ -366,7 +366,7 @@ def test_note_changes_nothing_and_is_listed(tmp_path: Path) -> None:
     assert (applied.id, applied.sets) == (ID, {})
     assert "nothing is changed: look twice" in applied.sentence
     assert (
-        f"noted    compiler bugs that change nothing in this plan (`portattn quirks show ID` says why): {ID}"
+        f"noted    compiler bugs for which this plan is not changed (`portattn quirks show ID` says why): {ID}"
         in made.explain()
     )
     assert "nothing is changed" not in made.explain()

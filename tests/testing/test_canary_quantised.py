@@ -109,7 +109,7 @@ def _call(problem: Problem) -> Call:
 
 
 def test_each_format_and_kind_of_scales_has_a_record() -> None:
-    stored = ["", *(canary.stored_as(made_for("decode_attention", *one).problem) for one in FORMATS)]
+    stored = ["", *(canary.stored_as(made_for("decode_attention", *one)) for one in FORMATS)]
     assert len({canary.key_of("decode_split", MI300, one) for one in stored}) == len(stored) == len(FORMATS) + 1
     assert canary.key_of("decode_split", MI300, "") == canary.key_of("decode_split", MI300)
 
