@@ -27,7 +27,6 @@ PARTS = 2  # of a row, whose sum needs no float32 memory
 
 
 @functools.cache
-@functools.cache
 def fused(device: torch.device) -> bool:
     """Whether the kernels run on tensors of this device: tried once, since a host may have no C compiler, say. Where
     they do not, there is a warning, and torch's operations do the same."""
