@@ -126,9 +126,9 @@ def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: l
 
 
 SHOWN = """\
-# portattn.planning.kernel_specs.x_ceil_div__mutmut_3: survived
---- portattn/planning/kernel_specs.py
-+++ portattn/planning/kernel_specs.py
+# portattn.planning.kernel_specs.base.x_ceil_div__mutmut_3: survived
+--- portattn/planning/kernel_specs/base.py
++++ portattn/planning/kernel_specs/base.py
 @@ -1,2 +1,2 @@
  def ceil_div(a: int, b: int) -> int:
 -    return -(-a // b)
@@ -137,12 +137,12 @@ SHOWN = """\
 
 
 def test_a_survivor_that_is_known_to_be_equivalent() -> None:
-    found = mutants.Finding("portattn.planning.kernel_specs.x_ceil_div__mutmut_3", "planner", "survived")
+    found = mutants.Finding("portattn.planning.kernel_specs.base.x_ceil_div__mutmut_3", "planner", "survived")
     judged, entry = mutants.judged(found, SHOWN, ())
     assert (judged.outcome, entry) == ("survived", None)
-    assert judged.detail == "portattn/planning/kernel_specs.py: return -(-a // b) -> return -(+a // b)"
+    assert judged.detail == "portattn/planning/kernel_specs/base.py: return -(-a // b) -> return -(+a // b)"
     known = mutants.Equivalent(
-        file="portattn/planning/kernel_specs.py", change=r".*-a.* -> .*\+a.*", reason="for no reason"
+        file="portattn/planning/kernel_specs/base.py", change=r".*-a.* -> .*\+a.*", reason="for no reason"
     )
     judged, entry = mutants.judged(found, SHOWN, (known,))
     assert (judged.outcome, entry) == ("equivalent", known)

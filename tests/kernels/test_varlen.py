@@ -7,7 +7,7 @@ import torch
 from kernel_cases import CAUSAL, check, problem, run, with_lengths
 from support import Device, assert_right, random_call, run_core
 
-from portattn.planning import kernel_specs
+from portattn.planning.kernel_specs import base as kernel_specs
 
 # Rows of queries and of keys of each sequence: the ends of tiles, none of either kind, and of both.
 ROWS = {

@@ -1,0 +1,61 @@
+"""What the planner knows of each core kernel: which op it serves, what it reads, what it cannot do. No torch here.
+
+A module for each family of kernels, on `base`; this one has the table of all of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+from portattn.planning.kernel_specs.backward import DenseBackward, VarlenBackward, packed_keys
+from portattn.planning.kernel_specs.base import (
+    MIN_DOT,
+    CoreKernel,
+    ceil_div,
+    head_columns,
+    heads_together,
+    packed_tiles,
+)
+from portattn.planning.kernel_specs.decode import DecodeSplit, MlaSplit, PagedSplit
+from portattn.planning.kernel_specs.forward import DenseForward, VarlenForward
+from portattn.planning.kernel_specs.sparse import SparseSplit
+from portattn.planning.kernel_specs.writing import CacheWrite, PagedWrite
+
+__all__ = [
+    "CORES",
+    "KERNEL_NAMES",
+    "MIN_DOT",
+    "CacheWrite",
+    "CoreKernel",
+    "DecodeSplit",
+    "DenseBackward",
+    "ceil_div",
+    "head_columns",
+    "heads_together",
+    "of_gradients",
+    "packed_keys",
+    "packed_tiles",
+]
+
+CORES: dict[str, CoreKernel] = {
+    k.op: k
+    for k in (
+        DenseForward(),
+        VarlenForward(),
+        DenseBackward(),
+        VarlenBackward(),
+        DecodeSplit(),
+        PagedSplit(),
+        SparseSplit(),
+        MlaSplit(),
+        CacheWrite(),
+        PagedWrite(),
+    )
+}
+KERNEL_NAMES = tuple(k.name for k in CORES.values())
+
+
+def of_gradients(pattern: str) -> bool:
+    """Whether a glob matches kernels of gradients, and no others of the core's."""
+    matched = [kernel for kernel in CORES.values() if fnmatch.fnmatchcase(kernel.name, pattern)]
+    return bool(matched) and all(kernel.of_rows for kernel in matched)

@@ -1,0 +1,68 @@
+"""The kernels of gradients, of sequences of one length and of packed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portattn.planning.kernel_specs.base import MASKED, SCORED, TAKES, CoreKernel, ceil_div, packed_tiles
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+from portattn.schema.sizes import most
+
+
+class DenseBackward(CoreKernel):
+    """Gradients, by three kernels: backward_keys and backward_rows hold block_m keys or rows, and go through block_n of
+    the others at a time. The rows' values may be others than the keys' (Launch.of_rows)."""
+
+    name = "dense_backward"
+    function = "backward_keys"
+    of_rows = "backward_rows"
+    op = "attention_backward"
+    takes = TAKES | SCORED | MASKED | {
+        "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
+    }  # fmt: skip
+    choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "mulhi")
+    max_head_dim = 256  # both accumulators of a tile of keys stay in registers
+    max_head_dim_v = 256
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        """Of the launch that has the most."""
+        return most(self.key_tiles(problem, launch), self.row_tiles(problem, launch))
+
+    def key_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Tiles of keys of all sequences and key/value heads."""
+        return problem.batch * problem.heads_k * ceil_div(problem.seq_k, launch.block_m)
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Tiles of query rows of all sequences and query heads."""
+        return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.of_rows().block_m)
+
+    def rows(self, problem: Problem) -> int:
+        return most(super().rows(problem), problem.seq_k)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        common = super().constexprs(problem, lowering, launch)
+        return {name: common[name] for name in common if name not in _FORWARD_ONLY}
+
+
+# What the gradients' kernels have no place for: a head's second part, a sign, scores that all rows share.
+_FORWARD_ONLY = frozenset({"MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "NEGATED"})
+
+
+class VarlenBackward(DenseBackward):
+    """Gradients of packed sequences, by the same kernels: a program finds its sequence by its number."""
+
+    name = "varlen_backward"
+    op = "varlen_attention_backward"
+    takes = TAKES | SCORED | {"dropout", "grad_lse", "grad_slopes", "deterministic"}
+
+    def key_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_k * packed_keys(problem, launch)
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_q * packed_tiles(problem, launch.of_rows(), 1)
+
+
+def packed_keys(problem: Problem, launch: Launch) -> int:
+    """As packed_tiles, of packed keys."""
+    return (problem.total_k or 0) // launch.block_m + problem.batch + 1

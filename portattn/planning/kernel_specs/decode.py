@@ -1,0 +1,194 @@
+"""The kernels that split a row's keys over programs: of a contiguous cache, of pages and of latent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from portattn.planning.kernel_specs.base import (
+    MASKED,
+    MIN_DOT,
+    SCORED,
+    TAKES,
+    WIDEST_TILE,
+    CoreKernel,
+    ceil_div,
+    head_columns,
+    packed_tiles,
+)
+from portattn.planning.splits import split_evenly
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT, Problem
+from portattn.schema.sizes import least
+from portattn.schema.target import Arch
+from portattn.schema.tuning import SPLIT_THRESHOLD
+
+ALIGNED = 16  # bytes: what Problem.aligned says of rows
+# Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
+# four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
+MIN_DOT_INT4 = 32
+
+
+class DecodeSplit(CoreKernel):
+    """Decode: the rows of one key/value head's group are packed into a tile, and keys are split over programs."""
+
+    name = "decode_split"
+    function = "decode_split"
+    op = "decode_attention"
+    takes = TAKES | SCORED | MASKED | {"tree_mask", "leftpad_k", "num_splits", "kv_format"}
+    splits_keys = True
+    choices: tuple[str, ...] = (
+        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "q_operand", "pipeline",
+        "reads", "unpack",
+    )  # fmt: skip
+
+    # A split is worth its second pass only over this many key tiles. Source: measured on an H200.
+    FEW_KEY_TILES = 4
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        found = super().constexprs(problem, lowering, launch)
+        unpack = lowering.unpack if "unpack" in self.choices else "bytes"
+        narrowest = 0
+        if unpack != "bytes":  # each number of a word has a tile of its own
+            narrowest = MIN_DOT * problem.numbers_of_word
+        elif problem.kv_format == "int4" and lowering.reads != "inside":
+            narrowest = MIN_DOT_INT4
+        found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
+        if found["BLOCK_TAIL"]:
+            found["BLOCK_TAIL"] = max(found["BLOCK_TAIL"], narrowest)
+        return found | {
+            "PIPELINE": lowering.pipeline if "pipeline" in self.choices else "plain",
+            "GROUP": problem.group,
+            "SPLIT": launch.splits > 1,
+            "LATENT": problem.op == "mla_attention",
+            "PAGE_SIZE": problem.page_size,
+            "PAGE_LOOP": lowering.page_loop,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "UNPACK": unpack,
+            "ALIGNED": ALIGNED if problem.aligned else WORD_ALIGNMENT,
+        }
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.unpack == "bytes" or "unpack" not in self.choices:
+            return found
+        why = no_words(problem)
+        if why:
+            return (*found, ("unpack", "bytes", why))
+        found = tuple(limit for limit in found if limit[0] not in ("load", "pipeline"))
+        if lowering.load != "pointer":
+            found = (*found, ("load", "pointer", "words are read by pointers"))
+        if lowering.pipeline != "plain":
+            found = (*found, ("pipeline", "plain", "the loop over words has no other"))
+        return found
+
+    def natural_scores(self, problem: Problem) -> bool:
+        """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
+        return problem.alibi_slopes or problem.bias
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
+
+    def row_tiles(self, problem: Problem, launch: Launch) -> int:
+        """Row tiles of one sequence and key/value head; of packed queries, of all sequences."""
+        if problem.packed:
+            return packed_tiles(problem, launch, problem.group)
+        return ceil_div(problem.seq_q * problem.group, launch.block_m)
+
+    def slots(self, problem: Problem) -> int:
+        return problem.query_rows[0]
+
+    def rows(self, problem: Problem) -> int:
+        return super().rows(problem) * problem.group
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+        if "splits" in pinned:
+            return launch
+        if problem.num_splits:
+            return msgspec.structs.replace(launch, splits=problem.num_splits)
+        programs = self.tiles(problem, launch)
+        key_tiles = ceil_div(self.keys(problem), launch.block_n)
+        return msgspec.structs.replace(
+            launch, splits=self.splits(programs, key_tiles, arch.cores, occupancy, split_threshold)
+        )
+
+    def keys(self, problem: Problem) -> int:
+        """Most keys that one row can attend."""
+        if problem.window_left == UNLIMITED:
+            return problem.seq_k
+        right = 0 if problem.causal != "none" else problem.window_right
+        seen = problem.window_left + problem.seq_q + right if right != UNLIMITED else problem.seq_k
+        return least(problem.seq_k, seen)
+
+    def splits(self, programs: int, key_tiles: int, cores: int, occupancy: int, split_threshold: float) -> int:
+        """Over how many programs to split a row's keys.
+
+        split_threshold: programs a core from which on keys are not split, as the cores are full anyway
+        """
+        if programs >= split_threshold * cores or key_tiles <= self.FEW_KEY_TILES or programs == 0:
+            return 1
+        return split_evenly(programs, key_tiles, cores * occupancy, MAX_SPLITS)
+
+
+class PagedSplit(DecodeSplit):
+    """Decode and chunked prefill over pages, by decode_split."""
+
+    name = "paged_split"
+    op = "paged_attention"
+    takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
+    # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
+    choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        page_loop = lowering.page_loop
+        if page_loop == "per_page" and problem.page_size % launch.block_n:
+            page_loop = "flat_masked"
+            why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"
+            found = (*found, ("page_loop", page_loop, why))
+        if lowering.load == "descriptor" and not (page_loop == "per_page" and problem.pages_in_line):
+            found = (
+                *found,
+                ("load", "pointer", "a descriptor reads tiles of one matrix: whole pages that lie in line"),
+            )
+        return found
+
+
+class MlaSplit(PagedSplit):
+    """Decode and short prefill over a latent cache, by decode_split: each row is read once, as key and as value."""
+
+    name = "mla_split"
+    op = "mla_attention"
+    takes = TAKES | SCORED | MASKED | {"num_splits", "packed", "kv_format"}
+    choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if problem.kv_format == "fp8_ds_mla" and lowering.load != "pointer":
+            why = "rows of fp8_ds_mla hold numbers of three types"
+            found = (*(limit for limit in found if limit[0] != "load"), ("load", "pointer", why))
+        return found
+
+
+def no_words(problem: Problem) -> str:
+    """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
+    if problem.kv_format == "as_q":
+        return "the cache is not quantised"
+    if not problem.words:
+        return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
+    if head_columns(problem)[1]:
+        return f"the loop over words has rows of at most {WIDEST_TILE} columns"
+    return ""

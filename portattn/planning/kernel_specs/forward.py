@@ -1,0 +1,105 @@
+"""The forward kernels of tensors: dense_forward, of sequences of one length and of packed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from portattn.planning.kernel_specs.base import (
+    MASKED,
+    MIN_DOT,
+    SCORED,
+    TAKES,
+    WIDEST_TILE,
+    CoreKernel,
+    ceil_div,
+    head_columns,
+    packed_tiles,
+    tile_width,
+)
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+from portattn.schema.target import Arch
+from portattn.schema.tuning import SPLIT_THRESHOLD
+
+MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
+
+
+class DenseForward(CoreKernel):
+    name = "dense_forward"
+    function = "dense_forward"
+    op = "attention"
+    takes = TAKES | SCORED | MASKED | {
+        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format", "block_mask",
+    }  # fmt: skip
+    choices: tuple[str, ...] = (
+        "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
+        "q_operand", "mulhi", "operands",
+    )  # fmt: skip
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        found = super().limits(problem, lowering, launch)
+        if lowering.operands == "stored" and problem.q_format == "as_q":
+            return (*found, ("operands", "widened", "queries and keys are not quantised"))
+        main, tail = head_columns(problem)
+        if lowering.operands == "stored" and (tail or tile_width(main, False) < MIN_NARROW_DEPTH):
+            why = f"8-bit operands are {MIN_NARROW_DEPTH} to {WIDEST_TILE} columns wide"
+            return (*found, ("operands", "widened", why))
+        return found
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        return super().constexprs(problem, lowering, launch) | {
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "Q_FORMAT": problem.q_format,
+            "V_FORMAT": problem.v_format,
+            # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
+            "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
+            "LISTED_Q": problem.block_q if problem.block_mask else 0,
+            "LISTED_K": problem.block_k if problem.block_mask else 0,
+        }
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.block_mask and problem.q_format != "as_q":
+            return "block_mask is given beside quantised tensors", "backend='reference'"
+        for side in ("block_q", "block_k"):
+            size = getattr(problem, side)
+            if problem.block_mask and size % MIN_DOT:
+                return f"block_mask has {side} {size}, no multiple of {MIN_DOT}", "backend='reference'"
+        return super().cannot(problem)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+        if not problem.block_mask:
+            return launch
+        # A tile lies in one block: the largest power of two that divides a block's side, or less.
+        rows, keys = (size & -size for size in (problem.block_q, problem.block_k))
+        return msgspec.structs.replace(launch, block_m=min(launch.block_m, rows), block_n=min(launch.block_n, keys))
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
+
+    def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
+        return not problem.packed and problem.seq_k <= launch.block_n
+
+
+class VarlenForward(DenseForward):
+    """Packed sequences, by dense_forward: a program finds its sequence by its number."""
+
+    name = "varlen_forward"
+    op = "varlen_attention"
+    takes = TAKES | SCORED | {"needs_grad", "dropout", "kv_format"}
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return problem.heads_q * packed_tiles(problem, launch, 1)

@@ -1,0 +1,91 @@
+"""The kernel that writes new keys and values into a cache: contiguous, or of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from portattn.planning.kernel_specs.base import CoreKernel, ceil_div
+from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.problem import Problem
+from portattn.schema.sizes import most, next_power_of_two
+from portattn.schema.target import Arch
+from portattn.schema.tuning import SPLIT_THRESHOLD
+
+INT32_MAX = 2**31 - 1
+WRITTEN_AT_ONCE = 4096  # numbers in a tile of keys that are written: 32 a thread of four warps
+# The largest numbers of a cache's formats (schema/tensors.py, which has torch).
+LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0}
+
+
+class CacheWrite(CoreKernel):
+    """New keys and values into a cache, by write_cache: a tile is block_m rows of one head's key, and of its value."""
+
+    name = "append_write"
+    function = "write_cache"
+    op = "append_kv"
+    takes = frozenset({"seqlens_k", "kv_format", "rotary", "head_dim_v"})
+    choices: tuple[str, ...] = ("grid", "reads")
+    max_head_dim_v = 576
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if self.all_rows(problem) > INT32_MAX:
+            return (
+                f"there are {self.all_rows(problem)} rows of keys, and up to {INT32_MAX} are counted",
+                "split the call",
+            )
+        return super().cannot(problem)
+
+    def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
+        return ()
+
+    def all_rows(self, problem: Problem) -> int:
+        return problem.batch * problem.seq_q * problem.heads_k
+
+    def tiles(self, problem: Problem, launch: Launch) -> int:
+        return ceil_div(self.all_rows(problem), launch.block_m)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        """Tiles that fit in registers, and for few rows small ones, so that every core has some."""
+        if "block_m" not in pinned:
+            room = most(WRITTEN_AT_ONCE // next_power_of_two(most(problem.head_dim, problem.head_dim_v)), 1)
+            share = next_power_of_two(most(ceil_div(self.all_rows(problem), most(arch.cores, 1)), 1))
+            launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, room, share))
+        return msgspec.structs.replace(launch, splits=1)
+
+    def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
+        # No product is computed from these tiles: their width needs no least.
+        exact = lowering.reads == "inside"
+        return {
+            "PAGE_SIZE": problem.page_size,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_D": problem.head_dim if exact else next_power_of_two(problem.head_dim),
+            "BLOCK_DV": problem.head_dim_v if exact else next_power_of_two(problem.head_dim_v),
+            "BLOCK_M": launch.block_m,
+            "ROTARY": problem.rotary,
+            "ROTARY_DIM": problem.rotary_dim,
+            "KV_FORMAT": problem.kv_format,
+            "KV_SCALES": problem.kv_scales,
+            "LARGEST": LARGEST.get(problem.kv_format, 0.0),
+            "GRID": lowering.grid,
+        }
+
+
+class PagedWrite(CacheWrite):
+    """The same into pages, by write_cache: slots say where each token goes."""
+
+    name = "paged_write"
+    op = "write_pages"
+    takes = frozenset({"kv_format", "rotary", "head_dim_v"})
