@@ -23,7 +23,8 @@ from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DS_MLA, UNLIMITED, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import DS_MLA, UNLIMITED
 from portattn.schema.tensors import CACHE_DTYPE, spans
 from portattn.testing import tolerance
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portattn
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 
 TRANSFORMERS = "integrations.transformers.register"
 SDPA = (

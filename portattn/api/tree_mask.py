@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.problem import MAX_TREE
+from portattn.schema.problem_limits import MAX_TREE
 from portattn.validate.checks import check_dense
 
 OP = "tree_mask"

@@ -8,7 +8,7 @@ import click
 
 from portattn.cli.named import tell_unknown
 from portattn.cli.output import emit_json, json_option
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 from portattn.tools import shell_values
 from portattn.tools.problem_text import CausalCommand, problem_from, problem_options, target_from
 

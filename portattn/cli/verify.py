@@ -9,7 +9,7 @@ import click
 from portattn.cli.errors import RED
 from portattn.cli.output import emit_json, json_option, plural, table
 from portattn.errors import ArgumentError
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 from portattn.tools import shell_values
 from portattn.tools.number_ranges import LONGEST, FiniteRange
 from portattn.tools.problem_text import target_from

@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from portattn.api.autocast import is_on
-from portattn.schema.problem import MAX_HEAD_DIM
+from portattn.schema.problem_limits import MAX_HEAD_DIM
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 _NUMBERS = (float, int, torch.SymFloat)  # the last where a graph is made for any number

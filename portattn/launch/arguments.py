@@ -10,7 +10,8 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import UNLIMITED, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import UNLIMITED
 
 
 def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:

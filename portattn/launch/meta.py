@@ -9,7 +9,8 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
-from portattn.schema.problem import DS_MLA, WORD_ALIGNMENT, Problem, ds_row_bytes
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import DS_MLA, WORD_ALIGNMENT, ds_row_bytes
 from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it

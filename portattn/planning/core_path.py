@@ -18,7 +18,8 @@ from portattn.schema import compilers
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.outcome import CompileRecords
 from portattn.schema.plan import Applied, CoreChoice, Rejection
-from portattn.schema.problem import ASKED, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import ASKED
 from portattn.schema.quirk import PATH_EFFECTS, Effect, Quirk, concerning
 from portattn.schema.sizes import next_power_of_two, pinned
 from portattn.schema.target import Target

@@ -15,7 +15,8 @@ from portattn.planning.arch_checks import arch_problem
 from portattn.planning.compiler_options import backend_options
 from portattn.planning.kernel_specs import of_gradients
 from portattn.schema import conditions, toml_reader
-from portattn.schema.problem import OPS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import OPS
 from portattn.schema.target import Arch
 from portattn.schema.tuning import Tuning, read_tuning
 

@@ -21,7 +21,8 @@ from portattn.planning.quirk_checks import ANY
 from portattn.planning.quirk_files import check_file
 from portattn.schema import compilers, quirk_names, toml_reader
 from portattn.schema.compilers import Compiler
-from portattn.schema.problem import DEMANDS, OPS
+from portattn.schema.problem import DEMANDS
+from portattn.schema.problem_limits import OPS
 from portattn.worker import distributions
 from portattn.worker.distributions import Unreadable
 

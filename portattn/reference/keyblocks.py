@@ -14,7 +14,7 @@ import torch
 from portattn.reference.extents import Extent
 from portattn.reference.stored import latent_rows, widened
 from portattn.schema.call import Call
-from portattn.schema.problem import DS_MLA
+from portattn.schema.problem_limits import DS_MLA
 
 
 @dataclass(frozen=True, slots=True)

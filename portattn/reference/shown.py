@@ -8,7 +8,7 @@ from portattn.reference.extents import Extent
 from portattn.reference.keyblocks import KeyBlock
 from portattn.reference.rowblocks import RowBlock
 from portattn.schema.call import Call
-from portattn.schema.problem import MAX_TREE
+from portattn.schema.problem_limits import MAX_TREE
 
 
 def in_tree(call: Call, rows: RowBlock, keys: KeyBlock, queries: Extent, all_keys: Extent) -> torch.Tensor:

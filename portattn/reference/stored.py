@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from portattn.schema.problem import DS_GROUP
+from portattn.schema.problem_limits import DS_GROUP
 from portattn.schema.tensors import INT4, KV_DTYPE
 
 ZERO_BITS = 0xF  # of a token's scale of int4 numbers: the lowest bits of its fraction

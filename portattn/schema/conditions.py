@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from portattn.schema.problem import ASKED, KvFormat, KvScales, Rotary
+from portattn.schema.problem_limits import ASKED, KvFormat, KvScales, Rotary
 
 FLAGS = frozenset(
     {*ASKED, "causal", "gqa", "paged", "packed", "window", "featured", "aligned", "words", "large", "dropout"}

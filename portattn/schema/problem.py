@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
 
 from portattn.errors import ArgumentError
-from portattn.schema.features import EVERY_SCORE, FEATURES
+from portattn.schema.features import EVERY_SCORE
 from portattn.schema.ops import ROWS
+from portattn.schema.problem_limits import (
+    ANY_LENGTH,
+    ASKED,
+    DEMAND_NAMES,
+    DS_GROUP,
+    DS_MLA,
+    DTYPES,
+    INTEGERS,
+    LIMITS,
+    MAX_TREE,
+    OPS,
+    OPS_OWN,
+    PLAIN,
+    QUERY_TILE,
+    STORAGE,
+    UNLIMITED,
+    Causal,
+    Dtype,
+    KvFormat,
+    KvScales,
+    Layout,
+    Op,
+    PageLayout,
+    Rotary,
+)
 from portattn.schema.sizes import is_size
-
-Op = Literal[
-    "attention", "varlen_attention", "attention_backward", "varlen_attention_backward", "decode_attention",
-    "paged_attention", "sparse_attention", "mla_attention", "append_kv", "write_pages",
-]  # fmt: skip
-Dtype = Literal["fp16", "bf16", "fp32"]
-Causal = Literal["none", "bottom_right", "top_left"]
-# How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
-KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "int4", "fp8_ds_mla"]
-KvScales = Literal["none", "head", "token"]
-# Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
-Rotary = Literal["none", "neox", "interleaved"]
-DS_MLA, DS_GROUP = "fp8_ds_mla", 128  # and how many of its numbers share a scale
-INTEGERS = ("int8", "int4")  # formats that mean nothing without scales
-Layout = Literal["bhsd", "bshd"]
-PageLayout = Literal["phd", "hpd"]
-
-OPS: tuple[str, ...] = get_args(Op)
-DTYPES: tuple[str, ...] = get_args(Dtype)
-
-MAX_HEAD_DIM = 576  # the widest head in use: DeepSeek's latent cache, 512 + 64
-MAX_SIZE = 2**31 - 1  # kernels count batches and heads in int32
-MAX_LENGTH = 2**29  # and rows and keys too: a position, a window's sides and a tile's width are added up
-MAX_TREE = 64  # new tokens of a tree mask: the bits of a query's word
-MAX_SPLITS = 128  # programs that share one row's keys
-ANY_LENGTH = 2**20  # stands for the rows of packed sequences where their real number may decide nothing
-QUERY_TILE = 128  # rows: what the condition `query_tiles` counts in
-WORD_ALIGNMENT = 4  # bytes: of the float32 scales that engines keep in a cache's rows (Problem.word_aligned)
-UNLIMITED = -1  # a side of a window that hides nothing
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,7 +153,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ArgumentError(str(self.op), name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if not self.head_dim_v:
             msgspec.structs.force_setattr(self, "head_dim_v", self.head_dim)
-        for name, (least, most) in _LIMITS.items():
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is None and name.startswith("total_"):
                 continue
@@ -172,7 +168,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def _check_op(self) -> None:
         """What one op has and another has not. Callers meet these limits in validation; this guards the data."""
         row = ROWS[self.op]
-        for name, absent in _STORAGE.items():
+        for name, absent in STORAGE.items():
             given = getattr(self, name)
             if given == absent and name in row.needs and name != "tokens":  # there may be none to choose from
                 raise ArgumentError(self.op, name, given, f"must be given for {self.op}")
@@ -306,14 +302,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         it takes it (`takes`) is not taken. Only sizes, types and places in memory are not, which each path looks at.
         """
         found: dict[str, None] = {}
-        own = _OPS_OWN.get(self.op, ())
+        own = OPS_OWN.get(self.op, ())
         for name, default in _defaults(type(self)):
             value = getattr(self, name)
-            if name in _PLAIN or value is default or name in own:
+            if name in PLAIN or value is default or name in own:
                 continue
             if value == (self.head_dim if name == "head_dim_v" else default):
                 continue
-            found["causal_top_left" if value == "top_left" else _DEMANDS.get(name, name)] = None
+            found["causal_top_left" if value == "top_left" else DEMAND_NAMES.get(name, name)] = None
         if self.group > 1:
             found["gqa"] = None
         return tuple(found)
@@ -423,33 +419,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return " ".join(filter(None, [self.op, new, cache, self.dtype, stored, size, rotary]))
 
 
-def ds_row_bytes(head_dim: int, head_dim_v: int) -> int:
-    """Bytes of a latent row in vLLM's fp8_ds_mla: e4m3 numbers, a float32 scale for each 128, bfloat16 rotary numbers.
-
-    >>> ds_row_bytes(576, 512)
-    656
-    """
-    return head_dim_v + head_dim_v // DS_GROUP * 4 + 2 * (head_dim - head_dim_v)
-
-
-# Sizes, types, places in memory, and what only refines another field: no demands.
-_PLAIN = frozenset(
-    {
-        "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
-        "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "word_aligned", "large",
-        "kv_scales", "rotary_dim",
-    }
-)  # fmt: skip
-# Fields that an op is not called without.
-_OPS_OWN = {op: row.needs for op, row in ROWS.items()}
-# How keys and queries are stored, and what says that they are not stored so.
-_STORAGE: dict[str, int | None] = {"total_q": None, "total_k": None, "page_size": 0, "tokens": 0}
-# What a field's demand is called, where not as the field is.
-_DEMANDS = {
-    "window_left": "window", "window_right": "window", "total_q": "packed", "total_k": "packed", "page_size": "paged",
-}  # fmt: skip
-
-
 @functools.lru_cache(maxsize=16)
 def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
     """Fields and their defaults."""
@@ -457,27 +426,7 @@ def _defaults(kind: type[Problem]) -> tuple[tuple[str, Any], ...]:
 
 
 # Every name that Problem.demands can give today.
-DEMANDS = frozenset({_DEMANDS.get(name, name) for name, _ in _defaults(Problem)} - _PLAIN | {"causal_top_left", "gqa"})
+DEMANDS = frozenset(
+    {DEMAND_NAMES.get(name, name) for name, _ in _defaults(Problem)} - PLAIN | {"causal_top_left", "gqa"}
+)
 _last_features: tuple[Problem | None, dict[str, Any]] = (None, {})
-# Flags that a caller asks for: named where a problem is shown, and by conditions.
-ASKED = tuple(FEATURES)
-# Field -> (least, most).
-_LIMITS = {
-    "batch": (0, MAX_SIZE),
-    "heads_q": (1, MAX_SIZE),
-    "heads_k": (1, MAX_SIZE),
-    "seq_q": (0, MAX_LENGTH),
-    "seq_k": (0, MAX_LENGTH),
-    "head_dim": (1, MAX_HEAD_DIM),
-    "head_dim_v": (1, MAX_HEAD_DIM),
-    "window_left": (UNLIMITED, MAX_SIZE),
-    "window_right": (UNLIMITED, MAX_SIZE),
-    "total_q": (0, MAX_LENGTH),
-    "total_k": (0, MAX_LENGTH),
-    "page_size": (0, MAX_SIZE),
-    "block_q": (1, MAX_LENGTH),
-    "block_k": (1, MAX_LENGTH),
-    "tokens": (0, MAX_LENGTH),
-    "num_splits": (0, MAX_SPLITS),
-    "rotary_dim": (0, MAX_HEAD_DIM),
-}

@@ -29,7 +29,8 @@ from portattn.planning.variant_path import source_digest
 from portattn.schema.ops import ROWS
 from portattn.schema.outcome import CompileRecord, Incident
 from portattn.schema.plan import Plan
-from portattn.schema.problem import KvFormat, KvScales, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import KvFormat, KvScales
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
 from portattn.testing.numerics import COMPARE, numerics, request_of

@@ -14,7 +14,7 @@ from portattn.reference.dropout import keep_mask
 from portattn.reference.magicpig import log_sampling_probability
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES, of_kinds
-from portattn.schema.problem import DS_GROUP, DS_MLA
+from portattn.schema.problem_limits import DS_GROUP, DS_MLA
 from portattn.schema.tensors import INT4, KV_DTYPE
 
 # Tensors that are added to scores, or to a row's sum.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from portattn.schema.problem import DS_GROUP, DS_MLA, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import DS_GROUP, DS_MLA
 from portattn.schema.tensors import INT4, KV_DTYPE, KV_STORED
 
 SPREAD = 2.0  # scales differ by factors up to this from the one that fills the format's range

@@ -10,7 +10,8 @@ import click
 from portattn.errors import ArgumentError
 from portattn.schema.features import FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import ASKED, DTYPES, INTEGERS, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Problem, Rotary
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import ASKED, DTYPES, INTEGERS, MAX_SPLITS, UNLIMITED, KvFormat, KvScales, Rotary
 from portattn.schema.target import Target
 from portattn.tools import shell_values
 from portattn.tools.shell_values import ALIGNMENTS as CAUSAL

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from portattn.errors import PortattnError
-from portattn.schema.problem import DTYPES, OPS
+from portattn.schema.problem_limits import DTYPES, OPS
 
 Values = Iterable[tuple[str, str]]  # value and what it is
 ALIGNMENTS = ("bottom_right", "top_left", "none")  # of a causal mask

@@ -21,7 +21,8 @@ from portattn.planning.detect import devices
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan
-from portattn.schema.problem import OPS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import OPS
 from portattn.schema.quirk import LEVELS, Level
 from portattn.schema.target import Target
 from portattn.testing import canary

@@ -9,7 +9,8 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem import WORD_ALIGNMENT, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import WORD_ALIGNMENT
 from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
 from portattn.validate.features import Features
 

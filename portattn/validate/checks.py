@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import MAX_HEAD_DIM, MAX_SPLITS
+from portattn.schema.problem_limits import MAX_HEAD_DIM, MAX_SPLITS
 from portattn.schema.sizes import is_size, most, next_power_of_two
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 

@@ -10,7 +10,8 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import MAX_TREE, UNLIMITED, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import MAX_TREE, UNLIMITED
 from portattn.schema.tensors import INT32_MAX
 from portattn.validate.checks import check_done, check_number, check_place
 

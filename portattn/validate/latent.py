@@ -9,7 +9,7 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem import Op
+from portattn.schema.problem_limits import Op
 from portattn.validate import values
 from portattn.validate.building import build
 from portattn.validate.checks import (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.problem import DS_GROUP, DS_MLA, ds_row_bytes
+from portattn.schema.problem_limits import DS_GROUP, DS_MLA, ds_row_bytes
 from portattn.schema.tensors import KV_STORED
 from portattn.validate.checks import check_tensor
 from portattn.validate.stored import CACHE_DTYPES, as_stored, check_format, check_scale

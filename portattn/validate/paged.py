@@ -10,7 +10,7 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem import MAX_LENGTH, Op
+from portattn.schema.problem_limits import MAX_LENGTH, Op
 from portattn.schema.sizes import least
 from portattn.validate import values
 from portattn.validate.building import build

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.problem import INTEGERS
+from portattn.schema.problem_limits import INTEGERS
 from portattn.schema.tensors import INT4, KV_FORMAT, KV_STORED, PACKED
 from portattn.validate.checks import DTYPES, check_done, check_equal, check_like
 

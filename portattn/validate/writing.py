@@ -10,7 +10,8 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.problem import MAX_LENGTH, Problem, Rotary
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import MAX_LENGTH, Rotary
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,

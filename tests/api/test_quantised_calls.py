@@ -18,7 +18,7 @@ from portattn.api.operators import arguments_of
 from portattn.api.request import request_of
 from portattn.launch import cache
 from portattn.schema.call import Call
-from portattn.schema.problem import INTEGERS
+from portattn.schema.problem_limits import INTEGERS
 
 NAMES = ("decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragged")
 FORMATS = [("e4m3", "none"), ("e5m2", "head"), ("int8", "token"), ("int4", "token")]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from portattn.planning.registry import Registry
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 
 
 def entry(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

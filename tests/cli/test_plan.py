@@ -11,7 +11,7 @@ import torch
 import portattn as library
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
 

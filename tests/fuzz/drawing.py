@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from portattn.schema.problem import MAX_TREE, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import MAX_TREE
 
 SOFTCAPS = (0.01, 0.7, 5.0, 60.0, 1000.0)
 SCALES = (None, None, None, 0.0, -0.0, 1.0, -0.3, 2.5)

@@ -13,7 +13,8 @@ import torch
 from support import Device, run_core
 
 from portattn.reference import writing
-from portattn.schema.problem import INTEGERS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import INTEGERS
 from portattn.schema.tensors import KV_FORMAT, KV_LARGEST
 from portattn.testing.random_writing import BEFORE, nearest, random_writing
 from portattn.testing.verdict import judge

@@ -10,7 +10,7 @@ from support import TILE, Device, assert_right, problem, random_call, run_core
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
-from portattn.schema.problem import INTEGERS
+from portattn.schema.problem_limits import INTEGERS
 from portattn.schema.tensors import CACHE_DTYPE, KV_DTYPE
 
 FORMATS = tuple(CACHE_DTYPE)

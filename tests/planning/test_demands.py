@@ -17,7 +17,8 @@ from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.reference_takes import TAKES
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.problem import OPS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import OPS
 from portattn.schema.target import Target
 
 PLAIN: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from support import problem, random_call
 
 from portattn import ArgumentError, Problem
 from portattn.schema import conditions
-from portattn.schema.problem import MAX_HEAD_DIM, MAX_LENGTH, MAX_SIZE, MAX_SPLITS
+from portattn.schema.problem_limits import MAX_HEAD_DIM, MAX_LENGTH, MAX_SIZE, MAX_SPLITS
 from portattn.testing.oracle import allowed
 
 

@@ -20,7 +20,7 @@ from portattn.planning import evidence
 from portattn.planning.data_files import load_verified
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 from portattn.testing import canary
 from portattn.worker.client import Reply
 

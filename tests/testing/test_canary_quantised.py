@@ -20,7 +20,8 @@ from portattn.kernels import attend
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
-from portattn.schema.problem import INTEGERS, KvFormat, KvScales, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import INTEGERS, KvFormat, KvScales
 from portattn.schema.tensors import CACHE_DTYPE, KV_STORED
 from portattn.testing import canary, run_plan
 from portattn.testing.numerics import interpreter_missing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from portattn.schema.ops import ROWS, WRITERS
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 from portattn.tools.matrix import problems
 from portattn.tools.quirks import audit, examples
 from portattn.tools.tune import classes

@@ -18,7 +18,7 @@ from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.schema.plan import Rejection
-from portattn.schema.problem import UNLIMITED
+from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.sizes import least, most
 from portattn.schema.steps import Buffers, Step, StepLauncher
 

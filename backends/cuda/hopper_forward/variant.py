@@ -33,7 +33,7 @@ from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.planning.splits import split_cheapest
 from portattn.schema.ops import BACKWARD
 from portattn.schema.plan import Rejection
-from portattn.schema.problem import UNLIMITED
+from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.sizes import least
 from portattn.schema.steps import Buffers, Step, StepLauncher
 from portattn.schema.tuning import SPLIT_THRESHOLD

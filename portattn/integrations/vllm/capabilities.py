@@ -12,7 +12,7 @@ from portattn.errors import ArgumentError
 from portattn.integrations.vllm import caches
 from portattn.integrations.vllm.versions import untested
 from portattn.planning.registry import parse_target
-from portattn.schema.problem import MAX_HEAD_DIM
+from portattn.schema.problem_limits import MAX_HEAD_DIM
 
 BLOCK = 16  # tokens: kernels read pages of any size, but none smaller was tried with vLLM
 

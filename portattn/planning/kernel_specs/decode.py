@@ -20,7 +20,8 @@ from portattn.planning.kernel_specs.base import (
 )
 from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.problem import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT
 from portattn.schema.sizes import least
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD

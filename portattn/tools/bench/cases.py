@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from portattn.schema.problem import Causal, Dtype, KvFormat, KvScales, Op
+from portattn.schema.problem_limits import Causal, Dtype, KvFormat, KvScales, Op
 from portattn.schema.tensors import CACHE_DTYPE, INT4, TORCH_DTYPE
 
 Window = tuple[int | None, int | None]

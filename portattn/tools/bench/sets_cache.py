@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.schema.problem import Dtype
+from portattn.schema.problem_limits import Dtype
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.sets_dense import causality
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from portattn.schema.problem import Dtype
+from portattn.schema.problem_limits import Dtype
 from portattn.tools.bench.cases import Case
 
 WIDTH = 2048  # heads · head_dim of the dense shapes, as FlashAttention's papers time them

@@ -9,7 +9,8 @@ import msgspec
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DS_MLA, DTYPES, INTEGERS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import DS_MLA, DTYPES, INTEGERS
 from portattn.schema.tensors import CACHE_DTYPE, INT4
 
 SetName = Literal["quick", "full"]

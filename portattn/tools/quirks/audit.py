@@ -31,7 +31,8 @@ from portattn.schema import compilers, toml_reader
 from portattn.schema.conditions import parse
 from portattn.schema.lowering import CHOICES
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import Dtype, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import Dtype
 from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range

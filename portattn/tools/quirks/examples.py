@@ -24,7 +24,8 @@ from portattn.schema.conditions import FLAGS, WORDS, Condition, parse
 from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import DS_MLA, INTEGERS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import DS_MLA, INTEGERS
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range

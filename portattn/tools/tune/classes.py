@@ -12,7 +12,8 @@ from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import conditions
 from portattn.schema.features import EVERY_SCORE
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import KvFormat, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import KvFormat
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Tuning

@@ -9,7 +9,8 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import INTEGERS, KvFormat, KvScales, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import INTEGERS, KvFormat, KvScales
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import STORED_OPS, Case
 from portattn.tools.bench.sets import SETS

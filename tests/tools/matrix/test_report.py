@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
 from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.evidence import steps

@@ -9,7 +9,7 @@ import pytest
 from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import OPS
+from portattn.schema.problem_limits import OPS
 from portattn.schema.toolchain import Toolchain, installed
 from portattn.tools import lab
 from portattn.tools.matrix import select

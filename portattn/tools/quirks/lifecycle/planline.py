@@ -13,7 +13,8 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
-from portattn.schema.problem import ASKED, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import ASKED
 from portattn.schema.target import Target
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 from portattn.tools.quirks.probe import plans

@@ -17,7 +17,7 @@ from portattn.planning.kernel_specs import CORES
 from portattn.schema.features import of_kinds
 from portattn.schema.lowering import OF_ROWS, Lowering
 from portattn.schema.ops import ROWS
-from portattn.schema.problem import UNLIMITED
+from portattn.schema.problem_limits import UNLIMITED
 from portattn.tools.quirks.lifecycle.specialised import Specialised
 
 _TILES = (16, 32, 64, 128, 256)

@@ -27,7 +27,8 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS
 from portattn.schema.plan import Plan
-from portattn.schema.problem import OPS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import OPS
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.tuning import Entry, Provenance, Tuning
