@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from portattn.cli.errors import RED
-from portattn.cli.output import emit_json, json_option, plural, table
+from portattn.cli.output import emit_json, json_option, plural, status, table
 from portattn.errors import DataError
 
 
@@ -43,12 +43,8 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
         where = None if device is None else torch.device(device)
     except RuntimeError:
         raise ArgumentError("warmup", "--device", device, "must be a device of torch, such as cuda:0") from None
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("looking at the specs") as status, warnings.catch_warnings():
+    with status("looking at the specs") as say, warnings.catch_warnings():
         warnings.simplefilter("ignore", CompileWarning)  # shown below
-        say = status.update if console.is_terminal else lambda text: click.echo(text, err=True)
         report = warm(given, device=where, jobs=jobs, say=say)
     if as_json:
         emit_json(report)

@@ -17,6 +17,7 @@ from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.cache import attend_cached
 from portattn.integrations.flash_attn.cached_call import Cached
 from portattn.integrations.flash_attn.calls import scores_of, size_of
+from portattn.integrations.flash_attn.generation3 import check_hints, dense, shape_of, with_qv
 from portattn.integrations.flash_attn.naming import named
 from portattn.integrations.flash_attn.options import (
     check_bool,
@@ -25,7 +26,6 @@ from portattn.integrations.flash_attn.options import (
     check_tensors,
     splits_of,
 )
-from portattn.integrations.flash_attn.probabilities import Scores
 from portattn.integrations.flash_attn.used import used_rows
 from portattn.validate.checks import check_dense
 
@@ -75,9 +75,9 @@ def flash_attn_qkvpacked_func(
         check_packed(op, "qkv", qkv, 2, 3, "batch, seqlen, 3, heads, head_dim")
         q, k, v = qkv.unbind(2)
     descales = (q_descale, k_descale, v_descale)
-    _check_hints(op, 1, None, attention_chunk, sm_margin)
+    check_hints(op, 1, None, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
-    return _dense(op, q, k, v, None, descales, scores, deterministic, return_attn_probs)
+    return dense(op, q, k, v, None, descales, scores, deterministic, return_attn_probs)
 
 
 @named()
@@ -129,9 +129,9 @@ def flash_attn_func(
     (torch.Size([2, 16, 8, 64]), torch.Size([2, 8, 16]))
     """
     op = "flash_attn_func"
-    _check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
+    check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
-    return _dense(op, q, k, v, qv, (q_descale, k_descale, v_descale), scores, deterministic, return_attn_probs)
+    return dense(op, q, k, v, qv, (q_descale, k_descale, v_descale), scores, deterministic, return_attn_probs)
 
 
 @named()
@@ -183,12 +183,12 @@ def flash_attn_varlen_func(
     torch.Size([45, 8, 64])
     """
     op = "flash_attn_varlen_func"
-    _check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
+    check_hints(op, num_splits, pack_gqa, attention_chunk, sm_margin)
     scores = scores_of(op, softmax_scale, causal, window_size, softcap, None)
     check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     check_deterministic(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
-    q, k, scale = _with_qv(op, q, k, v, qv, scores.scale)
+    q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
     queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q), used_rows(op, "k", cu_seqlens_k, seqused_k)
     if queries is not None:
         q, cu_seqlens_q = queries.packed(q), queries.beginnings
@@ -324,15 +324,15 @@ def flash_attn_with_kvcache(
     (torch.Size([2, 1, 8, 64]), True)
     """
     op = "flash_attn_with_kvcache"
-    _check_hints(op, 1, pack_gqa, attention_chunk, sm_margin)
+    check_hints(op, 1, pack_gqa, attention_chunk, sm_margin)
     check_dense(op, "qv", qv)
     check_dense(op, "scheduler_metadata", scheduler_metadata)
     if qv is not None:
         limit = "is not taken: portattn.mla_attention attends a latent cache, and flash_attn_func takes qv without one"
-        raise ArgumentError(op, "qv", _shape(qv), limit)
+        raise ArgumentError(op, "qv", shape_of(qv), limit)
     if scheduler_metadata is not None:
         limit = "must be None: there is no schedule of FlashAttention-3's to follow"
-        raise ArgumentError(op, "scheduler_metadata", _shape(scheduler_metadata), limit)
+        raise ArgumentError(op, "scheduler_metadata", shape_of(scheduler_metadata), limit)
     wanted = check_bool(op, "return_softmax_lse", return_softmax_lse)
     found = attend_cached(
         Cached(
@@ -379,63 +379,3 @@ def get_scheduler_metadata(
     Returns None, which flash_attn_with_kvcache takes as its scheduler_metadata.
     """
     return None
-
-
-def _check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
-    """What sets how FlashAttention-3's kernels run, and the one mask that is not here. Raises ArgumentError."""
-    if type(num_splits) is not int or num_splits > 1:
-        limit = "must be up to 1: only flash_attn_with_kvcache splits keys over programs"
-        raise ArgumentError(op, "num_splits", num_splits, limit)
-    if pack_gqa is not None:
-        check_bool(op, "pack_gqa", pack_gqa)
-    if type(attention_chunk) is not int or attention_chunk != 0:
-        limit = "must be 0: attention within chunks is portattn.attention's with a mask"
-        raise ArgumentError(op, "attention_chunk", attention_chunk, limit)
-    if type(sm_margin) is not int or sm_margin != 0:
-        raise ArgumentError(op, "sm_margin", sm_margin, "must be 0: kernels leave no part of the device free")
-
-
-def _dense(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    qv: torch.Tensor | None,
-    descales: tuple[torch.Tensor | None, ...],
-    scores: Scores,
-    deterministic: bool,
-    return_attn_probs: bool,
-) -> Any:
-    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
-    check_deterministic(op, deterministic, q, k, v, qv)
-    wanted = check_bool(op, "return_attn_probs", return_attn_probs)
-    q, k, scale = _with_qv(op, q, k, v, qv, scores.scale)
-    q_scale, k_scale, v_scale = descales
-    return ops.attention(
-        q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=wanted, layout="bshd",
-        **scores.arguments() | {"scale": scale},
-    )  # fmt: skip
-
-
-def _with_qv(
-    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor, float | None]:
-    """Queries and keys whose products are q·k + qv·v."""
-    if qv is None:
-        return q, k, scale
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("qv", qv)):
-        check_dense(op, name, tensor)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ArgumentError(op, name, given, "must be of float16, bfloat16 or float32 with qv")
-        if tensor.ndim != q.ndim or not tensor.ndim:
-            raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), "must have q's axes, head_dim the last")
-    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or k.shape[:-1] != v.shape[:-1]:
-        limit = f"must be q's with v's head_dim, {(*q.shape[:-1], v.shape[-1])}, {q.dtype}"
-        raise ArgumentError(op, "qv", (tuple(qv.shape), qv.dtype), limit)
-    width = q.shape[-1] + v.shape[-1]
-    return torch.cat((q, qv), -1), torch.cat((k, v), -1), width**-0.5 if scale is None else scale
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

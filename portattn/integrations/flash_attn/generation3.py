@@ -1,0 +1,75 @@
+"""Calls with flash_attn_interface's arguments: what the functions of generation 3 share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from portattn.api import ops
+from portattn.errors import ArgumentError
+from portattn.integrations.flash_attn.options import check_bool, check_deterministic, check_tensors
+from portattn.integrations.flash_attn.probabilities import Scores
+from portattn.validate.checks import check_dense
+
+
+def check_hints(op: str, num_splits: Any, pack_gqa: Any, attention_chunk: Any, sm_margin: Any) -> None:
+    """What sets how FlashAttention-3's kernels run, and the one mask that is not here. Raises ArgumentError."""
+    if type(num_splits) is not int or num_splits > 1:
+        limit = "must be up to 1: only flash_attn_with_kvcache splits keys over programs"
+        raise ArgumentError(op, "num_splits", num_splits, limit)
+    if pack_gqa is not None:
+        check_bool(op, "pack_gqa", pack_gqa)
+    if type(attention_chunk) is not int or attention_chunk != 0:
+        limit = "must be 0: attention within chunks is portattn.attention's with a mask"
+        raise ArgumentError(op, "attention_chunk", attention_chunk, limit)
+    if type(sm_margin) is not int or sm_margin != 0:
+        raise ArgumentError(op, "sm_margin", sm_margin, "must be 0: kernels leave no part of the device free")
+
+
+def dense(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None,
+    descales: tuple[torch.Tensor | None, ...],
+    scores: Scores,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> Any:
+    """out (B, Sq, Hq, Dv); with return_attn_probs, (out, lse). Raises ArgumentError."""
+    check_tensors(op, q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
+    check_deterministic(op, deterministic, q, k, v, qv)
+    wanted = check_bool(op, "return_attn_probs", return_attn_probs)
+    q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
+    q_scale, k_scale, v_scale = descales
+    return ops.attention(
+        q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=wanted, layout="bshd",
+        **scores.arguments() | {"scale": scale},
+    )  # fmt: skip
+
+
+def with_qv(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """Queries and keys whose products are q·k + qv·v, and the scale. Raises ArgumentError."""
+    if qv is None:
+        return q, k, scale
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        check_dense(op, name, tensor)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ArgumentError(op, name, given, "must be of float16, bfloat16 or float32 with qv")
+        if tensor.ndim != q.ndim or not tensor.ndim:
+            raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), "must have q's axes, head_dim the last")
+    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or k.shape[:-1] != v.shape[:-1]:
+        limit = f"must be q's with v's head_dim, {(*q.shape[:-1], v.shape[-1])}, {q.dtype}"
+        raise ArgumentError(op, "qv", (tuple(qv.shape), qv.dtype), limit)
+    width = q.shape[-1] + v.shape[-1]
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1), width**-0.5 if scale is None else scale
+
+
+def shape_of(value: Any) -> Any:
+    """What an error shows of an argument: a tensor's shape, anything else's type."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
