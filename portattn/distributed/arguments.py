@@ -70,8 +70,10 @@ def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
         limit = "must be 0: dropout is not computed over several ranks, whose masks would have to be parts of one"
         raise ArgumentError(op, "dropout_p", given["dropout_p"], limit)
     for name in ("bias", "mask", "seqlens_q", "seqlens_k"):
-        if given.get(name) is not None:
-            raise ArgumentError(op, name, "given", f"must be None over several ranks: {_WHOLE}")
+        value = given.get(name)
+        if value is not None:
+            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            raise ArgumentError(op, name, shown, f"must be None over several ranks: {_WHOLE}")
 
 
 def _is_nothing(dropout_p: Any) -> bool:

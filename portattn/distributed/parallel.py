@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +10,13 @@ import torch.distributed as dist
 
 from portattn.api.autocast import is_on
 from portattn.api.left_out import leave_out, left_out
-from portattn.api.ops import attention, plan, varlen_attention
-from portattn.api.request import Result, Window, settings_for
-from portattn.distributed.arguments import Arguments, axes, check_rows, checked, description, documents_of
+from portattn.api.request import Result, Window
+from portattn.distributed.arguments import axes, check_rows, checked, description, documents_of
+from portattn.distributed.execution import Execution
 from portattn.distributed.groups import Ranks, agree, dimensions
-from portattn.distributed.local import Scores
 from portattn.distributed.placements import Placed, are_placed, placed
-from portattn.distributed.ring import Ring
 from portattn.distributed.sharding import LAYOUTS, Documents, Shards
-from portattn.distributed.ulysses import Ulysses
-from portattn.errors import ArgumentError, PortattnError
+from portattn.errors import ArgumentError
 
 OP = "context_parallel"
 METHODS = ("ring", "ulysses")
@@ -104,6 +100,7 @@ class ContextParallel:
 
     def __init__(self, dims: Sequence[Ranks], shards: Shards, check: str) -> None:
         self.dims, self.shards, self._check = tuple(dims), shards, check
+        self._execution = Execution(shards, self._ring, self._inner)
         self._seen: set[str] = set()
 
     def __repr__(self) -> str:
@@ -352,7 +349,7 @@ class ContextParallel:
             documents = None if packed is None else documents_of(op, packed[0])
             by_heads = lying is not None and lying.by_heads
             found = checked(op, self.shards, given, documents, by_heads)
-            self._refuse_what_cannot_run(op, found, by_heads)
+            self._execution.refuse_what_cannot_run(op, found, by_heads)
             said = description(given, documents, (("placements", None if lying is None else lying.by_heads),))
         except ArgumentError as error:
             problem = error
@@ -362,7 +359,7 @@ class ContextParallel:
         if problem is not None or self._check == "always" or kind not in self._seen:
             agree(op, self.dims, said, problem)
             self._note(kind)
-        out, lse = _by_heads(found) if by_heads else self._over_ranks(found)
+        out, lse = self._execution.run(found, by_heads)
         if packed is not None:
             out, lse = out[0].transpose(0, 1), lse[0]
         elif given["layout"] == "bshd":
@@ -395,98 +392,12 @@ class ContextParallel:
         check_rows(op, given, packed)
         return given, lying
 
-    def _over_ranks(self, call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, LSE) as (B, Hq, S, Dv) and (B, Hq, S)."""
-        inner = self._inner
-        if inner is None:
-            return self._around(call, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
-        run = Ulysses.over(inner, self.shards, call.length, call.q.shape[1], call.k.shape[1])
-        q, k, v = run.to_heads(call.q, call.k, call.v, of=(run.heads.q, run.heads.kv, run.heads.kv))
-        out, lse = self._around(call, q, k, v, *_of_heads(call, run))
-        return run.to_rows(out, lse)
-
-    def _around(
-        self, call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a shard of the ring; without a ring, of the whole sequence."""
-        if self._ring is None:
-            return _whole(call, q, k, v, slopes, sinks)
-        return self._ring_of(self._ring, call, slopes).attention(q, k, v, sinks)
-
-    def _ring_of(self, ranks: Ranks, call: Arguments, slopes: Any) -> Ring:
-        scores = Scores(call.scale, call.softcap, call.backend, None if slopes is None else slopes.detach())
-        return Ring(ranks, self.shards, call.length, call.mask, call.documents, scores)
-
-    def _refuse_what_cannot_run(self, op: str, call: Arguments, by_heads: bool) -> None:
-        """Raise ArgumentError where this rank's own calls would raise once others wait for what it sends: where a path
-        is named or nothing may fall back. Without that each call runs on some path, and nothing is planned here."""
-        settings = settings_for(op, call.backend, None)
-        if settings.backend == "auto" and settings.fallback != "error" and not settings.quirks:
-            return
-        try:
-            self._plan(call, by_heads)
-        except ArgumentError as error:
-            raise ArgumentError(op, error.argument, error.value, error.limit) from None
-        except PortattnError as error:
-            raise ArgumentError(op, "backend", settings.backend, f"cannot run here: {error}") from error
-
-    def _plan(self, call: Arguments, by_heads: bool) -> None:
-        """Plan what `_over_ranks` is going to run, of tensors like those that it will have then."""
-        q, k, v, slopes, sinks = call.q, call.k, call.v, call.alibi_slopes, call.sinks
-        if self._inner is not None and not by_heads:
-            run = Ulysses.over(self._inner, self.shards, call.length, q.shape[1], k.shape[1])
-            q, k, v = run.like_heads(q, k, v, of=(run.heads.q, run.heads.kv, run.heads.kv))
-            slopes, sinks = _of_heads(call, run)
-        if self._ring is not None and not by_heads:
-            self._ring_of(self._ring, call, slopes).plan(q, k, v)
-        else:
-            which, given = _whole_call(call, q, k, v, slopes, sinks)
-            plan(which, **given)
-
 
 leave_out(
     "context parallel",
     lambda shared, given, packed: shared._call(given, packed),
     "context parallel calls torch.distributed from host to host before it sends anything",
 )
-
-
-def _by_heads(call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    return _whole(call, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
-
-
-def _whole(
-    call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention where all rows are here: (B, H, S, Dv), and the LSE."""
-    which, given = _whole_call(call, q, k, v, slopes, sinks)
-    if which == "attention":
-        found: Any = attention(**given)
-        return found
-    packed: Any = varlen_attention(**given)
-    out, lse = packed
-    return out.transpose(0, 1)[None], lse[None]
-
-
-def _whole_call(
-    call: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, sinks: Any
-) -> tuple[str, dict[str, Any]]:
-    """The operation of a call where all rows are here, and its arguments."""
-    given: dict[str, Any] = {"scale": call.scale, "causal": call.causal, "window": call.window, "softcap": call.softcap}
-    given |= {"alibi_slopes": slopes, "sinks": sinks, "backend": call.backend, "return_lse": True}
-    if call.documents is None:
-        return "attention", given | {"q": q, "k": k, "v": v}
-    cu = torch.tensor(call.documents.cu, dtype=torch.int32).to(q.device, non_blocking=True)
-    longest = max((b - a for a, b in itertools.pairwise(call.documents.cu)), default=0)
-    given |= {name: tensor[0].transpose(0, 1) for name, tensor in (("q", q), ("k", k), ("v", v))}
-    given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return "varlen_attention", given
-
-
-def _of_heads(call: Arguments, run: Ulysses) -> tuple[Any, Any]:
-    """Slopes and sinks of this rank's heads."""
-    slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., run.mine]
-    return slopes, None if call.sinks is None else call.sinks[run.mine]
 
 
 def _axis(name: str, tensor: torch.Tensor, dim: int) -> int:
