@@ -60,9 +60,10 @@ def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Mod
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "engine_env", module)
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # where Python finds its engine_recipes when it runs as a script
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "LISTS", tmp_path / "lists")
-    module.LISTS.mkdir()
+    monkeypatch.setattr(recipes(), "LISTS", tmp_path / "lists")
+    recipes().LISTS.mkdir()
     for name, value in {
         "ENGINES_HOME": str(tmp_path / "engines"),
         "PIP_NO_INDEX": "1",
@@ -73,9 +74,14 @@ def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Mod
     return module
 
 
+def recipes() -> ModuleType:
+    """scripts/engine_recipes.py, which has the lists."""
+    return sys.modules["engine_recipes"]
+
+
 def listed(script: ModuleType, version: str = "1.0", head: str = "", lines: str = "") -> None:
     packages = "\n".join(f"{name}==1.0" for name in (*OTHERS, "pytest", "toy"))
-    (script.LISTS / f"toy-{version}.txt").write_text(
+    (recipes().LISTS / f"toy-{version}.txt").write_text(
         f"# a list\n#: size 1\n#: env OWN=yes\n{head}\n{packages}\n{lines}\n"
     )
 
@@ -188,7 +194,7 @@ def test_bad_input(script: ModuleType, capfd: Capture) -> None:
         listed(script, lines=lines)
         assert script.main(["make", "toy==1.0"]) == script.BAD
         assert re.search(reason, capfd.readouterr().err)
-    (script.LISTS / "toy-1.0.txt").write_text("toy==1.0\n")
+    (recipes().LISTS / "toy-1.0.txt").write_text("toy==1.0\n")
     assert script.main(["make", "toy==1.0"]) == script.BAD
     assert "lacks msgspec, numpy, pytest, torch" in capfd.readouterr().err
 
@@ -196,8 +202,9 @@ def test_bad_input(script: ModuleType, capfd: Capture) -> None:
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
 def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, kill: signal.Signals) -> None:
     listed(script, head="#: try import time; time.sleep(8)")
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import engine_env; from pathlib import Path; "
-    code += f"engine_env.LISTS = Path({str(script.LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
+    code = f"import sys; from pathlib import Path; sys.path.insert(0, {str(SCRIPT.parent)!r}); "
+    code += "import engine_env, engine_recipes; "
+    code += f"engine_recipes.LISTS = Path({str(recipes().LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -223,7 +230,7 @@ def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: 
         listed(script, version)
     assert script.main(["list", "--newest"]) == 0
     assert capfd.readouterr().out == "toy==0.10.1\n"
-    monkeypatch.setattr(script, "LISTS", ROOT / "tests" / "engines" / "requirements")
+    monkeypatch.setattr(recipes(), "LISTS", ROOT / "tests" / "engines" / "requirements")
     assert script.known()
     for name in script.known():
         assert "torch==2.13.0" in script.recipe(name).packages
