@@ -261,7 +261,10 @@ def quirks() -> Section:
 
 
 def paths() -> Section:
-    """Which path each operation takes on this machine's devices, and what it costs where that is not the core's."""
+    """Which path each operation takes on this machine's devices, and what it costs where that is not the core's.
+
+    A path depends on the problem, so each item names the one that was planned: the first of the op's canaries.
+    """
     from portattn.compile.store import store
     from portattn.config import current
     from portattn.planning.detect import devices
@@ -274,7 +277,7 @@ def paths() -> Section:
     for target in devices():
         for op, problems in CASES.items():
             made = plan(problems[0], target, records=store(current()), settings=current())
-            lines = [f"{made.path} path"]
+            lines = [f"{made.path} path", f"planned for {made.problem}"]
             for no in made.rejected:
                 lines.append(f"not {no.path}: {no.reason}" + (f" (hint: {no.hint})" if no.hint else ""))
             for name in dict.fromkeys([q.id for q in made.quirks] + [no.quirk for no in made.rejected if no.quirk]):

@@ -12,6 +12,7 @@ import pytest
 
 from portattn.cli import calls, probes
 from portattn.planning.registry import Registry
+from portattn.testing.canary import CASES
 
 
 @pytest.fixture
@@ -35,6 +36,12 @@ def test_the_report_has_every_part(portattn, tmp_path):
     assert {item["name"] for s in report["sections"] if s["title"] == "backends" for item in s["items"]} == set(
         Registry.load().backends
     )
+    (taken,) = (s["items"] for s in report["sections"] if s["title"] == "paths taken here")
+    for item in taken:  # a path is of one problem, which is named
+        planned = next(text for text in item["value"].splitlines() if text.startswith("planned for "))
+        assert planned in called.out
+        assert planned.split()[2] == item["name"].split()[1], item
+    assert len(taken) >= len(CASES)
 
 
 @pytest.mark.usefixtures("quick_calls")

@@ -39,6 +39,7 @@ from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import breadth, evidence, examples
 
 REVIEW_SOON = datetime.timedelta(days=30)
+SETTLE = "narrow [when] of one so that no plan meets both, or give both the same value"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,7 +282,7 @@ def _conflicts_by_condition(quirks: list[Quirk], registry: Registry) -> _Pairs:
             continue
         message = (
             f"{one.id} and {two.id} can both apply and set {one.effect.kind} {differ[0]} differently: "
-            f"{one.effect.sets[differ[0]]!r} and {two.effect.sets[differ[0]]!r}"
+            f"{one.effect.sets[differ[0]]!r} and {two.effect.sets[differ[0]]!r}; {SETTLE}"
         )
         yield frozenset((one.id, two.id)), _at(one, ("effect", one.effect.kind, differ[0]), message)
 

@@ -169,9 +169,9 @@ def test_conflict_in_plans(tmp_path: Path) -> None:
     (finding,) = audited(tmp_path)
     assert finding.severity == "error"
     assert (
-        "cuda-0901-one and cuda-0902-two can both apply and set launch num_stages differently: 1 and 3"
-        in finding.message
-    )
+        "cuda-0901-one and cuda-0902-two can both apply and set launch num_stages differently: 1 and 3; "
+        "narrow [when] of one so that no plan meets both, or give both the same value"
+    ) == finding.message
     planned = dict(audit._conflicts_by_planning(registry(tmp_path)))
     assert set(planned) == {frozenset(("cuda-0901-one", "cuda-0902-two"))}
 
