@@ -240,3 +240,21 @@ def test_a_sink_that_weighs_most_rounds_no_value_away(
     call.sinks = torch.full((16,), above, device=device.name)
     for unpack in unpackings(device):
         assert_exact(call, rounded_once(device, call, monkeypatch, unpack))
+
+
+@pytest.mark.parametrize("by", [2.0**40, 2.0**-40])
+@pytest.mark.parametrize("feature", ["alibi_slopes", "bias"])
+def test_scales_of_any_size_beside_scores_in_the_natural_base(
+    device: Device, feature: str, by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ALiBi and a bias keep scores natural, and so must the scales' logarithms be: with those of base 2 the products of
+    probabilities and scales would be 200,000 times too large or too small for float16."""
+    call = narrow("normal", "e4m3", "bf16", "token", device.name, keys=100)
+    assert call.v_scale is not None
+    call.problem = msgspec.structs.replace(call.problem, **{feature: True})
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, 16) if feature == "alibi_slopes" else (1, 16, 1, 100)
+    setattr(call, feature, (torch.rand(shape, generator=generator) * 0.1).to(device.name))
+    call.v_scale = call.v_scale * by
+    for unpack in unpackings(device):
+        assert_exact(call, rounded_once(device, call, monkeypatch, unpack))

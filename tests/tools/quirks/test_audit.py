@@ -168,10 +168,10 @@ def test_conflict_in_plans(tmp_path: Path) -> None:
     plant(tmp_path, "cuda-0902-two", "launch = { num_stages = 3 }", 'arch = ["sm_90"]')
     (finding,) = audited(tmp_path)
     assert finding.severity == "error"
-    assert (
+    assert finding.message == (
         "cuda-0901-one and cuda-0902-two can both apply and set launch num_stages differently: 1 and 3; "
         "narrow [when] of one so that no plan meets both, or give both the same value"
-    ) == finding.message
+    )
     planned = dict(audit._conflicts_by_planning(registry(tmp_path)))
     assert set(planned) == {frozenset(("cuda-0901-one", "cuda-0902-two"))}
 
