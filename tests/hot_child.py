@@ -27,6 +27,7 @@ import triton
 from fakechip import Chip
 
 import portattn
+from portattn.api.into import into
 from portattn.launch import cache, native, triton_compat
 from portattn.testing.random_calls import random_call
 
@@ -121,10 +122,25 @@ def compare(name: str, path: str) -> None:
         ran = handle.run(**arguments, out=places[0], lse=places[1])
         prepared = {
             "allocated": len(chip.allocated), "given": all(a is b for a, b in zip(ran, places, strict=True)),
-            "launches": len(into := fake.launches()), "path": handle.plan.path,
-            "out": all(any(_holds(one, t) for one in into) for t in places),
+            "launches": len(ran_with := fake.launches()), "path": handle.plan.path,
+            "out": all(any(_holds(one, t) for one in ran_with) for t in places),
         }  # fmt: skip
+        fake.library.fake_clear()
+        chip.allocated.clear()
+        placed = into(places[0], op, **{**arguments, "return_lse": False})  # of no known kind: copied
+        copied, lone = placed is places[0] and not any(_holds(one, places[0]) for one in fake.launches()), []
+        for entered in (kind_of(op).hit, None):  # by native.c, and by Python
+            kind_of(op).hit, kept = entered, kind_of(op).hit
+            fake.library.fake_clear()
+            chip.allocated.clear()
+            placed = into(places[0], op, **{**arguments, "return_lse": False})
+            lone.append({
+                "returned": placed is places[0], "held": any(_holds(one, placed) for one in fake.launches()),
+                "allocated": [list(t.shape) for t in chip.allocated if t.dtype == placed.dtype],
+            })  # fmt: skip
+            kind_of(op).hit = kept
         found[name if name in VARIANTS else f"{name} {path}"] = {
+            "copied": copied, "into": lone,
             "path": entry.classes[0].plan.path, "hit": hit is not None, "launches": len(by_c[0]),
             "way": entry.classes[0].direct.way, "reason": entry.classes[0].direct.reason, "same": by_c == by_python,
             "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),

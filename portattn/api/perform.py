@@ -67,8 +67,17 @@ def _known_training(
     return found if values[RETURNS_LSE[op]] else found[0]
 
 
-def found_cached(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
-    """As try_cached, of a call that is not traced."""
+def found_cached(
+    op: str,
+    tensors: tuple[Any, ...],
+    values: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    place: torch.Tensor | None = None,
+) -> Result | None:
+    """As try_cached, of a call that is not traced.
+
+    place  where out goes, as the call would allocate it; None: it is allocated
+    """
     known = cache.kinds(op, values)
     if not known:
         return None
@@ -76,7 +85,7 @@ def found_cached(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], len
     for kind in known:
         hit = kind.hit
         if hit is not None:
-            found = hit(tensors, values, lengths, settings, None, None, None)
+            found = hit(tensors, values, lengths, settings, place, None, None)
             if found is not NotImplemented:
                 if found is not None:
                     return found
@@ -89,7 +98,7 @@ def found_cached(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], len
         if its_class is not None:
             cached, sizes = its_class
             dispatch.note(cached.note(inputs))
-            out, lse = cached(given, addresses, sizes)
+            out, lse = cached(given, addresses, sizes) if place is None else cached(given, addresses, sizes, place)
             return out if lse is None else (out, lse)
     return None
 

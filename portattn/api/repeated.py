@@ -43,8 +43,13 @@ class RepeatedCall:
         """native.c launches kernels; this calls torch."""
         return
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int]) -> Results:
-        return self.run(*tensors)
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int],
+        place: torch.Tensor | None = None,
+    ) -> Results:  # fmt: skip
+        """Run with these tensors: (out, LSE or None). place: where out goes."""
+        out, lse = self.run(*tensors)
+        return (out if place is None else place.copy_(out)), lse
 
 
 def keep(request: Request, call: Call, plan: Any) -> None:

@@ -75,6 +75,16 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
 
 
 @pytest.mark.compiles
+def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) -> None:
+    """The first call of a kind is copied; later ones, by native.c and by Python, allocate no result."""
+    made = {name: found for name, found in seen.items() if isinstance(found, dict) and "into" in found}
+    assert len(made) >= len(OPS)
+    for name, found in made.items():
+        assert found["copied"], name
+        assert found["into"] == [{"returned": True, "held": True, "allocated": []}] * 2, name
+
+
+@pytest.mark.compiles
 def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
     launches, firsts, wrong = seen["threads"]
     assert (launches, firsts, wrong) == (300, 150, [])
