@@ -12,6 +12,8 @@ from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import UNLIMITED, Problem
 
+BLOCK_SCALES = ("k_block_scale", "v_block_scale")  # of caches of nvfp4
+
 
 def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
     """`name_stride_axis` of each axis; 0 for a tensor that is absent, where nothing is read."""

@@ -11,7 +11,7 @@ import msgspec
 from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import BACKWARD
-from portattn.schema.problem import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT, Problem
+from portattn.schema.problem import MAX_SPLITS, NVFP4, PAIRED, UNLIMITED, WORD_ALIGNMENT, Problem
 from portattn.schema.sizes import least, most, next_power_of_two
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
@@ -27,7 +27,7 @@ MIN_NARROW_DEPTH = 32  # columns of 8-bit operands: the depth of one product
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
 # four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
-MIN_DOT_INT4 = 32
+MIN_DOT_INT4 = 32  # and of nvfp4's, which share the bytes
 MIN_DOT = 16  # rows, columns and depth of the smallest product that every backend's `tl.dot` takes
 
 
@@ -157,6 +157,8 @@ def no_words(problem: Problem) -> str:
     """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
     if problem.kv_format == "as_q":
         return "the cache is not quantised"
+    if problem.kv_format == NVFP4:
+        return f"the loop over words knows no scales of blocks, which {NVFP4} has"
     if not problem.words:
         return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
     if head_columns(problem)[1]:
@@ -358,7 +360,7 @@ class DecodeSplit(CoreKernel):
         narrowest = 0
         if unpack != "bytes":  # each number of a word has a tile of its own
             narrowest = MIN_DOT * problem.numbers_of_word
-        elif problem.kv_format == "int4" and lowering.reads != "inside":
+        elif problem.kv_format in PAIRED and lowering.reads != "inside":
             narrowest = MIN_DOT_INT4
         found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
         if found["BLOCK_TAIL"]:
@@ -420,6 +422,8 @@ class DecodeSplit(CoreKernel):
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
         launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+        if problem.kv_format == NVFP4 and "block_n" not in pinned:  # the depth of the values' product
+            launch = msgspec.structs.replace(launch, block_n=most(launch.block_n, MIN_DOT_INT4))
         if "splits" in pinned:
             return launch
         if problem.num_splits:
