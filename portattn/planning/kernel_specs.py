@@ -49,7 +49,7 @@ class CoreKernel:
     name         kernel name in quirks, tuning and records
     function     the function in its source; ops that share one differ by its optional arguments
     op           the op that it serves
-    choices      the Lowering fields that it reads
+    choices      the Lowering fields that it reads; of a problem's plan some of them may say nothing (`read`)
     takes        what it can do beyond plain attention; a problem that asks for anything else is not planned for it
     max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
@@ -83,6 +83,10 @@ class CoreKernel:
         if problem.needs_grad and problem.op not in BACKWARD:
             return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
         return None
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        """Those of `choices` on which the code of this problem depends, or that `limits` has had to decide."""
+        return self.choices
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         """Pieces of work, splits included: the number of programs unless the grid is persistent."""
@@ -392,6 +396,14 @@ class DecodeSplit(CoreKernel):
             found = (*found, ("pipeline", "plain", "the loop over words has no other"))
         return found
 
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        unread: tuple[str, ...] = ()
+        if problem.kv_format in PAIRED:  # rows of bytes become rows of numbers, which are transposed then
+            unread = "k_tile", "block_order"
+        if "unpack" in self.choices and lowering.unpack != "bytes":
+            unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
+        return tuple(name for name in self.choices if name not in unread)
+
     def natural_scores(self, problem: Problem) -> bool:
         """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
         return problem.alibi_slopes or problem.bias
@@ -481,7 +493,7 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
-    takes = _TAKES | _SCORED | _MASKED | {"num_splits", "packed", "kv_format"}
+    takes = _TAKES | _SCORED | _MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
     choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:

@@ -258,7 +258,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="mla_attention",
                 title="Latent cache",
                 tensors=_tensors(
-                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask tree_mask"
+                    " cu_seqlens_q",
                     q="q_nope",
                     k="kv_pages",
                     v="kv_pages",
@@ -275,7 +276,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 packs_heads=True,
                 latent=True,
                 trained_by="attention for the keys and values of each head, or with a row as key and its first 512 "
-                "columns as value",
+                "columns as value (a tree_mask written out as its mask)",
                 canaries=(_LATENT | {"causal": "bottom_right", "num_splits": 2},),
             ),
             OpRow(

@@ -364,6 +364,7 @@ def _mla() -> list[Named]:
         mla("LSE", **wide, return_lse=True),
         mla("one split", **wide, num_splits=1),
         mla("ragged", **wide, **RAGGED),
+        mla("tree of 16", **wide, seq_q=16, tree_mask=True),
         *(
             mla(words, **wide | {"dtype": dtype}, **fields)
             for dtype, words, fields in _quantised()
