@@ -42,7 +42,7 @@ _DIFFERENTIABLE = frozenset({
     "bias", "log_weights",
 })  # fmt: skip
 # Tensors that an operation which fills a cache may write to.
-_WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale")
+_WRITTEN = ("k_cache", "v_cache", "k_pages", "v_pages", "k_scale", "v_scale", "k_block_scale", "v_block_scale")
 _NO_LIMIT = -1
 
 
@@ -112,7 +112,7 @@ class Signature:
         """The type of a tensor: of one that is written with a letter of its own, which says so."""
         if not self.row.writes or name not in _WRITTEN:
             return "Tensor"
-        return f"Tensor({'abcdef'[_WRITTEN.index(name)]}!)"
+        return f"Tensor({'abcdefgh'[_WRITTEN.index(name)]}!)"
 
     def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """An operator's arguments as a Request has them: its tensors, its fixed values, its sizes."""

@@ -14,7 +14,8 @@ import torch
 from portattn.api.page_table import PageTable
 from portattn.errors import ArgumentError
 from portattn.schema.ops import PUBLIC
-from portattn.schema.tensors import CACHE_DTYPE, TORCH_DTYPE
+from portattn.schema.problem_limits import NVFP4
+from portattn.schema.tensors import CACHE_DTYPE, PACKED, TORCH_DTYPE
 from portattn.validate.checks import check_dense
 
 MOST_SIZES = 1 << 17  # combinations of a spec's sizes: each takes about 30 µs to look at (a decode, on a CPU)
@@ -23,7 +24,7 @@ _SIZES = rf"\s*(?:{_SIZE}\s*(?:,\s*{_SIZE}\s*)*,?\s*)?"
 _NUMBERS = r"\s*(?:\d+\s*(?:,\s*\d+\s*)*,?\s*)?"
 _TENSOR = re.compile(rf"(\w+)\[({_SIZES})\](?::({_NUMBERS}))?")
 _RANGE = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
-_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.bool} | CACHE_DTYPE
+_DTYPES = TORCH_DTYPE | {"i32": torch.int32, "i64": torch.int64, "bool": torch.bool} | CACHE_DTYPE | {NVFP4: PACKED}
 _PAIRS = ("window", "magicpig")  # arguments that are tuples, which JSON writes as lists
 
 

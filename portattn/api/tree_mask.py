@@ -1,4 +1,4 @@
-"""tree_mask: a tree of drafted tokens as the words that decode_attention and paged_attention take."""
+"""tree_mask: a tree of drafted tokens as the words that the operations over a cache take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OP = "tree_mask"
 
 
 def tree_mask(tree: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """The `tree_mask` of decode_attention and paged_attention: which new tokens each new token's query attends.
+    """The `tree_mask` of decode_, paged_ and mla_attention: which new tokens each new token's query attends.
 
     tree  parents: int32 or int64 (..., S), or a list of S ints. Number i is the node before token i in the tree, which
           is below i; negative where token i follows the last token before the tree. A token attends itself, its parent,

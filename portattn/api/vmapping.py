@@ -12,7 +12,10 @@ from portattn.api.operators import Signature
 # Operations whose tensors have a batch axis that another one can become part of, and those of their tensors that may
 # lack it: theirs are made alike.
 _FOLDED = frozenset({"attention", "decode_attention"})
-_BATCH_FIRST = frozenset({"q", "k", "v", "k_cache", "v_cache", "seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k"})
+_BATCH_FIRST = frozenset({
+    "q", "k", "v", "k_cache", "v_cache", "k_block_scale", "v_block_scale", "seqlens_q", "seqlens_k", "leftpad_q",
+    "leftpad_k",
+})  # fmt: skip
 
 
 def forward(

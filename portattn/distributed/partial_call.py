@@ -24,6 +24,8 @@ from portattn.errors import ArgumentError
 from portattn.validate import wants_gradients
 
 LAYOUTS = ("bhsd", "bshd")
+# Options that are each rank's own.
+_OWN = ("k_scale", "v_scale", "kv_scale", "k_block_scale", "v_block_scale")
 
 
 class PartialCall:
@@ -47,7 +49,7 @@ class PartialCall:
             "Dv": self.caches[-1].shape[-1],
         }
         for name, value in self.options.items():
-            if name in ("k_scale", "v_scale", "kv_scale", "num_splits", "backend", "validate"):
+            if name in (*_OWN, "num_splits", "backend", "validate"):
                 continue  # each rank's own
             if isinstance(value, torch.Tensor):
                 value = value.tolist()

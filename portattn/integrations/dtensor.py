@@ -18,7 +18,8 @@ _PER_HEAD = {"indices": (0, 1), "counts": (0, 1), "log_weights": (0, 1), "sinks"
              "magicpig_bits": (None, 0), "magicpig_tables": (None, 0)}  # fmt: skip
 _QUERIES = frozenset({"q", "q_nope", "q_rope"})
 _PAGES = frozenset({"k_pages", "v_pages"})
-_KEYS = _PAGES | {"k", "v", "k_cache", "v_cache"}
+_STORED = frozenset({"k_cache", "v_cache", "k_block_scale", "v_block_scale"})
+_KEYS = _PAGES | _STORED | {"k", "v"}
 
 Axes = tuple[int | None, int | None]
 
@@ -131,7 +132,7 @@ def _axes(named: dict[str, Any], name: str, tensor: Any) -> Axes:
         return (0 if sizes[0] > 1 else None), (1 - first if sizes[1] > 1 else None)
     if name in ("kv_pages", "kv_scale") or name.startswith("cu_seqlens"):
         return None, None
-    if name in _PAGES or (name in ("k_cache", "v_cache") and named.get("page_table") is not None):
+    if name in _PAGES or (name in _STORED and named.get("page_table") is not None):
         return None, (1 if named["page_layout"] == "hpd" else 2)
     if tensor.ndim == 3:
         return None, 1

@@ -8,7 +8,15 @@ import triton.language as tl
 
 from portattn.kernels.dropout import kept_scores
 from portattn.kernels.operands import operand, products, query_tile, split_product
-from portattn.kernels.stored import token_scales, widened, widened_groups, widened_pairs, without_zero
+from portattn.kernels.stored import (
+    NV_BLOCK,
+    token_scales,
+    widened,
+    widened_blocks,
+    widened_groups,
+    widened_pairs,
+    without_zero,
+)
 from portattn.kernels.tiles import load_columns, load_rows, softmax_step
 
 
@@ -24,7 +32,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
 
     The first MAIN columns are one product; with BLOCK_TAIL the columns from MAIN on are another.
 
-    scales  a cache's scale for each token, or None
+    scales  a cache's scale for each token, or None; of nvfp4 the rows of its blocks' scales
     """
     if LATENT:
         rows = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N, BLOCK_D,
@@ -43,6 +51,13 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
         pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
                           BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores = tl.dot(q_tile, tl.trans(widened_pairs(pairs, q_tile, raw)), input_precision=DOT_PRECISION)
+        rows = scores  # never used, as below
+    elif KV_FORMAT == "nvfp4":
+        pairs = load_rows(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN // 2, BLOCK_N,
+                          BLOCK_D // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        wide = widened_blocks(pairs, q_tile, scales, table, start, end, pages, scale_stride_page, scale_stride_row,
+                              MAIN, BLOCK_N, BLOCK_D, BOUNDED, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+        scores = tl.dot(q_tile, tl.trans(wide), input_precision=DOT_PRECISION)
         rows = scores  # never used, as below
     else:
         k_tile = load_columns(k_rows, table, start, end, pages, stride_page, stride_row, stride_col, MAIN, BLOCK_N,
@@ -65,6 +80,14 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
                               READS)  # fmt: skip
             tail = tl.trans(widened_pairs(pairs, q_tail, raw))
             scores = tl.dot(q_tail, tail, scores, input_precision=DOT_PRECISION)
+        elif KV_FORMAT == "nvfp4":
+            pairs = load_rows(k_tail_rows, table, start, end, pages, stride_page, stride_row, stride_col,
+                              (HEAD_DIM - MAIN) // 2, BLOCK_N, BLOCK_TAIL // 2, BOUNDED, LOAD, PAGE_SIZE, PAGE_LOOP,
+                              READS)  # fmt: skip
+            tail = widened_blocks(pairs, q_tail, scales + MAIN // NV_BLOCK, table, start, end, pages,
+                                  scale_stride_page, scale_stride_row, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED,
+                                  PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+            scores = tl.dot(q_tail, tl.trans(tail), scores, input_precision=DOT_PRECISION)
         else:
             k_tail = load_columns(k_tail_rows, table, start, end, pages, stride_page, stride_row,
                                   stride_col, HEAD_DIM - MAIN, BLOCK_N, BLOCK_TAIL, BOUNDED, LOAD, K_TILE,
@@ -75,7 +98,7 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
             else:
                 k_tail = operand(k_tail, KV_FORMAT, OPERANDS)
                 scores += products(q_tail, k_tail, row_scales, NEGATED, KV_FORMAT, OPERANDS)
-    if scales is not None:
+    if scales is not None and KV_FORMAT != "nvfp4":
         if KV_FORMAT == "int4":
             by_key = without_zero(raw)
         else:
@@ -118,9 +141,9 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
     are not real have no part in that (see attend).
     like    a tile of the dtype of the products
     scales  a cache's scale for each token, or None. They go into the values: times a probability, a small scale would
-            leave float16's range
+            leave float16's range. Of nvfp4 the rows of its blocks' scales
     """
-    PER: tl.constexpr = 2 if V_FORMAT == "int4" else 1  # numbers of a byte
+    PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
     if READ:
         v_tile = read
     else:
@@ -132,6 +155,14 @@ def add_values(acc, correction, p, v_rows, read, table, start, end, pages, strid
             raw = token_scales(scales, table, start, end, pages, scale_stride_page, scale_stride_row, BLOCK_N, BOUNDED,
                                PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         acc = add_pairs(acc, correction, p, v_tile, raw)
+    elif V_FORMAT == "nvfp4":
+        # Exact in bfloat16, as probabilities nearly are that become two numbers of it.
+        wide = widened_blocks(v_tile, tl.full([1], 0.0, tl.bfloat16), scales, table, start, end, pages,
+                              scale_stride_page, scale_stride_row, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BOUNDED, PAGE_SIZE,
+                              PAGE_LOOP, READS)  # fmt: skip
+        if UNUSED_ZERO:
+            wide = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, wide)
+        acc = split_product(p, wide, acc * correction[:, None], 2)
     else:
         if Q_FORMAT == "as_q":
             v_tile = widened(v_tile, like, V_FORMAT)
@@ -195,7 +226,8 @@ def attend(
     sequence, drop_origin is what keys' positions count from.
 
     KV_FORMAT: how keys and values are stored (kernels/stored.py). k_scales, v_scales: None, or a scale for each token,
-    read as keys are, from the key/value head's base pointer on.
+    read as keys are, from the key/value head's base pointer on; of nvfp4 a row of scales for each, as long as the
+    token's row has blocks.
 
     Q_FORMAT: how queries are stored: as_q, or as keys are, with V_FORMAT for the values, row_scales for each query's
     scale [BLOCK_M] or None, OPERANDS for the operands of Q·Kᵀ, P_TERMS for those of each probability
@@ -222,7 +254,7 @@ def attend(
         q_tail = None
     if PIPELINE == "single":
         # Without a loop there is half as much code, and registers are those of one step.
-        PER: tl.constexpr = 2 if V_FORMAT == "int4" else 1  # numbers of a byte
+        PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
         values = load_rows(v_rows, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d, HEAD_DIM_V // PER,
                            BLOCK_N, BLOCK_DV // PER, True, LOAD, PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
         scores, k_tile = key_scores(

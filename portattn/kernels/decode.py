@@ -28,7 +28,7 @@ from portattn.kernels.words import attend_words
     do_not_specialize=["heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right"]
 )
 def decode_split(
-    q, q_rope, k, v, k_scale, v_scale, out, lse,
+    q, q_rope, k, v, k_scale, v_scale, k_block_scale, v_block_scale, out, lse,
     seqlens_k, leftpad_k, cu_seqlens_q, page_table,
     alibi_slopes, sinks, bias, mask, tree_mask,
     scale, softcap,
@@ -37,6 +37,8 @@ def decode_split(
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
     k_scale_stride_b, k_scale_stride_h, k_scale_stride_s, v_scale_stride_b, v_scale_stride_h, v_scale_stride_s,
+    k_block_scale_stride_b, k_block_scale_stride_h, k_block_scale_stride_s,
+    v_block_scale_stride_b, v_block_scale_stride_h, v_block_scale_stride_s,
     o_stride_p, o_stride_b, o_stride_h, o_stride_s,
     table_stride_b, alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
@@ -62,6 +64,7 @@ def decode_split(
     KV_FORMAT, KV_SCALES: how keys and values are stored, and what each of k_scale and v_scale belongs to (Problem's
     kv_format and kv_scales). The scales' strides are None where there are none. UNPACK: `bytes`, or how words of a
     quantised cache are widened (kernels/words.py); its rows' addresses are then multiples of ALIGNED bytes.
+    k_block_scale, v_block_scale: of nvfp4 its blocks' scales, (…, D / 16) bytes whose last stride is 1, else None.
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
     optional arguments as in dense_forward.
@@ -76,7 +79,7 @@ def decode_split(
     NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
-    PER: tl.constexpr = 2 if KV_FORMAT == "int4" else 1  # numbers of a byte
+    PER: tl.constexpr = 2 if KV_FORMAT == "int4" or KV_FORMAT == "nvfp4" else 1  # numbers of a byte
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
@@ -166,6 +169,21 @@ def decode_split(
             if PAGE_SIZE == 0:
                 k_token_scales += slot_0 * k_scale_stride_b
                 v_token_scales += slot_0 * v_scale_stride_b
+        # What the loop reads a token's scale by, or with nvfp4 a token's row of scales.
+        k_scale_page = k_scale_stride_b
+        k_scale_row = k_scale_stride_s
+        v_scale_page = v_scale_stride_b
+        v_scale_row = v_scale_stride_s
+        if KV_FORMAT == "nvfp4":
+            k_token_scales = k_block_scale + kv_head.to(tl.int64) * k_block_scale_stride_h
+            v_token_scales = v_block_scale + kv_head.to(tl.int64) * v_block_scale_stride_h
+            if PAGE_SIZE == 0:
+                k_token_scales += slot_0 * k_block_scale_stride_b
+                v_token_scales += slot_0 * v_block_scale_stride_b
+            k_scale_page = k_block_scale_stride_b
+            k_scale_row = k_block_scale_stride_s
+            v_scale_page = v_block_scale_stride_b
+            v_scale_row = v_block_scale_stride_s
         k_rows = row_source(k_base, source_rows, k_stride_s, MAIN // PER, BLOCK_N, BLOCK_D // PER, LOAD)
         k_tail_rows, v_rows = k_rows, k_rows
         if KV_FORMAT == "fp8_ds_mla":
@@ -204,7 +222,7 @@ def decode_split(
                 q_pointers, tail_pointers, row_valid, q_stride_d, rope_stride_d if LATENT else q_stride_d,
                 k_rows, k_tail_rows, v_rows, table, pages,
                 k_stride_b, k_stride_s, k_stride_d, v_stride_b, v_stride_s, v_stride_d,
-                k_token_scales, k_scale_stride_b, k_scale_stride_s, v_token_scales, v_scale_stride_b, v_scale_stride_s,
+                k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
                 k_first, first_step, full_begin, full_end, last_step, far,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
                 score_scale, softcap, None, None, None, None, None,

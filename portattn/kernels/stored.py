@@ -8,11 +8,12 @@ float16 and in bfloat16.
 import triton
 import triton.language as tl
 
-from portattn.kernels.tiles import tile_place
+from portattn.kernels.tiles import load_rows, tile_place
 
 ZERO_BITS: tl.constexpr = tl.constexpr(15)  # of a token's scale of int4 numbers, the lowest: which number stands for 0
 MIDDLE: tl.constexpr = tl.constexpr(8)  # the int4 number that stands for 0 where a scale is not a token's
 DS_GROUP: tl.constexpr = tl.constexpr(128)  # numbers that share a scale in a row of fp8_ds_mla
+NV_BLOCK: tl.constexpr = tl.constexpr(16)  # numbers that share a scale in a row of nvfp4
 
 
 @triton.jit
@@ -65,6 +66,31 @@ def widened_pairs(tile, like, scales):
 def without_zero(scales):
     """Tokens' scales of int4 numbers, without the bits that say what stands for 0."""
     return (scales.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widened_blocks(tile, like, scales, table, start, end, pages, stride_page, stride_row,
+                   COLS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
+                   PAGE_SIZE: tl.constexpr, PAGE_LOOP: tl.constexpr, READS: tl.constexpr):  # fmt: skip
+    """A tile [BLOCK_N, BLOCK_D / 2] of bytes that hold two nvfp4 numbers each as [BLOCK_N, BLOCK_D], times the scales
+    of their blocks, in the dtype of `like`.
+
+    A number is e2m1: 1 bit sign, 2 exponent (bias 1), 1 fraction; nothing is infinite or NaN. Of a byte the lower four
+    bits come first. `scales` are rows of e4m3 numbers, one for each 16 of the COLS numbers. Sources: OCP Microscaling
+    Formats, revision 1.0 (e2m1); FlashInfer, nvfp4_kv_quantize (the scales, and their places).
+
+    A product of the two has 6 bits, from 2⁻¹⁰ to 2688: exact in float16 and in bfloat16.
+    """
+    codes = tile.to(tl.int32)
+    codes = tl.interleave(codes & 15, (codes >> 4) & 15)
+    # The exponent's two bits become the lowest of a float16's five: too small by the difference of the biases, 14.
+    bits = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16)
+    numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    blocks = load_rows(scales, table, start, end, pages, stride_page, stride_row, 1, COLS // NV_BLOCK, BLOCK_N,
+                       BLOCK_D // NV_BLOCK, BOUNDED, "pointer", PAGE_SIZE, PAGE_LOOP, READS)  # fmt: skip
+    factors = widened(blocks, numbers, "e4m3")
+    factors = tl.broadcast_to(factors[:, :, None], [BLOCK_N, BLOCK_D // NV_BLOCK, NV_BLOCK])
+    return (numbers * tl.reshape(factors, [BLOCK_N, BLOCK_D])).to(like.dtype)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ A row is one head's key or value of one token. Each program writes BLOCK_M rows 
 import triton
 import triton.language as tl
 
-from portattn.kernels.stored import MIDDLE
+from portattn.kernels.stored import MIDDLE, NV_BLOCK, widened
 
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's smallest normal number
 
@@ -108,6 +108,52 @@ def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, th
 
 
 @triton.jit
+def e2m1(numbers):
+    """float32 numbers as codes of nvfp4's, 0 to 15: to the nearest, ties to the even code; what is too large becomes 6,
+    NaN 0. The sign is the number's own: -0 is kept."""
+    size = tl.abs(numbers)  # of NaN no comparison holds
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    sign = (numbers.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(numbers != numbers, 0, code | sign)
+
+
+@triton.jit
+def store_blocks(tile, cache, offsets, stride_d, inside, scale, scale_offsets, there, blocks, block_offsets,
+                 COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+                 KV_SCALES: tl.constexpr):  # fmt: skip
+    """Store rows [BLOCK_ROWS, BLOCK_COLS] as nvfp4 numbers, two to a byte; even columns are the lower four bits.
+
+    scale   pointer to the scales, and by offsets each row's; read with KV_SCALES head
+    blocks  pointer to the scales of the blocks of 16, and by offsets each row's first. They are computed, and stored as
+            e4m3: a sixth of the block's largest finite number, rounded. What they are after that divides the numbers
+    """
+    GROUPS: tl.constexpr = BLOCK_COLS // NV_BLOCK
+    numbers = tile.to(tl.float32)
+    if KV_SCALES == "head":
+        factor = tl.load(scale + scale_offsets, mask=there, other=1.0)
+        numbers = tl.div_rn(numbers, tl.broadcast_to(factor[:, None], numbers.shape))
+    size = tl.abs(numbers)
+    size = tl.where(inside & (size < float("inf")), size, 0.0)
+    widest = tl.max(tl.reshape(size, [BLOCK_ROWS, GROUPS, NV_BLOCK]), axis=2)  # [BLOCK_ROWS, GROUPS]
+    code = to_eight_bits(tl.div_rn(widest, tl.full(widest.shape, 6.0, tl.float32)), "e4m3", 448.0)
+    groups = tl.arange(0, GROUPS)
+    place = block_offsets[:, None] + groups[None, :]
+    tl.store(blocks + place, code, mask=there[:, None] & (groups < COLS // NV_BLOCK)[None, :])
+    steps = tl.broadcast_to(widened(code, numbers, "e4m3")[:, :, None], [BLOCK_ROWS, GROUPS, NV_BLOCK])
+    steps = tl.reshape(steps, [BLOCK_ROWS, BLOCK_COLS])
+    zero = steps == 0.0  # all numbers of the block are 0, or so small that the scale is
+    found = e2m1(tl.where(zero, 0.0, tl.div_rn(numbers, tl.where(zero, 1.0, steps))))
+    even, odd = tl.split(tl.reshape(found, [BLOCK_ROWS, BLOCK_COLS // 2, 2]))
+    byte = even | (odd << 4)
+    byte = tl.where(byte > 127, byte - 256, byte)  # as a signed number
+    places = tl.arange(0, BLOCK_COLS // 2)
+    within = there[:, None] & (places < COLS // 2)[None, :]
+    tl.store(cache + offsets[:, None] + places[None, :] * stride_d, byte.to(tl.int8), mask=within)
+
+
+@triton.jit
 def finite(numbers, inside, sign):
     """Numbers times `sign`, 1 or -1, where that is positive and finite, and 0 elsewhere."""
     found = numbers * sign
@@ -177,12 +223,14 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
 
 @triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "angles", "rows", "tiles"])
 def write_cache(
-    q, new_v, k, v, seqlens_k, slots, k_scale, v_scale, cos, sin, positions,
+    q, new_v, k, v, seqlens_k, slots, k_scale, v_scale, k_block_scale, v_block_scale, cos, sin, positions,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     new_v_stride_b, new_v_stride_h, new_v_stride_s, new_v_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d,
     k_scale_stride_b, k_scale_stride_h, k_scale_stride_s, v_scale_stride_b, v_scale_stride_h, v_scale_stride_s,
+    k_block_scale_stride_b, k_block_scale_stride_h, k_block_scale_stride_s,
+    v_block_scale_stride_b, v_block_scale_stride_h, v_block_scale_stride_s,
     cos_stride, sin_stride,
     heads_k, seq_q, seq_k, angles, rows, tiles,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -195,7 +243,8 @@ def write_cache(
     they are (B, Hk, seq_k, D), and a sequence's tokens go where its seqlens_k keys end. Tokens whose place is no place
     of the cache are not written, nor their scales. seq_k is the cache's capacity, of pages all slots.
     KV_SCALES: head, k_scale and v_scale divide what is stored; token, they are written. LARGEST: the largest number of
-    the format. angles: rows of cos and sin.
+    the format. angles: rows of cos and sin. k_block_scale, v_block_scale: of nvfp4 the scales of its blocks, which are
+    written: (…, D / 16) bytes whose last stride is 1.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -250,7 +299,15 @@ def write_cache(
             if KV_SCALES == "token":
                 k_scales += at * k_scale_stride_s
                 v_scales += at * v_scale_stride_s
-        if KV_FORMAT == "int4":
+        if KV_FORMAT == "nvfp4":
+            k_blocks = block * k_block_scale_stride_b + head * k_block_scale_stride_h + at * k_block_scale_stride_s
+            v_blocks = block * v_block_scale_stride_b + head * v_block_scale_stride_h + at * v_block_scale_stride_s
+            store_blocks(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, inside, k_scale,
+                         k_scales, there, k_block_scale, k_blocks, HEAD_DIM, BLOCK_M, BLOCK_D, KV_SCALES)  # fmt: skip
+            store_blocks(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
+                         v_scale, v_scales, there, v_block_scale, v_blocks, HEAD_DIM_V, BLOCK_M, BLOCK_DV,
+                         KV_SCALES)  # fmt: skip
+        elif KV_FORMAT == "int4":
             store_pairs(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, inside, k_scale,
                         k_scales, there, HEAD_DIM, BLOCK_M, BLOCK_D, KV_SCALES)  # fmt: skip
             store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,

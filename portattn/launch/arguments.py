@@ -13,6 +13,8 @@ from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import UNLIMITED
 
+BLOCK_SCALES = ("k_block_scale", "v_block_scale")  # of caches of nvfp4
+
 
 def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
     """`name_stride_axis` of each axis; 0 for a tensor that is absent, where nothing is read."""

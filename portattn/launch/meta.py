@@ -10,8 +10,8 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.features import FEATURES
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, WORD_ALIGNMENT, ds_row_bytes
-from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
+from portattn.schema.problem_limits import DS_MLA, NV_BLOCK, NVFP4, PAIRED, WORD_ALIGNMENT, ds_row_bytes
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
 PAGES = 4096  # pages of a cache whose size a problem does not say; nothing compiled depends on it
 CAP = 50.0
@@ -68,8 +68,12 @@ def meta_call(problem: Problem) -> Call:
         if feature.axes and getattr(p, name)
     }
     latent = p.op == "mla_attention"
-    pair = 2 if p.kv_format == INT4 else 1  # numbers that share a byte
+    pair = 2 if p.kv_format in PAIRED else 1  # numbers that share a byte
     k = keys(ds_row_bytes(p.head_dim, p.head_dim_v) if p.kv_format == DS_MLA else p.head_dim // pair)
+    if p.kv_format == NVFP4:
+        features["k_block_scale"], features["v_block_scale"] = (
+            keys(dim // NV_BLOCK, KV_STORED) for dim in (p.head_dim, p.head_dim_v)
+        )
     if p.dropout:
         features["dropout_seed"] = torch.empty(1, dtype=torch.int64, device="meta")
         features["dropout_p"] = DROPPED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from portattn.launch.arguments import scale_strides, strides
+from portattn.launch.arguments import BLOCK_SCALES, scale_strides, strides
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs import CORES, CacheWrite
 from portattn.schema.call import Call
@@ -32,10 +32,12 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     cos_stride, sin_stride = (None if table is None else table.stride(0) for table in tables)
     arguments = {
         "q": call.q, "new_v": call.new_v, "k": call.k, "v": call.v, "seqlens_k": call.seqlens_k, "slots": call.slots,
-        "k_scale": call.k_scale, "v_scale": call.v_scale, "cos": call.cos, "sin": call.sin,
+        "k_scale": call.k_scale, "v_scale": call.v_scale, "k_block_scale": call.k_block_scale,
+        "v_block_scale": call.v_block_scale, "cos": call.cos, "sin": call.sin,
         "positions": call.positions,
         **strides("q", call.q, "bhsd"), **strides("new_v", call.new_v, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"), **scale_strides(call),
+        **scale_strides(call, BLOCK_SCALES),
         "cos_stride": cos_stride, "sin_stride": sin_stride,
         "heads_k": problem.heads_k, "seq_q": problem.seq_q, "seq_k": problem.seq_k,
         "angles": 0 if call.cos is None else call.cos.shape[0], "rows": kernel.all_rows(problem), "tiles": tiles,

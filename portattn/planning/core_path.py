@@ -74,7 +74,7 @@ def choose(
         kernel=kernel.name,
         lowering=lowering,
         launch=launch,
-        choices=kernel.choices,
+        choices=kernel.read(problem, lowering),
         env=quirked.env,
         quirks=tuple(quirked.applied.values()),
         notes=(*base.notes, *quirked.limits.values()),

@@ -87,17 +87,32 @@ def _positions(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:
         k = latent_rows(k, call.problem.head_dim_v)
         v = k[..., : call.problem.head_dim_v]
     elif call.problem.kv_format != "as_q":
-        k = _widened(call, k, call.k_scale, extent, start, stop)
-        v = _widened(call, v, call.v_scale, extent, start, stop) if call.problem.v_format != "as_q" else v
+        k = _widened(call, k, call.k_scale, call.k_block_scale, extent, start, stop)
+        if call.problem.v_format != "as_q":
+            v = _widened(call, v, call.v_scale, call.v_block_scale, extent, start, stop)
     return KeyBlock(start, stop, k, v, j[None, None], valid[:, None])
 
 
 def _widened(
-    call: Call, numbers: torch.Tensor, scale: torch.Tensor | None, extent: Extent, start: int, stop: int
+    call: Call,
+    numbers: torch.Tensor,
+    scale: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+    extent: Extent,
+    start: int,
+    stop: int,
 ) -> torch.Tensor:
     """Narrow numbers (B, H, n, D) at positions [start, stop), with their scales."""
-    if scale is None or scale.ndim == 2:
-        scale = None if scale is None else scale[:, :, None]
+    p = call.problem
+    scale = None if scale is None else _of_tokens(call, scale, extent, start, stop)
+    blocks = None if blocks is None else _of_tokens(call, blocks, extent, start, stop)
+    return widened(numbers, p.kv_format, scale, p.kv_scales == "token", blocks)
+
+
+def _of_tokens(call: Call, scale: torch.Tensor, extent: Extent, start: int, stop: int) -> torch.Tensor:
+    """Scales at positions [start, stop): (B, H, n) or (B, H, 1), and of nvfp4's blocks (B, H, n, D / 16)."""
+    if scale.ndim == 2:
+        scale = scale[:, :, None]
     elif call.cu_seqlens_k is not None:
         rows = extent.origin[:, None] + torch.arange(start, stop, device=scale.device)
         scale = scale[0][:, rows.clamp(max=scale.shape[2] - 1)].transpose(0, 1)
@@ -107,7 +122,7 @@ def _widened(
         j, page = torch.arange(start, stop, device=scale.device), call.problem.page_size
         pages = call.page_table[:, j // page].long().clamp(0, scale.shape[0] - 1)
         scale = scale[pages, :, (j % page).expand_as(pages)].transpose(1, 2)
-    return widened(numbers, call.problem.kv_format, scale, call.problem.kv_scales == "token")
+    return scale
 
 
 def _chosen(call: Call, extent: Extent, start: int, stop: int) -> KeyBlock:

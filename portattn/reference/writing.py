@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from portattn.reference.stored import MIDDLE, ZERO_BITS
+from portattn.reference.stored import E2M1, MIDDLE, ZERO_BITS
 from portattn.schema.call import Call
-from portattn.schema.tensors import INT4, KV_DTYPE, KV_LARGEST, KV_STORED
+from portattn.schema.problem_limits import NV_BLOCK, NVFP4
+from portattn.schema.tensors import BLOCK_SCALES, INT4, KV_DTYPE, KV_LARGEST, KV_STORED
 
 NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e4m3fnuz": -0x80}
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -24,12 +25,18 @@ def run(call: Call) -> tuple[torch.Tensor, None]:
     assert values is not None
     if p.rotary != "none":
         keys = _rotated(call, at)
-    for new, cache, scale in ((keys, call.k, call.k_scale), (values, call.v, call.v_scale)):
+    both = (keys, call.k, call.k_scale, call.k_block_scale), (values, call.v, call.v_scale, call.v_block_scale)
+    for new, cache, scale, blocks in both:
         rows = new.transpose(1, 2)  # (B, Sq, Hk, D)
         numbers = rows
         if p.kv_format == INT4:
             assert scale is not None
             numbers = _four_bits(call, rows.float(), scale, (block, at, there))
+        elif p.kv_format == NVFP4:
+            assert blocks is not None
+            numbers = rows.float() if scale is None else rows.float() / scale[: p.batch, None, :, None]
+            numbers, own = in_blocks(numbers)
+            _put(blocks, own, block, at, there)
         elif p.kv_format != "as_q":
             numbers = rows.float()
             if p.kv_scales == "head":
@@ -133,6 +140,29 @@ def eight_bits(numbers: torch.Tensor, kind: str) -> torch.Tensor:
         return inside.round().nan_to_num(0.0).to(KV_STORED)
     stored = inside.to(KV_DTYPE[kind]).view(KV_STORED)
     return torch.where(numbers.isnan(), NAN_CODE[kind], stored)
+
+
+def in_blocks(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 rows (…, D) in nvfp4, as a Call has them: (…, D / 2), and the scales (…, D / 16) of the blocks.
+
+    A scale is a sixth of the block's largest finite number, in e4m3. Numbers are divided by it and rounded to the
+    nearest, ties to the even code. Too large ones saturate, NaN is 0, and of a scale of 0 all numbers are.
+    """
+    blocks = numbers.unflatten(-1, (-1, NV_BLOCK))
+    size = blocks.abs()
+    widest = torch.where(size < torch.inf, size, 0.0).amax(-1)
+    stored = eight_bits(widest / torch.full_like(widest, E2M1[-1]), "e4m3")
+    scale = stored.view(BLOCK_SCALES).float()[..., None]
+    divided = torch.where(
+        scale == 0.0, torch.zeros_like(blocks), blocks / scale.masked_fill(scale == 0.0, 1.0)
+    ).flatten(-2)
+    levels = torch.tensor(E2M1, device=numbers.device)
+    middle = (levels[1:] + levels[:-1]) / 2
+    size = divided.abs().nan_to_num(0.0, posinf=2 * E2M1[-1]).contiguous()
+    below, at_most = torch.bucketize(size, middle), torch.bucketize(size, middle, right=True)
+    code = torch.where(below % 2 == 0, below, at_most)  # they differ where it is a tie
+    code = torch.where(divided.signbit() & ~divided.isnan(), code + 8, code).unflatten(-1, (-1, 2))
+    return (code[..., 0] | code[..., 1] << 4).to(torch.uint8).view(KV_STORED), stored
 
 
 def int4_step(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

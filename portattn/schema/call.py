@@ -23,6 +23,9 @@ class Call:
                      int8, or the bytes of float8 numbers as int8 (Problem.kv_format). Of int4, two numbers a byte,
                      they are D/2 and Dv/2 wide. Of fp8_ds_mla k is the bytes of whole rows, (P, 1, page, width), and
                      there are no scales
+    k_block_scale, v_block_scale  of nvfp4 alone, the bytes of e4m3 numbers as int8: each block of 16 numbers of a row
+                     has one, (B, Hk, Sk, D/16), paged (P, Hk, page, D/16), the last axis contiguous. k and v are as
+                     those of int4
     new_v            of what writes a cache: the new values, (B, Hk, Sq, Dv); q are then the new keys, k and v the cache
     slots            write_pages: (Sq,) int32 or int64, the slot of each new token, page·page_size + row; negative: none
     cos, sin         of a rotary embedding, (positions, rotary_dim / 2)
@@ -76,6 +79,8 @@ class Call:
     q_scale: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    k_block_scale: torch.Tensor | None = None
+    v_block_scale: torch.Tensor | None = None
     new_v: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     cos: torch.Tensor | None = None

@@ -17,7 +17,8 @@ from typing import Any
 # Tensors whose presence is a field of the Problem under another name.
 _FIELD_OF = {
     "cu_seqlens_q": "total_q", "cu_seqlens_k": "total_k", "page_table": "page_size", "indices": "tokens",
-    "magicpig_bits": "magicpig", "k_scale": "kv_format", "v_scale": "kv_scales", "cos": "rotary", "sin": "rotary_dim",
+    "magicpig_bits": "magicpig", "k_scale": "kv_format", "v_scale": "kv_scales",
+    "k_block_scale": "kv_format", "v_block_scale": "kv_format", "cos": "rotary", "sin": "rotary_dim",
     "slots": "page_size",
 }  # fmt: skip
 # Arguments that are no option of an operation: each has them, or they decide nothing that can be planned for.
@@ -137,6 +138,7 @@ _SCORES = ("scale", "causal", "window", "softcap")
 # What the gradients are computed of, and memory for those of Q, K and V (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
+_STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
 
 ROWS: Mapping[str, OpRow] = MappingProxyType(
@@ -199,7 +201,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="decode_attention",
                 title="Decode over a contiguous cache",
                 tensors=_tensors(
-                    "q k v k_scale v_scale alibi_slopes sinks bias mask tree_mask seqlens_k leftpad_k",
+                    f"q k v {_STORED} alibi_slopes sinks bias mask tree_mask seqlens_k leftpad_k",
                     k="k_cache",
                     v="v_cache",
                 ),
@@ -214,7 +216,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="paged_attention",
                 title="Pages",
                 tensors=_tensors(
-                    "q k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask tree_mask cu_seqlens_q",
+                    f"q k v {_STORED} page_table seqlens_k alibi_slopes sinks bias mask tree_mask cu_seqlens_q",
                     k="k_pages",
                     v="v_pages",
                 ),
@@ -256,7 +258,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="mla_attention",
                 title="Latent cache",
                 tensors=_tensors(
-                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask cu_seqlens_q",
+                    "q q_rope k v k_scale v_scale page_table seqlens_k alibi_slopes sinks bias mask tree_mask"
+                    " cu_seqlens_q",
                     q="q_nope",
                     k="kv_pages",
                     v="kv_pages",
@@ -273,14 +276,14 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 packs_heads=True,
                 latent=True,
                 trained_by="attention for the keys and values of each head, or with a row as key and its first 512 "
-                "columns as value",
+                "columns as value (a tree_mask written out as its mask)",
                 canaries=(_LATENT | {"causal": "bottom_right", "num_splits": 2},),
             ),
             OpRow(
                 name="append_kv",
                 title="Appending to a contiguous cache",
                 tensors=_tensors(
-                    "q new_v k v seqlens_k k_scale v_scale cos sin", q="k", new_v="v", k="k_cache", v="v_cache"
+                    f"q new_v k v seqlens_k {_STORED} cos sin", q="k", new_v="v", k="k_cache", v="v_cache"
                 ),
                 values=("rotary", "layout"),
                 validate="portattn.validate.writing:append_call",
@@ -295,7 +298,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="write_pages",
                 title="Writing pages",
                 tensors=_tensors(
-                    "q new_v k v slots k_scale v_scale cos sin positions",
+                    f"q new_v k v slots {_STORED} cos sin positions",
                     q="k",
                     new_v="v",
                     k="k_pages",

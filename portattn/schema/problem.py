@@ -20,8 +20,11 @@ from portattn.schema.problem_limits import (
     INTEGERS,
     LIMITS,
     MAX_TREE,
+    NV_BLOCK,
+    NVFP4,
     OPS,
     OPS_OWN,
+    PAIRED,
     PLAIN,
     QUERY_TILE,
     STORAGE,
@@ -197,6 +200,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} reads keys and values in q's dtype")
         if self.kv_format == "int4":
             self._check_int4()
+        if self.kv_format == NVFP4:
+            self._check_nvfp4()
         if self.q_format not in ("as_q", "int8") and self.kv_scales == "token":
             limit = f"must be none or head with q, k and v of {self.kv_format}"
             raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
@@ -218,6 +223,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if getattr(self, name) % 2:
                 limit = "must be even with kv_format int4, two numbers a byte"
                 raise ArgumentError(self.op, name, getattr(self, name), limit)
+
+    def _check_nvfp4(self) -> None:
+        """Blocks of numbers with a scale each: of caches whose rows are whole blocks, with no scale for each token."""
+        if "k_block_scale" not in ROWS[self.op].tensors:
+            raise ArgumentError(self.op, "kv_format", self.kv_format, f"{self.op} takes no {NVFP4}")
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) % NV_BLOCK:
+                limit = f"must be a multiple of {NV_BLOCK} with kv_format {NVFP4}, whose blocks share a scale"
+                raise ArgumentError(self.op, name, getattr(self, name), limit)
+        if self.kv_scales == "token":
+            limit = f"must be none or head with kv_format {NVFP4}, beside the scales of its blocks"
+            raise ArgumentError(self.op, "kv_scales", self.kv_scales, limit)
 
     def _check_ds_mla(self) -> None:
         """Rows of numbers, scales and rotary numbers: of a latent cache alone, with queries of their rotary dtype."""
@@ -262,13 +279,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def numbers_of_word(self) -> int:
         """Numbers that 16 bits of a quantised cache hold."""
-        return 4 if self.kv_format == "int4" else 2
+        return 4 if self.kv_format in PAIRED else 2
 
     @property
     def words(self) -> bool:
         """Whether rows of a quantised cache are whole 16-bit words (kernels/words.py) at aligned addresses."""
         whole = self.head_dim % self.numbers_of_word == 0 and self.head_dim_v % self.numbers_of_word == 0
-        return self.kv_format != "as_q" and whole and (self.aligned or self.word_aligned)
+        read = self.kv_format not in ("as_q", NVFP4)  # the loop over words knows no scales of blocks
+        return read and whole and (self.aligned or self.word_aligned)
 
     @property
     def packed(self) -> bool:

@@ -14,12 +14,14 @@ Op = Literal[
 Dtype = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 # How a cache is stored where that is not q's dtype, and what its scales belong to (schema/tensors.py).
-KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "int4", "fp8_ds_mla"]
+KvFormat = Literal["as_q", "e4m3", "e5m2", "e4m3fnuz", "int8", "int4", "nvfp4", "fp8_ds_mla"]
 KvScales = Literal["none", "head", "token"]
 # Which columns of a new key a rotary embedding turns together: halves (NeoX), or neighbours (GPT-J).
 Rotary = Literal["none", "neox", "interleaved"]
 DS_MLA, DS_GROUP = "fp8_ds_mla", 128  # and how many of its numbers share a scale
 INTEGERS = ("int8", "int4")  # formats that mean nothing without scales
+NVFP4, NV_BLOCK = "nvfp4", 16  # e2m1 numbers, and how many neighbours of a row share a scale, which is e4m3
+PAIRED = ("int4", "nvfp4")  # formats with two numbers in a byte
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["phd", "hpd"]
 

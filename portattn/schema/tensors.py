@@ -23,6 +23,8 @@ KV_DTYPE = {name: dtype for dtype, name in KV_FORMAT.items()}
 INT4, PACKED = "int4", torch.uint8
 # What the tensors of each such cache are, by the format.
 CACHE_DTYPE = KV_DTYPE | {INT4: PACKED}
+# The dtype of an nvfp4 cache's scales, one for each block (Problem.kv_format); its numbers are PACKED as int4's.
+BLOCK_SCALES = torch.float8_e4m3fn
 # The largest number that is written in each, on both sides of 0.
 KV_LARGEST = {name: 127.0 if name == "int8" else torch.finfo(dtype).max for name, dtype in KV_DTYPE.items()}
 # What a Call holds of each: kernels read float8 numbers as bytes, since no compiler knows all of them. They are signed,

@@ -58,6 +58,7 @@ CASES: Mapping[str, tuple[Problem, ...]] = {
 # What `portattn verify` runs beside them over quantised caches: each format, and every kind of scales.
 _STORED: tuple[tuple[KvFormat, KvScales], ...] = (
     ("e4m3", "token"), ("e5m2", "none"), ("e4m3fnuz", "head"), ("int8", "token"), ("int4", "token"),
+    ("nvfp4", "head"),
 )  # fmt: skip
 STORED = dict.fromkeys(("decode_attention", "paged_attention"), _STORED)
 

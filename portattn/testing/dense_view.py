@@ -235,8 +235,8 @@ def dense_view(call: Call, rows: torch.Tensor | None = None) -> DenseView:
         k = _dequantised_rows(call)
         v = k[..., : p.head_dim_v]
     else:
-        k = _dequantised(call, call.k, p.kv_format, call.k_scale)
-        v = _dequantised(call, call.v, p.v_format, call.v_scale)
+        k = _dequantised(call, call.k, p.kv_format, call.k_scale, call.k_block_scale)
+        v = _dequantised(call, call.v, p.v_format, call.v_scale, call.v_block_scale)
     j = torch.arange(p.seq_k, device=call.q.device)[None, None, None]
     keep = allowed(call, i)[:, None]
     if call.indices is not None and call.counts is not None:
@@ -313,11 +313,16 @@ def _queries(call: Call) -> torch.Tensor:
     return scaled
 
 
-def _dequantised(call: Call, storage: torch.Tensor, kind: str, scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantised(
+    call: Call, storage: torch.Tensor, kind: str, scale: torch.Tensor | None, blocks: torch.Tensor | None
+) -> torch.Tensor:
     """Keys or values (B, Hk, Sk, X) by position; narrow numbers of a format times their scales, in float64."""
     if kind == "as_q":
         return _in_order(call, storage)
     ordered = _in_order(call, storage)
+    if blocks is not None:
+        numbers = _of_blocks(ordered, _in_order(call, blocks))
+        return numbers if scale is None else numbers * scale.double()[:, :, None, None]
     if scale is None:
         return ordered.view(KV_DTYPE[kind]).double()
     by_token = scale[:, :, None] if scale.ndim == 2 else _in_order(call, scale[..., None])[..., 0]
@@ -339,6 +344,20 @@ def _of_pairs(pairs: torch.Tensor, scale: torch.Tensor, by_token: bool) -> torch
     values = codes.new_zeros((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=torch.float64)
     values[..., 0::2], values[..., 1::2] = (codes % 16).double(), (codes // 16).double()
     return (values - zero[..., None]) * scale.double()[..., None]
+
+
+def _of_blocks(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values (B, Hk, Sk, X) of bytes (B, Hk, Sk, X / 2) of nvfp4 numbers with the bytes of their blocks' scales, column
+    by column, in float64. A number is (-1)^s · 2^(e - 1) · (1 + f / 2), or f / 2 where e is 0."""
+    codes = pairs.to(torch.int64) % 256
+    values = codes.new_zeros((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=torch.float64)
+    factors = scales.contiguous().view(KV_DTYPE["e4m3"]).double()
+    for column in range(values.shape[-1]):
+        code = codes[..., column // 2] // (16 if column % 2 else 1) % 16
+        exponent, fraction = code // 2 % 4, (code % 2).double() / 2
+        size = torch.where(exponent > 0, torch.exp2(exponent.double() - 1) * (1 + fraction), fraction)
+        values[..., column] = torch.where(code < 8, size, -size) * factors[..., column // 16]
+    return values
 
 
 def _dequantised_rows(call: Call) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import WORD_ALIGNMENT
+from portattn.schema.problem_limits import NVFP4, WORD_ALIGNMENT
 from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features, held
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
-from portattn.testing.random_stored import stored
+from portattn.testing.random_stored import in_blocks, stored
 from portattn.validate.checks import aligned
 
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
@@ -91,7 +91,11 @@ def random_call(
     unused = storage.unused(attended_keys(p, lengths, features), places, shared=strides == "expanded")
     _poison(p, k, v, unused, poison, generator)
     q_scale = k_scale = v_scale = None
-    if p.kv_format != "as_q":
+    if p.kv_format == NVFP4:
+        k, k_scale, k_blocks = in_blocks(p, k, unused, generator)
+        v, v_scale, v_blocks = in_blocks(p, v, unused, generator)
+        apart = "plain" if strides == "transposed" else strides  # of scales the last axis is contiguous
+    elif p.kv_format != "as_q":
         k, k_scale = stored(p, k, unused, generator)
         v, v_scale = stored(p, v, unused, generator) if p.v_format != "as_q" else (v, None)
         if p.op == "mla_attention":  # a latent row is key and value
@@ -106,6 +110,8 @@ def random_call(
         q_scale = None if q_scale is None else _queries(p, q_scale[..., None], strides, device)[0][..., 0]
     call = Call(problem=p, q=queries[0], k=k, v=v, scale=scale, softcap=SOFTCAP if p.softcap else 0.0)
     call.q_rope = queries[1] if len(queries) > 1 else None
+    if p.kv_format == NVFP4:
+        call.k_block_scale, call.v_block_scale = _caches(p, k_blocks, v_blocks, apart, device)
     for name, numbers in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         setattr(call, name, None if numbers is None else numbers.to(device))
     for name, value in (lengths.given(p) | {"page_table": table} | features).items():

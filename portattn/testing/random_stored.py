@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_GROUP, DS_MLA
+from portattn.schema.problem_limits import DS_GROUP, DS_MLA, NV_BLOCK, NVFP4
 from portattn.schema.tensors import INT4, KV_DTYPE, KV_STORED
 
 SPREAD = 2.0  # scales differ by factors up to this from the one that fills the format's range
@@ -48,6 +48,31 @@ def stored(
     if p.op == "mla_attention" and scale is not None and p.kv_scales == "head":
         scale = scale.expand(p.batch, 1)
     return numbers.to(dtype).view(KV_STORED), scale
+
+
+def in_blocks(
+    p: Problem, values: torch.Tensor, unused: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """As `stored`, in nvfp4: beside bytes and scales the bytes of the blocks' scales (batch, Hk, rows, D / 16).
+
+    A row without an attended key has scales that are NaN, negative or 448, and any numbers.
+    """
+    assert p.kv_format == NVFP4
+    scale, by_row = None, torch.ones(())
+    if p.kv_scales == "head":
+        scale = 0.01 + torch.rand((p.batch, p.heads_k), generator=generator)
+        by_row = scale.max() if scale.numel() else by_row  # a page's tokens may be any sequence's
+    blocks = (values.nan_to_num(0.0).float() / by_row).unflatten(-1, (-1, NV_BLOCK))
+    factors = (blocks.abs().amax(-1) / 6.0).to(torch.float8_e4m3fn)
+    numbers = blocks / factors.float().clamp(min=2.0**-9)[..., None]
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = (numbers.flatten(-2).abs()[..., None] - levels).abs().argmin(-1)
+    codes = torch.where(values.nan_to_num(0.0) < 0, codes + 8, codes)
+    wild = torch.tensor([0x7F, 0xFF, 0xC8, 0x7E], dtype=torch.uint8)
+    drawn = wild[torch.randint(len(wild), factors.shape, generator=generator)]
+    bytes_ = torch.where(unused[..., None], drawn, factors.view(torch.uint8)).view(KV_STORED)
+    codes = torch.where(unused[..., None], torch.randint(16, codes.shape, generator=generator), codes)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(KV_STORED), scale, bytes_
 
 
 def _pairs(

@@ -11,6 +11,7 @@ import torch
 
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import NV_BLOCK, NVFP4, PAIRED
 from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
 
 BEFORE = 42.0  # what caches and scales of tokens hold before
@@ -42,7 +43,7 @@ def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: boo
     def cache(width: int) -> torch.Tensor:
         heads_last = (p.page_layout == "phd") if p.page_size else (p.layout == "bshd")
         shape = (pages, rows, p.heads_k) if heads_last else (pages, p.heads_k, rows)
-        width = width // 2 if p.kv_format == INT4 and width > 1 else width  # 1: a scale
+        width = width // 2 if p.kv_format in PAIRED and width > 1 else width  # 1: a scale
         memory = torch.full((pages * rows * p.heads_k * (width + spare) + spare,), BEFORE, dtype=stored, device=device)
         view = memory[int(spare) :].view(*shape, width + spare)[..., :width]
         return view.transpose(1, 2) if heads_last else view
@@ -56,6 +57,8 @@ def random_writing(p: Problem, seed: int = 0, *, device: str = "cpu", spare: boo
         problem=p, q=new(p.head_dim), new_v=new(p.head_dim_v), k=cache(p.head_dim), v=cache(p.head_dim_v), scale=1.0,
         k_scale=scale(), v_scale=scale(),
     )  # fmt: skip
+    if p.kv_format == NVFP4:
+        call.k_block_scale, call.v_block_scale = (cache(width // NV_BLOCK * 2) for width in (p.head_dim, p.head_dim_v))
     if p.rotary_dim:
         angles = torch.rand(ANGLES, p.rotary_dim // 2, generator=generator) * 6.3
         call.cos, call.sin = angles.cos().to(device), angles.sin().to(device)
@@ -120,6 +123,9 @@ def expected_cache(call: Call) -> dict[str, torch.Tensor]:
     }
     if p.kv_scales == "token":
         found |= {name: torch.full(getattr(call, name).shape, BEFORE) for name in ("k_scale", "v_scale")}
+    if p.kv_format == NVFP4:
+        names = "k_block_scale", "v_block_scale"
+        found |= {name: torch.full(getattr(call, name).shape, BEFORE, dtype=KV_STORED) for name in names}
     for b in range(p.batch):
         for i in range(p.seq_q):
             place = _place(call, b, i)
@@ -138,6 +144,10 @@ def expected_cache(call: Call) -> dict[str, torch.Tensor]:
                     if own is not None:
                         found[f"{name}_scale"][block, :, at] = own
                     found[name][block, :, at] = rows
+                    continue
+                if p.kv_format == NVFP4:
+                    numbers = rows.float() if factor is None else rows.float() / factor
+                    found[name][block, :, at], found[f"{name}_block_scale"][block, :, at] = _blocks(numbers)
                     continue
                 if p.kv_format != "as_q":
                     numbers = rows.float()
@@ -168,6 +178,22 @@ def _pairs(rows: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tenso
     away = (exact.nan_to_num(0.0).clamp(-99.0, 99.0)[..., None] - levels[:, None]).abs()
     code = (away + (levels.long() % 2)[:, None] * 1e-9).argmin(-1)
     code = torch.where(exact.isnan(), zero.long(), code)
+    return (code[:, 0::2] + 16 * code[:, 1::2]).to(torch.uint8).view(KV_STORED), scales
+
+
+def _blocks(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 rows (Hk, D) as bytes of two nvfp4 numbers each, and the e4m3 scales (Hk, D / 16) of the blocks, by
+    looking among all numbers of both formats."""
+    blocks = rows.unflatten(-1, (-1, NV_BLOCK))
+    widest = blocks.abs().masked_fill(~blocks.isfinite(), 0.0).amax(-1)
+    scales = nearest(widest / torch.tensor(6.0), "e4m3")
+    factor = scales.view(torch.float8_e4m3fn).float()[..., None].expand_as(blocks)
+    exact = torch.where(factor > 0, blocks / factor, 0.0).double().flatten(-2)
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    away = (exact.abs().nan_to_num(0.0).clamp(max=99.0)[..., None] - levels).abs()
+    code = (away + (torch.arange(8) % 2) * 1e-9).argmin(-1)  # of two equally near, the even code
+    code = torch.where(torch.signbit(exact), code + 8, code)
+    code = torch.where(exact.isnan(), 0, code)
     return (code[:, 0::2] + 16 * code[:, 1::2]).to(torch.uint8).view(KV_STORED), scales
 
 

@@ -33,6 +33,7 @@ from portattn.validate.stored import (
     OPERAND_DTYPES,
     ScaleShapes,
     as_stored,
+    check_blocks,
     check_format,
     check_scales,
     check_stored_width,
@@ -80,6 +81,8 @@ def _attention_call(
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     **features: Any,
 ) -> Call:
@@ -94,8 +97,9 @@ def _attention_call(
         check_tensor(op, name, tensor, AXES[layout], (OPERAND_DTYPES if every else CACHE_DTYPES) if narrow else DTYPES)
     q_name, k_name, v_name = names
     operands = Operands(op, q, k, v, out_dtype) if every else None
-    stored = check_format(op, (k_name, v_name), k, v, q) if operands is None else operands.kind
-    given_rows, given_tokens = tuple(q.shape[:3]), tuple(k.shape[:3])
+    blocks, by_block = (k_block_scale, v_block_scale), {}
+    stored = check_format(op, (k_name, v_name), k, v, q, blocks=blocks) if operands is None else operands.kind
+    given_rows, given_tokens, given_caches = tuple(q.shape[:3]), tuple(k.shape[:3]), (k, v)
     if operands is None:
         k, v = as_stored(k, stored), as_stored(v, stored)
     else:
@@ -110,6 +114,8 @@ def _attention_call(
     check_width(op, q_name, head_dim)
     head_dim_v = numbers_of(v, stored)
     check_width(op, v_name, head_dim_v)
+    if operands is None:
+        by_block = check_blocks(op, stored, blocks, given_caches, layout == "bshd")
     check_equal(op, f"{v_name}'s heads", v.shape[1], f"{k_name}'s", k.shape[1])
     check_equal(op, f"{v_name}'s seq", v.shape[2], f"{k_name}'s", seq_k)
 
@@ -139,6 +145,7 @@ def _attention_call(
         values.lengths(op, "k", seqlens_k, leftpad_k, seq_k)
         tokens = values.Tokens(seq_k, seqlens_k, leftpad_k)
         values.scales(op, {n: s for n, s in scales.items() if n != "q_scale" or s.ndim == 2}, tokens)
+        values.block_scales(op, by_block, tokens)
         rows = values.Tokens(seq_q, seqlens_q, leftpad_q)
         values.scales(op, {n: s for n, s in scales.items() if n == "q_scale" and s.ndim == 3}, rows)
     if features.get("block_mask") is not None:
@@ -170,7 +177,13 @@ def _attention_call(
             "layout": layout,
             "dropout": dropout_p > 0.0,
         },
-        call={**lengths, **scales, "dropout_p": dropout_p, "dropout_seed": dropout_seed if dropout_p else None},
+        call={
+            **lengths,
+            **scales,
+            **by_block,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed if dropout_p else None,
+        },
         differentiable=(q, k, v, q_scale, k_scale, v_scale),
         dtype=None if operands is None else operands.dtype,
     )

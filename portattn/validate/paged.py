@@ -33,6 +33,7 @@ from portattn.validate.stored import (
     CACHE_DTYPES,
     ScaleShapes,
     as_stored,
+    check_blocks,
     check_format,
     check_scales,
     check_stored_width,
@@ -157,6 +158,8 @@ def paged_call(
     settings: Settings,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     scale: float | None = None,
@@ -170,13 +173,15 @@ def paged_call(
     """Check everything and build the Call; `features` are checked by Features. Raises ArgumentError."""
     queries = Queries(OP, {"q": q}, layout, cu_seqlens_q, max_seqlen_q, settings)
     k, v = check_pages(OP, ("k_pages", "v_pages"), k_pages, v_pages, page_layout, CACHE_DTYPES)
-    stored = check_format(OP, ("k_pages", "v_pages"), k, v, q)
+    blocks = k_block_scale, v_block_scale
+    stored = check_format(OP, ("k_pages", "v_pages"), k, v, q, blocks=blocks)
     k, v = as_stored(k, stored), as_stored(v, stored)
     head_dim, page_size = q.shape[-1], k.shape[2]
     check_stored_width(OP, "k_pages", k, stored, "q's", head_dim)
     check_width(OP, "q", head_dim)
     head_dim_v = numbers_of(v, stored)
     check_width(OP, "v_pages", head_dim_v)
+    by_block = check_blocks(OP, stored, blocks, (k_pages, v_pages), page_layout == "phd")
     capacity = check_table(OP, page_table, seqlens_k, queries.batch, q.device, k, page_size)
     if seqlens_k is None:
         raise ArgumentError(OP, "seqlens_k", None, "must be an int32 torch.Tensor of shape (batch,)")
@@ -186,7 +191,9 @@ def paged_call(
     if values.reads(settings, q):
         values.lengths(OP, "k", seqlens_k, None, capacity)
         values.page_table(OP, page_table, seqlens_k, page_size, k.shape[0])
-        values.scales(OP, scales, values.Tokens(capacity, seqlens_k, None, page_table))
+        tokens = values.Tokens(capacity, seqlens_k, None, page_table)
+        values.scales(OP, scales, tokens)
+        values.block_scales(OP, by_block, tokens)
     alignment = check_causal(OP, causal)
     scale = check_number(OP, "scale", head_dim**-0.5 if scale is None else scale)
     check_flag(OP, "return_lse", return_lse)
@@ -212,6 +219,6 @@ def paged_call(
             "kv_scales": kv_scales,
             **queries.problem,
         },
-        call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **queries.call},
+        call={"seqlens_k": seqlens_k, "page_table": page_table, **scales, **by_block, **queries.call},
         differentiable=(q, k, v, k_scale, v_scale),
     )

@@ -8,26 +8,34 @@ from typing import Any
 import torch
 
 from portattn.errors import ArgumentError
-from portattn.schema.problem_limits import INTEGERS
-from portattn.schema.tensors import INT4, KV_FORMAT, KV_STORED, PACKED
+from portattn.schema.problem_limits import INTEGERS, NV_BLOCK, NVFP4, PAIRED
+from portattn.schema.tensors import BLOCK_SCALES, INT4, KV_FORMAT, KV_STORED, PACKED
 from portattn.validate.checks import DTYPES, check_done, check_equal, check_like
 
 # What operands' tensors may hold, and a cache's: numbers of q's dtype, or narrower ones.
 OPERAND_DTYPES = (*DTYPES, *KV_FORMAT)
 CACHE_DTYPES = (*OPERAND_DTYPES, PACKED)
-STORED_AS = frozenset({*KV_FORMAT.values(), INT4})  # the formats of such caches
+STORED_AS = frozenset({*KV_FORMAT.values(), INT4, NVFP4})  # the formats of such caches
 SCALES = ("k_scale", "v_scale")
+BLOCKS = ("k_block_scale", "v_block_scale")
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def check_format(
-    op: str, names: tuple[str, str], k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, whose: str = "q"
+    op: str,
+    names: tuple[str, str],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor,
+    whose: str = "q",
+    blocks: tuple[Any, Any] = (None, None),
 ) -> str:
     """The cache's format (Problem.kv_format), K's and V's alike, that goes with q's dtype. Raises ArgumentError.
 
-    whose  what messages call q
+    whose   what messages call q
+    blocks  k_block_scale and v_block_scale, as the caller gives them
     """
-    kind = format_of(k)
+    kind = format_of(k, blocks)
     if kind not in STORED_AS:
         for name, tensor in zip(names, (k, v), strict=True):
             check_like(op, name, tensor, whose, q)
@@ -41,33 +49,81 @@ def check_format(
     return kind
 
 
-def format_of(cache: torch.Tensor) -> str:
-    """The format that the dtype of a cache's tensor says: int4 for bytes, of rows that are no latent ones."""
-    return INT4 if cache.dtype is PACKED else KV_FORMAT.get(cache.dtype, "as_q")
+def format_of(cache: torch.Tensor, blocks: tuple[Any, Any] = (None, None)) -> str:
+    """The format that the dtype of a cache's tensor says. Bytes of rows that are no latent ones are nvfp4 where scales
+    of blocks are given, else int4."""
+    if cache.dtype is PACKED:
+        return INT4 if blocks == (None, None) else NVFP4
+    return KV_FORMAT.get(cache.dtype, "as_q")
+
+
+def check_blocks(
+    op: str, kind: str, given: tuple[Any, Any], caches: tuple[torch.Tensor, torch.Tensor], swapped: bool
+) -> dict[str, torch.Tensor]:
+    """The scales of nvfp4's blocks as a Call has them, none of other formats. Raises ArgumentError.
+
+    kind     the cache's format
+    caches   K's and V's tensors as the caller has them
+    swapped  tokens come before heads in them
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, scale, other in zip(BLOCKS, given, reversed(BLOCKS), strict=True):
+        if scale is None and kind != NVFP4:
+            continue
+        if scale is None:
+            raise ArgumentError(op, name, None, f"must be a {BLOCK_SCALES} torch.Tensor, as {other} is")
+        if not isinstance(scale, torch.Tensor):
+            raise ArgumentError(op, name, type(scale).__name__, f"must be a {BLOCK_SCALES} torch.Tensor")
+        if kind != NVFP4:
+            limit = f"goes with a cache of {PACKED}, two {NVFP4} numbers a byte, and this one is of {caches[0].dtype}"
+            raise ArgumentError(op, name, tuple(scale.shape), limit)
+        if scale.dtype is not BLOCK_SCALES:
+            raise ArgumentError(op, f"{name}.dtype", scale.dtype, f"must be {BLOCK_SCALES}")
+        check_done(op, name, scale)
+        cache = caches[name == BLOCKS[1]]
+        if scale.device != cache.device:
+            raise ArgumentError(op, f"{name}.device", str(scale.device), f"must be the cache's, {cache.device}")
+        width = 2 * cache.shape[-1]
+        if width % NV_BLOCK:
+            limit = f"must be a multiple of {NV_BLOCK} with {NVFP4}, whose blocks share a scale"
+            raise ArgumentError(op, "head_dim" if name == BLOCKS[0] else "head_dim_v", width, limit)
+        shape = (*cache.shape[:3], width // NV_BLOCK)
+        if tuple(scale.shape) != shape:
+            limit = f"must be {shape}: the cache's, with a scale for each {NV_BLOCK} numbers of a row"
+            raise ArgumentError(op, f"{name}.shape", tuple(scale.shape), limit)
+        if scale.shape[-1] > 1 and scale.stride(-1) != 1:
+            limit = "must be 1 in the last axis: a row's scales lie side by side"
+            raise ArgumentError(op, f"{name}.stride()", scale.stride(), limit)
+        stored = scale.view(KV_STORED)
+        found[name] = stored.transpose(1, 2) if swapped else stored
+    return found
 
 
 def check_stored_width(op: str, name: str, cache: torch.Tensor, kind: str, whose: str, width: int) -> None:
-    """The width of a cache's rows, for numbers as many as `whose`: of int4 half of it. Raises ArgumentError."""
+    """The width of a cache's rows, for numbers as many as `whose`: of pairs half of it. Raises ArgumentError."""
     found = cache.shape[-1]
-    if kind != INT4:
+    if kind not in PAIRED:
         check_equal(op, f"{name}'s head_dim", found, whose, width)
         return
+    if kind == NVFP4 and width % NV_BLOCK:
+        limit = f"must be a multiple of {NV_BLOCK} with {NVFP4}, whose blocks share a scale"
+        raise ArgumentError(op, f"{whose} head_dim", width, limit)
     if width % 2:
         raise ArgumentError(
             op, f"{whose} head_dim", width, f"must be even with a cache of {PACKED}, two numbers a byte"
         )
     if found != width // 2:
-        limit = f"must be {width // 2} as {PACKED}: two int4 numbers a byte, for {whose} head_dim of {width}"
+        limit = f"must be {width // 2} as {PACKED}: two {kind} numbers a byte, for {whose} head_dim of {width}"
         raise ArgumentError(op, f"{name}'s head_dim", found, limit)
 
 
 def numbers_of(cache: torch.Tensor, kind: str) -> int:
-    """How many numbers a row of a cache holds: a byte of int4 two."""
-    return cache.shape[-1] * 2 if kind == INT4 else cache.shape[-1]
+    """How many numbers a row of a cache holds: a byte of int4 and of nvfp4 two."""
+    return cache.shape[-1] * 2 if kind in PAIRED else cache.shape[-1]
 
 
 def as_stored(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """The tensor as a Call has it: float8 numbers, and pairs of int4, as their bytes."""
+    """The tensor as a Call has it: float8 numbers, and pairs of int4 or nvfp4, as their bytes."""
     return tensor if kind == "as_q" or tensor.dtype is KV_STORED else tensor.view(KV_STORED)
 
 
@@ -140,6 +196,9 @@ def check_scales(
             raise ArgumentError(op, name, None, f"must be a float32 torch.Tensor, as {other} is")
         check_scale(op, kind, name, scale, device)
         views[name] = shapes.view(op, name, scale)
+        if kind == NVFP4 and views[name].ndim > 2:
+            limit = f"must be (), (1,), (heads_k,) or (batch, heads_k) with {NVFP4}, beside the scales of its blocks"
+            raise ArgumentError(op, f"{name}.shape", tuple(scale.shape), limit)
     ranks = [view.ndim for view in views.values()]
     if ranks[0] != ranks[1]:
         limit = f"must have a scale for each token, as one of the two has: {shapes.tokens}"

@@ -143,6 +143,23 @@ def scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens | Chosen) -> N
             raise ArgumentError(op, f"{name} of {where}", float(found[tuple(place)]), "must be positive and finite")
 
 
+def block_scales(op: str, given: Mapping[str, torch.Tensor], of: Tokens) -> None:
+    """The scales of nvfp4's blocks, (B, Hk, Sk, D/16) as a Call has them, of the tokens that there are: finite, and not
+    negative. A block of zeros has a scale of 0."""
+    for name, stored in given.items():
+        scale = stored.view(torch.float8_e4m3fn).float()
+        if not scale.shape[-1]:
+            continue
+        wrong = ~((scale >= 0) & torch.isfinite(scale))
+        first = wrong.int().argmax(-1, keepdim=True)
+        of_token = torch.where(wrong.any(-1), scale.gather(-1, first)[..., 0], 1.0)  # 1: nothing is wrong
+        found = of.scales(of_token)
+        for place in (found != 1.0).nonzero().tolist()[:1]:
+            where = ", ".join(f"{word} {index}" for word, index in zip(of.words, place, strict=True))
+            limit = "must be finite and not negative"
+            raise ArgumentError(op, f"{name} of {where}", float(found[tuple(place)]), limit)
+
+
 def tokens(op: str, indices: torch.Tensor, counts: torch.Tensor, lengths: Sequence[int]) -> None:
     """counts against Lmax, and the tokens that they count against the sequences' lengths. Negative ones are padding."""
     most = indices.shape[2]

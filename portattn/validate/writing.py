@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -33,6 +34,7 @@ from portattn.validate.stored import (
     SCALES,
     ScaleShapes,
     as_stored,
+    check_blocks,
     check_scales,
     check_stored_width,
     format_of,
@@ -63,7 +65,8 @@ def _by_the_caller_s_names(make: Callable[..., Call], given: dict[str, Any]) -> 
 
 
 def _append(
-    *, k: Any, v: Any, k_cache: Any, v_cache: Any, seqlens_k: Any, k_scale: Any, v_scale: Any, cos: Any, sin: Any,
+    *, k: Any, v: Any, k_cache: Any, v_cache: Any, seqlens_k: Any, k_scale: Any, v_scale: Any,
+    k_block_scale: Any, v_block_scale: Any, cos: Any, sin: Any,
     rotary: Any, layout: Any, settings: Settings,
 ) -> Call:  # fmt: skip
     op, names = "append_kv", ("k_cache", "v_cache")
@@ -72,6 +75,7 @@ def _append(
     for name, cache in zip(names, (k_cache, v_cache), strict=True):
         check_tensor(op, name, cache, AXES[layout], CACHE_DTYPES)
     swapped = layout == "bshd"
+    blocks = Blocks((k_block_scale, v_block_scale), (k_cache, v_cache), swapped)
     tokens = tuple(k_cache.shape[:3])
     new = [tensor.transpose(1, 2) if swapped else tensor for tensor in (k, v)]
     cache = [tensor.transpose(1, 2) if swapped else tensor for tensor in (k_cache, v_cache)]
@@ -81,7 +85,7 @@ def _append(
     batch, capacity = new[0].shape[0], cache[0].shape[2]
     check_int32(op, "seqlens_k", seqlens_k, (batch,), "(batch,)", k.device)
     shapes = ScaleShapes(batch, cache[0].shape[1], tokens, ", ".join(AXES[layout][:3]), swapped)
-    made = _Writing(op, settings, new, names, cache, (k_scale, v_scale), shapes, (cos, sin), rotary)
+    made = _Writing(op, settings, new, names, cache, (k_scale, v_scale), shapes, blocks, (cos, sin), rotary)
     if made.reads:
         for index, first in enumerate(seqlens_k.tolist()):
             room = capacity - new[0].shape[2]
@@ -96,7 +100,8 @@ def _append(
 
 
 def _pages(
-    *, k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any, k_scale: Any, v_scale: Any, cos: Any, sin: Any,
+    *, k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any, k_scale: Any, v_scale: Any,
+    k_block_scale: Any, v_block_scale: Any, cos: Any, sin: Any,
     positions: Any, rotary: Any, page_layout: Any, settings: Settings,
 ) -> Call:  # fmt: skip
     op, names = "write_pages", ("k_pages", "v_pages")
@@ -115,7 +120,8 @@ def _pages(
     axes = ", ".join(PAGE_AXES[page_layout][:3])
     shapes = ScaleShapes(1, cache[0].shape[1], tuple(k_pages.shape[:3]), axes, page_layout == "phd")
     new = [packed(k), packed(v)]
-    made = _Writing(op, settings, new, names, cache, (k_scale, v_scale), shapes, (cos, sin), rotary)
+    blocks = Blocks((k_block_scale, v_block_scale), (k_pages, v_pages), page_layout == "phd")
+    made = _Writing(op, settings, new, names, cache, (k_scale, v_scale), shapes, blocks, (cos, sin), rotary)
     if made.reads:
         wanted = slot_mapping.tolist()
         for index, slot in enumerate(wanted):
@@ -133,6 +139,15 @@ def _pages(
         page_size=page_size,
         page_layout=page_layout,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The scales of nvfp4's blocks as the caller gives them, with K's and V's cache; `swapped` as in check_blocks."""
+
+    given: tuple[Any, Any]
+    caches: tuple[torch.Tensor, torch.Tensor]
+    swapped: bool
 
 
 def _check_new(op: str, k: Any, v: Any, axes: tuple[str, ...]) -> None:
@@ -166,11 +181,11 @@ class _Writing:
 
     def __init__(
         self, op: str, settings: Settings, new: Any, names: tuple[str, str], cache: Any, scales: tuple[Any, Any],
-        shapes: ScaleShapes, tables: tuple[Any, Any], rotary: Any,
+        shapes: ScaleShapes, blocks: Blocks, tables: tuple[Any, Any], rotary: Any,
     ) -> None:  # fmt: skip
         self.op, (k, v), (k_cache, v_cache) = op, new, cache
         check_like(op, names[1], v_cache, names[0], k_cache)
-        self.kind = format_of(k_cache)
+        self.kind = format_of(k_cache, blocks.given)
         for name, tensor in zip(("k", "v", *names), (k, v, k_cache, v_cache), strict=True):
             check_done(op, name, tensor)
             if tensor.device != k.device:
@@ -180,8 +195,11 @@ class _Writing:
             check_stored_width(op, name, tensor, self.kind, other, like.shape[3])
             check_width(op, name, like.shape[3])
             _check_own_memory(op, name, tensor)
+        by_block = check_blocks(op, self.kind, blocks.given, blocks.caches, blocks.swapped)
+        for name, tensor in by_block.items():
+            _check_own_memory(op, name, tensor)
         self.scales, found = check_scales(op, self.kind, *scales, shapes, k.device)
-        self.tensors: dict[str, Any] = {"q": k, "new_v": v, **found}
+        self.tensors: dict[str, Any] = {"q": k, "new_v": v, **found, **by_block}
         self.tensors |= {"k": as_stored(k_cache, self.kind), "v": as_stored(v_cache, self.kind)}
         self.reads = values.reads(settings, k)
         if self.scales == "token":

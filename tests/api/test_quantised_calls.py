@@ -186,7 +186,10 @@ def test_problems_of_quantised_caches_are_checked() -> None:
     good = problem("decode", dtype="bf16", kv_format="int8", kv_scales="head")
     for changes, named in (
         ({"kv_scales": "none"}, "must be head or token"), ({"dtype": "fp32"}, "must be fp16 or bf16"),
-        ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "nvfp4"}, "must be one of as_q, e4m3"),
+        ({"kv_format": "as_q"}, "goes with a kv_format"), ({"kv_format": "mxfp4"}, "must be one of as_q, e4m3"),
+        ({"kv_format": "nvfp4", "head_dim_v": 24}, "must be a multiple of 16 with kv_format nvfp4"),
+        ({"kv_format": "nvfp4", "head_dim": 32, "head_dim_v": 32, "kv_scales": "token"}, "must be none or head"),
+        ({"kv_format": "nvfp4", "op": "attention"}, "attention takes no nvfp4"),
         ({"kv_format": "int4", "kv_scales": "none"}, "must be head or token with kv_format int4"),
         ({"kv_format": "int4", "head_dim": 33}, "must be even with kv_format int4"),
         ({"kv_format": "int4", "head_dim_v": 31}, "must be even with kv_format int4"),

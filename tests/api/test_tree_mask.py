@@ -106,7 +106,7 @@ def test_a_tree_is_its_paths_one_by_one(tree: str) -> None:
         torch.testing.assert_close(lse[:, :, node], alone_lse[:, :, -1])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mla", "mla ragged"])
 def test_public_calls_are_right(name: str) -> None:
     for seed, poison in enumerate(("apart", "k", "v")):
         fields = {"causal": "bottom_right", "window_left": 9} if seed else {}
@@ -139,7 +139,7 @@ def test_gradients_on_the_reference_path(name: str) -> None:
     assert (values[0] - values[1]) / 2e-3 == pytest.approx(float(along), rel=0.02, abs=0.05)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mla"])
 def test_opcheck(name: str, device: Device) -> None:
     model, _ = a_model(name, device, tree_mask=True)
     request = request_of(model.op, named_arguments(model.op)(**model.arguments))
@@ -253,7 +253,7 @@ def test_packed_masks_are_refused_by_name() -> None:
         call(tree_mask=WORDS)
 
 
-@pytest.mark.parametrize("op", ["attention", "varlen_attention", "mla_attention", "sparse_attention"])
+@pytest.mark.parametrize("op", ["attention", "varlen_attention", "sparse_attention"])
 def test_other_operations_refuse_it_by_name(op: str) -> None:
     with pytest.raises(portattn.UnknownArgument, match=f"{op} has no argument 'tree_mask'"):
         getattr(portattn, op)(tree_mask=WORDS)

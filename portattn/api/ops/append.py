@@ -21,6 +21,8 @@ def append_kv(
     *excess: NoReturn,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     rotary: str = "neox",
@@ -44,6 +46,9 @@ def append_kv(
                 bshd (B, Smax, Hk), of any strides but 0: it is computed of the new row and written, |largest|/limit of
                 the format; of int4 a fifteenth of the row's range, with the number for 0 in its lowest four bits. int8
                 and int4 must have them; float8 without them holds the numbers themselves
+    k_block_scale, v_block_scale  float8_e4m3fn: with them the bytes are nvfp4 numbers (e2m1). They are computed of the
+                new rows and written, one for each 16 neighbours of a row: |largest|/6 of what k_scale and v_scale, if
+                given, leave. (B, Hk, Smax, D/16) and (…, Dv/16), in the caches' layout, the last axis contiguous
     cos, sin    (positions, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are
                 stored, by the angle of their row in the cache; None for no rotation. The queries are not rotated
     rotary      which columns are rotated together: "neox", i and i + R/2; "interleaved", 2i and 2i + 1 (GPT-J)
@@ -54,8 +59,8 @@ def append_kv(
                 nothing is checked, rows beyond the cache are not written, and angles beyond the tables are the last
 
     Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
-    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen), infinity too. NaN stays NaN,
-    and is 0 in int8 and int4.
+    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen, in nvfp4 ±6), infinity too.
+    NaN stays NaN, and is 0 in int8, int4 and nvfp4.
 
     Returns None: the caches hold the new rows, and the caller counts them (`seqlens_k` is only read).
 
@@ -76,11 +81,11 @@ def append_kv(
         raise wrong_arguments("append_kv", excess, unknown)
     write(
         "append_kv",
-        (k, v, k_cache, v_cache, seqlens_k, k_scale, v_scale, cos, sin),
+        (k, v, k_cache, v_cache, seqlens_k, k_scale, v_scale, k_block_scale, v_block_scale, cos, sin),
         (rotary, layout, backend, validate),
         {
             "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "seqlens_k": seqlens_k, "k_scale": k_scale,
-            "v_scale": v_scale, "cos": cos, "sin": sin, "rotary": rotary, "layout": layout, "backend": backend,
-            "validate": validate,
+            "v_scale": v_scale, "k_block_scale": k_block_scale, "v_block_scale": v_block_scale, "cos": cos, "sin": sin,
+            "rotary": rotary, "layout": layout, "backend": backend, "validate": validate,
         },
     )  # fmt: skip

@@ -21,6 +21,8 @@ def decode_attention(
     *excess: NoReturn,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | str = False,
@@ -50,6 +52,10 @@ def decode_attention(
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (B, Hk, Smax), with bshd (B, Smax, Hk), of any
                 strides. int8 and int4 must have them; float8 numbers count as they are without
+    k_block_scale, v_block_scale  float8_e4m3fn, finite, not negative: with them bytes are nvfp4 numbers (e2m1, D and Dv
+                multiples of 16), and each 16 neighbours of a row share one of these scales. k_scale and v_scale, not
+                for each token, multiply them all, and may be absent.
+                (B, Hk, Smax, D/16) and (B, Hk, Smax, Dv/16), in the caches' layout, the last axis contiguous
     leftpad_k   (B,) int32: padding rows before a sequence's first key
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
     causal      True or "bottom_right": query i sees what ends Sq-1-i keys before the last (speculative decoding);
@@ -93,7 +99,10 @@ def decode_attention(
         raise wrong_arguments("decode_attention", excess, unknown)
     found = try_cached(
         "decode_attention",
-        (q, k_cache, v_cache, k_scale, v_scale, alibi_slopes, sinks, bias, mask, tree_mask, seqlens_k, leftpad_k),
+        (
+            q, k_cache, v_cache, k_scale, v_scale, k_block_scale, v_block_scale, alibi_slopes, sinks, bias, mask,
+            tree_mask, seqlens_k, leftpad_k,
+        ),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
-    )
+    )  # fmt: skip
     return perform(request_of("decode_attention", locals())) if found is None else found

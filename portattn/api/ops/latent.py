@@ -33,6 +33,7 @@ def mla_attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
@@ -69,6 +70,10 @@ def mla_attention(
     bias        added to the scores; q's dtype or float32, broadcast to (B, H, Sq, pages a sequence · page); not with
                 packed queries. -inf masks
     mask        bool, broadcast to (B, H, Sq, pages a sequence · page); not with packed queries. True = attend
+    tree_mask   int64 (B, Sq) or (Sq,), packed (Tq,), rows contiguous: of a sequence's last keys, as many as rows, its
+                new tokens, query i sees number j where bit j of its word is set; it sees all earlier keys. What
+                causal, window and mask hide stays hidden. Up to 64 queries a sequence (packed: max_seqlen_q must be
+                given where Tq is larger). `portattn.tree_mask` makes it, of parents or of bools
     num_splits  programs that share a row's keys; None for what fits the chip best. In the kernels 1 gives each sequence
                 bit for bit the same result whatever the batch is
     return_lse  also return the natural log of each row's sum of exponentials, float32 (B, H, Sq), packed (H, Tq)
@@ -103,7 +108,7 @@ def mla_attention(
         op,
         (
             q_nope, q_rope, kv_pages, kv_pages, kv_scale, kv_scale, page_table, seqlens_k, alibi_slopes, sinks, bias,
-            mask, cu_seqlens_q,
+            mask, tree_mask, cu_seqlens_q,
         ),
         (scale, causal, window, softcap, num_splits, return_lse, layout, backend, validate),
         (max_seqlen_q,),

@@ -24,6 +24,8 @@ def paged_attention(
     *excess: NoReturn,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     scale: float | None = None,
@@ -58,6 +60,10 @@ def paged_attention(
     k_scale, v_scale  float32, of a quantised cache: what its numbers are multiplied by, positive and finite. Each (),
                 (1,), (Hk,) or (B, Hk); or both for each token and head: (P, page, Hk), with hpd (P, Hk, page), of any
                 strides. int8 and int4 must have them; float8 numbers count as they are without
+    k_block_scale, v_block_scale  float8_e4m3fn, finite, not negative: with them bytes are nvfp4 numbers (e2m1, D and Dv
+                multiples of 16), and each 16 neighbours of a row share one of these scales. k_scale and v_scale, not
+                for each token, multiply them all, and may be absent.
+                (P, page, Hk, D/16) and (P, page, Hk, Dv/16), or with heads first as the pages; the last axis contiguous
     cu_seqlens_q  (B + 1,) int32: sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q
     max_seqlen_q  rows of the longest sequence of packed queries, or more, if known
     scale       factor on the scores; None for 1/√D. Negative and zero are legal
@@ -109,8 +115,8 @@ def paged_attention(
     found = try_cached(
         "paged_attention",
         (
-            q, k_pages, v_pages, k_scale, v_scale, page_table, seqlens_k, alibi_slopes, sinks, bias, mask, tree_mask,
-            cu_seqlens_q,
+            q, k_pages, v_pages, k_scale, v_scale, k_block_scale, v_block_scale, page_table, seqlens_k, alibi_slopes,
+            sinks, bias, mask, tree_mask, cu_seqlens_q,
         ),
         (scale, causal, window, softcap, num_splits, return_lse, layout, page_layout, backend, validate),
         (max_seqlen_q,),

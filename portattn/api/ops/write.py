@@ -21,6 +21,8 @@ def write_pages(
     *excess: NoReturn,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
@@ -46,6 +48,9 @@ def write_pages(
                 (P, Hk, page), of any strides but 0: it is computed of the new row and written, |largest|/limit of the
                 format; of int4 a fifteenth of the row's range, with the number for 0 in its lowest four bits. int8 and
                 int4 must have them; float8 without them holds the numbers themselves
+    k_block_scale, v_block_scale  float8_e4m3fn: with them the bytes are nvfp4 numbers (e2m1). They are computed of the
+                new rows and written, one for each 16 neighbours of a row: |largest|/6 of what k_scale and v_scale, if
+                given, leave. (P, page, Hk, D/16) and (…, Dv/16), with hpd as the pages; the last axis contiguous
     cos, sin    (N, R/2) float32 or k's dtype, R ≤ D even: the keys' first R columns are rotated before they are stored;
                 None for no rotation. The queries are not rotated
     positions   (T,) int32 or int64 on k's device: the row of cos and sin of each token; goes with them
@@ -58,8 +63,8 @@ def write_pages(
                 are clamped to the tables
 
     Numbers are rounded to the nearest, ties to even, on every path alike. What a quantised format cannot hold becomes
-    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen), infinity too. NaN stays NaN,
-    and is 0 in int8 and int4.
+    its largest number (448, 57344, 240 or ±127, in int4 the first or the last of sixteen, in nvfp4 ±6), infinity too.
+    NaN stays NaN, and is 0 in int8, int4 and nvfp4.
 
     Returns None: the pages hold the new rows.
 
@@ -80,11 +85,12 @@ def write_pages(
         raise wrong_arguments("write_pages", excess, unknown)
     write(
         "write_pages",
-        (k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale, cos, sin, positions),
+        (k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale, k_block_scale, v_block_scale, cos, sin, positions),
         (rotary, page_layout, backend, validate),
         {
             "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping, "k_scale": k_scale,
-            "v_scale": v_scale, "cos": cos, "sin": sin, "positions": positions, "rotary": rotary,
-            "page_layout": page_layout, "backend": backend, "validate": validate,
+            "v_scale": v_scale, "k_block_scale": k_block_scale, "v_block_scale": v_block_scale, "cos": cos, "sin": sin,
+            "positions": positions, "rotary": rotary, "page_layout": page_layout, "backend": backend,
+            "validate": validate,
         },
     )  # fmt: skip

@@ -26,7 +26,6 @@ class Metadata:
     cross_table, cross_lengths  of an encoder-decoder model's encoder
     cu_seqlens_q   (B + 1,) int32, and max_seqlen_q, of packed queries
     tree           (B, queries) int64: portattn's tree_mask
-    mask           the same as bools, where an operation has no tree_mask
     """
 
     queries: int
@@ -39,7 +38,6 @@ class Metadata:
     cu_seqlens_q: torch.Tensor | None = None
     max_seqlen_q: int | None = None
     tree: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
 
 
 class Batches:

@@ -10,7 +10,6 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from portattn.api import ops
 from portattn.integrations.sglang.backend import Backend
 from portattn.integrations.sglang.capabilities import refuse
-from portattn.integrations.sglang.trees import mask_of
 
 
 class LatentBackend(Backend):
@@ -23,12 +22,6 @@ class LatentBackend(Backend):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self.rank: int = self.token_to_kv_pool.kv_lora_rank
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Write out the mask of a tree, which mla_attention takes as bools; once for all layers, in the graph."""
-        made = self._metadata
-        if made.tree is not None:
-            made.mask = mask_of(made.tree, made.lengths, made.table.shape[1] * self.pools.page_size)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
@@ -70,7 +63,7 @@ class LatentBackend(Backend):
             named |= {"cu_seqlens_q": made.cu_seqlens_q, "max_seqlen_q": made.max_seqlen_q}
         else:
             q_nope, q_rope = (part.unflatten(0, (-1, made.queries)) for part in (q_nope, q_rope))
-            named |= {"layout": "bshd", "mask": made.mask}
+            named |= {"layout": "bshd", "tree_mask": made.tree}
         if self._float8(layer) is not None:
             named["kv_scale"] = layer.k_scale
         pages = self.pools.latent_pages(layer.layer_id)

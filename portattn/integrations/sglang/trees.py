@@ -39,18 +39,3 @@ def chain(count: int, drafted: int, device: torch.device | str) -> torch.Tensor:
     """The words of drafted tokens each of which attends all before it: (count, drafted) int64."""
     rows = torch.ones(drafted, drafted, dtype=torch.bool, device=device).tril()
     return tree_mask(rows).expand(count, drafted).contiguous()
-
-
-def mask_of(words: torch.Tensor, lengths: torch.Tensor, columns: int) -> torch.Tensor:
-    """The boolean mask that says the same, for an operation that takes no words.
-
-    words    (B, n) int64
-    lengths  (B,) keys of each sequence, its drafted tokens included
-    columns  keys that the page table has room for
-
-    Returns (B, 1, n, columns) bool. Its shape depends on nothing that is on the device.
-    """
-    drafted = words.shape[1]
-    number = torch.arange(columns, device=words.device) - (lengths[:, None] - drafted)  # (B, columns)
-    bit = (words[:, :, None] >> number.clamp(0, drafted - 1)[:, None].long()) & 1
-    return ((number < 0)[:, None] | (bit.bool() & (number < drafted)[:, None]))[:, None]

@@ -39,7 +39,7 @@ class CoreKernel:
     name         kernel name in quirks, tuning and records
     function     the function in its source; ops that share one differ by its optional arguments
     op           the op that it serves
-    choices      the Lowering fields that it reads
+    choices      the Lowering fields that it reads; of a problem's plan some of them may say nothing (`read`)
     takes        what it can do beyond plain attention; a problem that asks for anything else is not planned for it
     max_head_dim, max_head_dim_v   widest Q and K, and V, that its tiles take
     splits_keys  whether it spreads one row's keys over programs (Launch.splits)
@@ -73,6 +73,10 @@ class CoreKernel:
         if problem.needs_grad and problem.op not in BACKWARD:
             return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
         return None
+
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        """Those of `choices` on which the code of this problem depends, or that `limits` has had to decide."""
+        return self.choices
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         """Pieces of work, splits included: the number of programs unless the grid is persistent."""

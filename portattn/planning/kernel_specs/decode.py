@@ -21,15 +21,15 @@ from portattn.planning.kernel_specs.base import (
 from portattn.planning.splits import split_evenly
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import MAX_SPLITS, UNLIMITED, WORD_ALIGNMENT
-from portattn.schema.sizes import least
+from portattn.schema.problem_limits import MAX_SPLITS, NVFP4, PAIRED, UNLIMITED, WORD_ALIGNMENT
+from portattn.schema.sizes import least, most
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
 
 ALIGNED = 16  # bytes: what Problem.aligned says of rows
 # Depth of a product of int4 numbers read as bytes. Triton 3.6.0 gives its operands a kWidth of 8 for sm_90, of which
 # four threads make 32: with tiles of 16 columns the scores were wrong on an H100, 2026-11-25, and with 128 right.
-MIN_DOT_INT4 = 32
+MIN_DOT_INT4 = 32  # and of nvfp4's, which share the bytes
 
 
 class DecodeSplit(CoreKernel):
@@ -54,7 +54,7 @@ class DecodeSplit(CoreKernel):
         narrowest = 0
         if unpack != "bytes":  # each number of a word has a tile of its own
             narrowest = MIN_DOT * problem.numbers_of_word
-        elif problem.kv_format == "int4" and lowering.reads != "inside":
+        elif problem.kv_format in PAIRED and lowering.reads != "inside":
             narrowest = MIN_DOT_INT4
         found |= {name: max(found[name], narrowest) for name in ("BLOCK_D", "BLOCK_DV")}
         if found["BLOCK_TAIL"]:
@@ -86,6 +86,14 @@ class DecodeSplit(CoreKernel):
             found = (*found, ("pipeline", "plain", "the loop over words has no other"))
         return found
 
+    def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
+        unread: tuple[str, ...] = ()
+        if problem.kv_format in PAIRED:  # rows of bytes become rows of numbers, which are transposed then
+            unread = "k_tile", "block_order"
+        if "unpack" in self.choices and lowering.unpack != "bytes":
+            unread = "k_tile", "block_order", "q_operand", "dot_precision"  # kernels/words.py has one way of each
+        return tuple(name for name in self.choices if name not in unread)
+
     def natural_scores(self, problem: Problem) -> bool:
         """Whether the kernel holds scores as they are even where its exponentials have base 2 (kernels/tiles.py)."""
         return problem.alibi_slopes or problem.bias
@@ -116,6 +124,8 @@ class DecodeSplit(CoreKernel):
         split_threshold: float = SPLIT_THRESHOLD,
     ) -> Launch:
         launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+        if problem.kv_format == NVFP4 and "block_n" not in pinned:  # the depth of the values' product
+            launch = msgspec.structs.replace(launch, block_n=most(launch.block_n, MIN_DOT_INT4))
         if "splits" in pinned:
             return launch
         if problem.num_splits:
@@ -173,7 +183,7 @@ class MlaSplit(PagedSplit):
 
     name = "mla_split"
     op = "mla_attention"
-    takes = TAKES | SCORED | MASKED | {"num_splits", "packed", "kv_format"}
+    takes = TAKES | SCORED | MASKED | {"tree_mask", "num_splits", "packed", "kv_format"}
     choices: tuple[str, ...] = tuple(name for name in PagedSplit.choices if name != "unpack")
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
@@ -188,6 +198,8 @@ def no_words(problem: Problem) -> str:
     """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
     if problem.kv_format == "as_q":
         return "the cache is not quantised"
+    if problem.kv_format == NVFP4:
+        return f"the loop over words knows no scales of blocks, which {NVFP4} has"
     if not problem.words:
         return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
     if head_columns(problem)[1]:

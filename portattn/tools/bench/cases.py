@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from portattn.schema.problem_limits import Causal, Dtype, KvFormat, KvScales, Op
-from portattn.schema.tensors import CACHE_DTYPE, INT4, TORCH_DTYPE
+from portattn.schema.problem_limits import NV_BLOCK, NVFP4, PAIRED, Causal, Dtype, KvFormat, KvScales, Op
+from portattn.schema.tensors import CACHE_DTYPE, PACKED, TORCH_DTYPE
 
 Window = tuple[int | None, int | None]
 Timing = Literal["hot", "cold", "do_bench"]
@@ -125,9 +125,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             rows = round(sum(keys * (1 - (1 - self.tokens / keys) ** self.group) for keys in self.keys))
         else:
             rows = sum(seen[1] for seen in self._seen())
-        dtype = CACHE_DTYPE[self.kv_format] if self.quantised else TORCH_DTYPE[self.dtype]
-        row = row // 2 if self.kv_format == INT4 else row
+        dtype = (CACHE_DTYPE | {NVFP4: PACKED})[self.kv_format] if self.quantised else TORCH_DTYPE[self.dtype]
         scales = 2 * SCALE_BYTES if self.kv_scales == "token" else 0
+        if self.kv_format == NVFP4:
+            scales += row // NV_BLOCK
+        row = row // 2 if self.kv_format in PAIRED else row
         return rows * self.heads_k * (row * dtype.itemsize + scales)
 
     def _seen(self) -> list[tuple[int, int]]:

@@ -62,6 +62,8 @@ def arguments(case: Case, t: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         options["dropout_p"] = case.dropout
     if case.quantised:
         options |= {"k_scale": t.k_scale, "v_scale": t.v_scale}
+    if t.k_block_scale is not None:
+        options |= {"k_block_scale": t.k_block_scale, "v_block_scale": t.v_block_scale}
     if case.op == "attention":
         return (t.q, t.k, t.v), options | {"seqlens_q": t.seqlens_q, "seqlens_k": t.seqlens_k}
     if case.op == "varlen_attention":

@@ -29,6 +29,7 @@ SETS: dict[str, list[Case]] = {
     "paged": _timed("cold", sets_cache.decode(sets_cache.PAGES)),
     "decode-quantised": _timed("cold", sets_cache.quantised()),
     "paged-quantised": _timed("cold", sets_cache.quantised(sets_cache.PAGES)),
+    "decode-nvfp4": _timed("cold", sets_cache.in_blocks()),
     "sparse": _timed("cold", sets_cache.sparse()),
     "mla": _timed("cold", sets_cache.latent()),
     "seed": _timed("do_bench", sets_cache.seed()),

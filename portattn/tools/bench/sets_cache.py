@@ -68,6 +68,14 @@ def quantised(pages: Iterable[int] = (0,), inline_page: int = 16) -> list[Case]:
     ]
 
 
+def in_blocks(pages: Iterable[int] = (0, 16)) -> list[Case]:
+    """The decode shapes in NVFP4, whose blocks have scales beside the one of the tensor: contiguous, and in pages."""
+    return [
+        msgspec.structs.replace(case, name=f"{case.name} nvfp4 scales=tensor", kv_format="nvfp4", kv_scales="head")
+        for case in decode(pages)
+    ]
+
+
 def latent() -> list[Case]:
     shapes = ((128, 128, 4096, 1), (128, 128, 4096, 2), (64, 16, 4096, 1), (16, 128, 8192, 1), (1, 128, 32768, 1))
     return [

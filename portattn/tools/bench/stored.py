@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from portattn.reference.stored import E2M1, of_blocks
 from portattn.reference.stored import widened as widened_int4
 from portattn.reference.writing import MIDDLE, four_bits, int4_step
-from portattn.schema.tensors import INT4, KV_DTYPE, PACKED
+from portattn.reference.writing import in_blocks as blocks_of
+from portattn.schema.tensors import BLOCK_SCALES, INT4, KV_DTYPE, PACKED
 from portattn.tools.bench.cases import SCALE_BYTES, Case
 
+E4M3_LARGEST = torch.finfo(BLOCK_SCALES).max
 LARGEST_INT4 = 7.0  # on both sides of 0, where 8 stands for it
+
+
+def in_blocks(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Keys or values (…, width) in nvfp4, as write_pages stores them: bytes (…, width / 2), their scale () or None, and
+    the e4m3 scales of their blocks (…, width / 16). The scale lets the largest block's be e4m3's largest."""
+    numbers, scale = values.float(), None
+    if case.kv_scales != "none":
+        scale = (values.abs().amax().float() / (E2M1[-1] * E4M3_LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)
+        numbers = numbers / scale
+    stored, blocks = blocks_of(numbers)
+    return stored.view(PACKED), scale, blocks.view(BLOCK_SCALES)
 
 
 def quantised(case: Case, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -58,8 +72,14 @@ def _in_rows(numbers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return inside, beside
 
 
-def widened(numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The values that stored numbers (…, width) stand for, rounded to `dtype`. scale: (…), () or None."""
+def widened(
+    numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, blocks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The values that stored numbers (…, width) stand for, rounded to `dtype`. scale: (…), () or None; blocks: of
+    nvfp4, its blocks' scales."""
+    if blocks is not None:
+        values = of_blocks(numbers, blocks)
+        return (values if scale is None else values.mul_(scale)).to(dtype)
     if numbers.dtype is PACKED and scale is not None:
         return widened_int4(numbers, INT4, scale, by_token=scale.ndim > 0).to(dtype)
     values = numbers.float()

@@ -9,9 +9,10 @@ from itertools import accumulate
 import msgspec
 import torch
 
+from portattn.schema.problem_limits import NVFP4
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.stored import quantised, widened
+from portattn.tools.bench.stored import in_blocks, quantised, widened
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Tensors:
     The rest int32: seqlens (B,), cu_seqlens (B + 1,), page_table (B, pages a sequence), indices (B, Hq, tokens),
     counts (B, Hq)
     k_scale, v_scale  of a quantised cache, float32: (), or a scale for each token and head, laid out as k and v
+    k_block_scale, v_block_scale  of nvfp4, float8_e4m3fn: a scale for each 16 numbers of a row of k and of v
     grad_out  of a backward case: what its result's gradient is, shaped as that is
     """
 
@@ -39,6 +41,8 @@ class Tensors:
     counts: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    k_block_scale: torch.Tensor | None = None
+    v_block_scale: torch.Tensor | None = None
     grad_out: torch.Tensor | None = None
 
     @classmethod
@@ -91,13 +95,18 @@ class Tensors:
         """The same with k and v in the case's format and their scales; itself where that is the queries' dtype."""
         if not case.quantised:
             return self
+        if case.kv_format == NVFP4:
+            (k, k_scale, k_blocks), (v, v_scale, v_blocks) = (in_blocks(case, x) for x in (self.k, self.v))
+            scales = {"k_scale": k_scale, "v_scale": v_scale, "k_block_scale": k_blocks, "v_block_scale": v_blocks}
+            return replace(self, k=k, v=v, **scales)
         (k, k_scale), (v, v_scale) = (quantised(case, x) for x in (self.k, self.v))
         return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def unquantised(self) -> Tensors:
         """The same with k and v widened to the queries' dtype, which rounds them once; a copy."""
-        k, v = (widened(x, scale, self.q.dtype) for x, scale in ((self.k, self.k_scale), (self.v, self.v_scale)))
-        return replace(self, k=k, v=v, k_scale=None, v_scale=None)
+        k = widened(self.k, self.k_scale, self.q.dtype, self.k_block_scale)
+        v = widened(self.v, self.v_scale, self.q.dtype, self.v_block_scale)
+        return replace(self, k=k, v=v, k_scale=None, v_scale=None, k_block_scale=None, v_block_scale=None)
 
     def leaves(self) -> Tensors:
         """The same memory as tensors of their own, with q, k and v that require gradients."""
@@ -136,6 +145,11 @@ class Tensors:
                 x[:, :, those] if case.page_size else x[this, those, :keys]
                 for x in (self.k_scale, self.v_scale)
                 if x is not None
+            )
+        if self.k_block_scale is not None and self.v_block_scale is not None:
+            made.k_block_scale, made.v_block_scale = (
+                x[:, :, those] if case.page_size else x[this, those, :keys]
+                for x in (self.k_block_scale, self.v_block_scale)
             )
         if self.grad_out is not None:
             made.grad_out = slot_of(case, self.grad_out, sequence, group)

@@ -10,7 +10,7 @@ import msgspec
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, DTYPES, INTEGERS
+from portattn.schema.problem_limits import DS_MLA, DTYPES, INTEGERS, NVFP4
 from portattn.schema.tensors import CACHE_DTYPE, INT4
 
 SetName = Literal["quick", "full"]
@@ -262,15 +262,17 @@ def _decode() -> list[Named]:
     found += [decode(word, **wide, **fields) for word, fields in each_feature("decode_attention")]
     found.append(decode("one split", **wide, num_splits=1))
     found.append(decode("tree of 16", **wide, seq_q=16, tree_mask=True))
-    found += [decode(f"GQA {words}", **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
+    found += [decode(f"GQA {words}", **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised(True)]
     return found
 
 
-def _quantised() -> list[tuple[str, str, dict[str, Any]]]:
-    """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to."""
+def _quantised(blocks: bool = False) -> list[tuple[str, str, dict[str, Any]]]:
+    """Dtype of the queries, words and fields of each format of a cache, and of what scales may belong to; with `blocks`
+    of the one whose blocks have scales, too."""
     found = [("bf16", name, "token") for name in CACHE_DTYPE]
     found += [("fp16", "e4m3", "token"), ("bf16", "e4m3", "head"), ("bf16", "e4m3", "none"), ("fp16", "int8", "head"),
               ("fp16", "int4", "head")]  # fmt: skip
+    found += [("bf16", NVFP4, "head"), ("fp16", NVFP4, "none")] if blocks else []
     return [
         (dtype, f"{name} cache, scales {scales}", {"kv_format": name, "kv_scales": scales})
         for dtype, name, scales in found
@@ -304,7 +306,7 @@ def _paged() -> list[Named]:
         *(
             paged("GQA", words, **wide | {"dtype": dtype}, page_size=size, **fields)
             for size in (16, 64)
-            for dtype, words, fields in _quantised()
+            for dtype, words, fields in _quantised(True)
         ),
         paged(
             "ragged", "e4m3 cache, scales token", **wide, page_size=16, **RAGGED, kv_format="e4m3", kv_scales="token"
@@ -363,6 +365,7 @@ def _mla() -> list[Named]:
         mla("LSE", **wide, return_lse=True),
         mla("one split", **wide, num_splits=1),
         mla("ragged", **wide, **RAGGED),
+        mla("tree of 16", **wide, seq_q=16, tree_mask=True),
         *(
             mla(words, **wide | {"dtype": dtype}, **fields)
             for dtype, words, fields in _quantised()
@@ -402,7 +405,7 @@ def _new_rows(make: Callable[..., Named]) -> list[Named]:
     """Every dtype and width, format and scales, and rotation of what writes a cache."""
     found = [make(dtype=dtype, head_dim=dim) for dtype in DTYPES for dim in (*HEAD_DIMS, 576)]
     wide: dict[str, Any] = {"dtype": "bf16", "head_dim": 128}
-    found += [make(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised()]
+    found += [make(words, **wide | {"dtype": dtype}, **fields) for dtype, words, fields in _quantised(True)]
     found += [
         make("e4m3 cache, scales token", dtype="fp32", head_dim=80, kv_format="e4m3", kv_scales="token"),
         make("rotary", **wide, **ROTARY),

@@ -25,7 +25,7 @@ from portattn.schema.features import EVERY_SCORE
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, POWERS_OF_TWO, Launch
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, INTEGERS
+from portattn.schema.problem_limits import DS_MLA, INTEGERS, NV_BLOCK, NVFP4
 from portattn.schema.quirk import NUMBER, Quirk, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
@@ -338,6 +338,10 @@ def _made(op: str, chosen: dict[str, Any], named: Collection[str]) -> Problem:
         chosen.setdefault("kv_scales", "token")
     if chosen.get("kv_format") == DS_MLA and "dtype" not in named:  # its rows have numbers of bfloat16
         chosen["dtype"] = "bf16"
+    if chosen.get("kv_format") == NVFP4:  # whose rows are whole blocks
+        for name in ("head_dim", "head_dim_v"):
+            if name in chosen and name not in named:
+                chosen[name] = max(chosen[name] // NV_BLOCK, 1) * NV_BLOCK
     if chosen.get("kv_scales", "none") != "none":
         by_token = chosen["kv_scales"] == "token" and "q_scale" in ROWS[op].tensors  # which int8 alone has there
         chosen.setdefault("kv_format", "int8" if by_token else "e4m3")

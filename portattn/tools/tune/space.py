@@ -16,9 +16,10 @@ from portattn.planning.kernel_specs import head_columns
 from portattn.schema import conditions
 from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch
 from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import PAIRED
 from portattn.schema.sizes import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
-from portattn.schema.tensors import INT4, KV_STORED, TORCH_DTYPE
+from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.tools.tune.choice import Choice, Setting, changed
 
 
@@ -170,7 +171,7 @@ def _buffers(choice: Choice, problem: Problem, target: Target) -> str | None:
     """The pipeline's tiles of K and V, or Q and dO, alone: Triton keeps at least one fewer than num_stages of them."""
     width = problem.head_dim if problem.op == "mla_attention" else problem.head_dim + problem.head_dim_v
     item = float((KV_STORED if problem.kv_format != "as_q" else TORCH_DTYPE[problem.dtype]).itemsize)
-    if problem.kv_format == INT4:  # two numbers a byte
+    if problem.kv_format in PAIRED:  # two numbers a byte
         item /= 2
     launches = Launch().changed(choice.launch).kernels()
     least = int(max((launch.num_stages - 1) * launch.block_n for launch in launches) * width * item)

@@ -9,7 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import eagle_utils
 
-from portattn.integrations.sglang.trees import chain, mask_of, words_of
+from portattn.integrations.sglang.trees import chain, words_of
 
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2
 FULL, SHORT = eagle_utils.TreeMaskMode.FULL_MASK, eagle_utils.TreeMaskMode.QLEN_ONLY
@@ -89,18 +89,6 @@ def test_a_padded_batch_reads_nothing_beyond_the_mask() -> None:
         words = words_of(mask, torch.tensor([6, 2, 1, 1]), 4, full)
         assert torch.equal(words[:2], words_of(mask, torch.tensor([6, 2]), 4, full))
     assert words_of(mask[:0], torch.tensor([1]), 4, True).tolist() == chain(1, 4, "cpu").tolist()
-
-
-def test_masks_say_what_words_say() -> None:
-    made = torch.stack(trees(2, 5))
-    lengths = torch.tensor([9, 5], dtype=torch.int32)
-    mask = mask_of(words_of(made.flatten(), lengths, 5, False), lengths, 12)
-    assert mask.shape == (2, 1, 5, 12)
-    assert mask[0, 0, :, :4].all()
-    assert torch.equal(mask[0, 0, :, 4:9], made[0])
-    assert not mask[0, 0, :, 9:].any()
-    assert torch.equal(mask[1, 0, :, :5], made[1])
-    assert not mask[1, 0, :, 5:].any()
 
 
 @pytest.mark.engine_feature("the draft worker's trees in a buffer of the backend (verify_mask)")
