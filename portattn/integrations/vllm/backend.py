@@ -46,3 +46,7 @@ class PortattnBackend(Capabilities):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True

@@ -9,6 +9,7 @@ from vllm import envs
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from portattn.api import ops
+from portattn.api.request import Window
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import NAME, caches
 from portattn.integrations.vllm.metadata import PortattnMetadata
@@ -44,8 +45,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # A window counts the query's own key; without a mask to the future it reaches as far there.
         side = None if sliding_window is None else sliding_window - 1
-        self.window = None if side is None else (side, 0)
-        self.window_both = None if side is None else (side, side)
+        self.window: Window | None = None if side is None else (side, 0)
+        self.window_both: Window | None = None if side is None else (side, side)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ArgumentError(NAME, "sinks.shape", tuple(sinks.shape), f"must be ({num_heads},), one for each head")
         self.sinks = sinks
@@ -99,23 +100,42 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             assert key is not None
             assert value is not None
             out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
-        elif attn_metadata.causal is not None:
-            lengths = attn_metadata.seq_lens
-            out = self._attend(layer, query[:rows], kv_cache, attn_metadata, lengths, attn_metadata.causal)
         else:
-            # A request has keys in one of the two calls, and rows without keys give 0.
-            assert attn_metadata.causal_lens is not None
-            assert attn_metadata.other_lens is not None
-            out = self._attend(layer, query[:rows], kv_cache, attn_metadata, attn_metadata.causal_lens, True)
-            out += self._attend(layer, query[:rows], kv_cache, attn_metadata, attn_metadata.other_lens, False)
+            out = self._decode(layer, query[:rows], kv_cache, attn_metadata.mm_prefix_range or attn_metadata)
         output[:rows].copy_(out)
         return output
 
+    def _decode(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata
+    ) -> torch.Tensor:
+        """Attention over the cache, causal or not as the batch says."""
+        if batch.causal is not None:
+            window = self.window if batch.causal else self.window_both
+            return self._attend(layer, query, kv_cache, batch, batch.seq_lens, batch.causal, window)
+        # A request has keys in one of the two calls, and rows without keys give 0.
+        assert batch.causal_lens is not None
+        assert batch.other_lens is not None
+        both = self._window_of_ranges(layer, batch.longest_range) if batch.longest_range else self.window_both
+        out = self._attend(layer, query, kv_cache, batch, batch.causal_lens, True, self.window)
+        out += self._attend(layer, query, kv_cache, batch, batch.other_lens, False, both)
+        return out
+
+    def _window_of_ranges(self, layer: Any, longest: int) -> Window | None:
+        """What a row of a range of multimodal tokens sees: the range's end, and as far back as a causal row."""
+        if self.window is None:
+            return None
+        back, _ = self.window
+        # The range's beginning is seen past the window where the layer does not clamp it. Builders refuse such layers.
+        if longest > back + 1 and not getattr(layer, "mm_prefix_clamp_sliding_window", False):
+            limit = f"must not be longer than the layer's window, {back + 1}, which does not clamp it"
+            raise ArgumentError(NAME, "tokens of a range in mm_req_doc_ranges", longest, limit)
+        return back, None
+
     def _attend(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata, lengths: torch.Tensor,
-        causal: bool,
+        causal: bool, window: Window | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention over the cache."""
+        """One call over the cache."""
         of = self.views(kv_cache)
         k_scale, v_scale = caches.scales(of, layer)
         shared: dict[str, Any] = {
@@ -139,8 +159,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             return out[:, 0]
         out = ops.paged_attention(
             query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len, causal=causal, window=self.window if causal else self.window_both,
-            **shared,
+            max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
         )  # fmt: skip
         return out
 

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
+from portattn.integrations.vllm import prefixes
+
 
 @dataclass
 class PortattnMetadata(AttentionMetadata):
@@ -21,6 +23,10 @@ class PortattnMetadata(AttentionMetadata):
     causal           of all requests; None where requests differ
     causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
                      0 elsewhere
+    segments         how ranges of multimodal tokens take the batch apart; None where no row is in one
+    mm_prefix_range  the batch that was taken apart: sequences instead of requests, with causality of each. Models whose
+                     layers differ clear the field of this name for those that have no ranges
+    longest_range    tokens of a range that a row sees, in a batch that was taken apart; else 0
     """
 
     num_actual_tokens: int
@@ -35,6 +41,26 @@ class PortattnMetadata(AttentionMetadata):
     per_request: torch.Tensor | None = None
     causal_lens: torch.Tensor | None = None
     other_lens: torch.Tensor | None = None
+    segments: prefixes.Segments | None = None
+    mm_prefix_range: PortattnMetadata | None = None
+    longest_range: int = 0
+
+    def take_apart(self) -> None:
+        """Make mm_prefix_range of segments, and of requests as they are now."""
+        if self.segments is None:
+            return
+        causal_lens, other_lens = self.segments.lengths(self.seq_lens)
+        self.mm_prefix_range = replace(
+            self,
+            query_start_loc=self.segments.starts(self.query_start_loc),
+            block_table=self.block_table.index_select(0, self.segments.requests),
+            num_reqs=causal_lens.shape[0],
+            causal=None,
+            causal_lens=causal_lens,
+            other_lens=other_lens,
+            segments=None,
+            longest_range=self.segments.longest,
+        )
 
     def split_by_causality(self) -> None:
         """Fill causal_lens and other_lens from seq_lens as they are now, by the device alone."""
@@ -57,6 +83,16 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
+        layers = vllm_config.compilation_config.static_forward_context
+        named = ((name, layers[name]) for name in layer_names if name in layers)
+        prefixes.refuse_short_windows(named, vllm_config.model_config)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A graph of several rows a request could be replayed for a part of a prompt that has ranges."""
+        if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PortattnMetadata:
         """The batch as forward takes it. `common_prefix_len` and `fast_build` change nothing."""
@@ -80,13 +116,17 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.per_request = common.causal
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
+        made.segments = prefixes.segments(common)
+        made.take_apart()
         return made
 
     def update_block_table(
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PortattnMetadata:
         """The same batch over another group's blocks."""
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        made = replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, mm_prefix_range=None)
+        made.take_apart()
+        return made
 
     def update_draft_decode_metadata(self, metadata: PortattnMetadata) -> None:
         """Follow lengths that a drafter has advanced on the device. A graph can hold this."""
