@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
-from portattn.integrations.vllm import prefixes
+from portattn.errors import ArgumentError
+from portattn.integrations.vllm import NAME, prefixes, shards
 
 
 @dataclass
@@ -27,6 +28,8 @@ class PortattnMetadata(AttentionMetadata):
     mm_prefix_range  the batch that was taken apart: sequences instead of requests, with causality of each. Models whose
                      layers differ clear the field of this name for those that have no ranges
     longest_range    tokens of a range that a row sees, in a batch that was taken apart; else 0
+    context_lens     (requests,) int32: keys of the past in this rank's cache, where ranks share a request's keys
+    has_past         whether a request may have a past: alike on all ranks
     """
 
     num_actual_tokens: int
@@ -44,6 +47,8 @@ class PortattnMetadata(AttentionMetadata):
     segments: prefixes.Segments | None = None
     mm_prefix_range: PortattnMetadata | None = None
     longest_range: int = 0
+    context_lens: torch.Tensor | None = None
+    has_past: bool = True
 
     def take_apart(self) -> None:
         """Make mm_prefix_range of segments, and of requests as they are now."""
@@ -76,13 +81,16 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
-    supports_draft_decode_metadata_update: bool = True
+    supports_draft_decode_metadata_update = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
+        self._shards = shards.Shards(kv_cache_spec, vllm_config, device)
+        # Whether there is a past is decided on the host, which does not see what a drafter advances.
+        self.supports_draft_decode_metadata_update = self._shards.world == 1
         layers = vllm_config.compilation_config.static_forward_context
         named = ((name, layers[name]) for name in layer_names if name in layers)
         prefixes.refuse_short_windows(named, vllm_config.model_config)
@@ -116,8 +124,19 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.per_request = common.causal
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
+        made.context_lens = self._shards.context_lens(common)
+        made.has_past = made.context_lens is None or not shards.no_request_has_a_past(common)
         made.segments = prefixes.segments(common)
+        if made.segments is not None and made.context_lens is not None:
+            limit = "must be None with decode context parallelism"
+            raise ArgumentError(NAME, "mm_req_doc_ranges", common.mm_req_doc_ranges, limit)
         made.take_apart()
+        return made
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PortattnMetadata:
+        """The batch as a graph holds it: whether its requests have a past is not known yet."""
+        made = self.build(0, common_attn_metadata)
+        made.has_past = True
         return made
 
     def update_block_table(

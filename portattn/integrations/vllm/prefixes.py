@@ -54,7 +54,7 @@ class Segments:
     longest: int
 
     def starts(self, query_start_loc: torch.Tensor) -> torch.Tensor:
-        """(sequences + 1,) int32: their rows. Requests' boundaries are read on the device, which alone may know them."""
+        """(sequences + 1,) int32: their rows. The device alone may know requests' boundaries."""
         begin = query_start_loc.index_select(0, self.requests) + self.first
         return torch.cat((begin, query_start_loc[-1:]))
 

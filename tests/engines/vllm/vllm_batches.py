@@ -61,7 +61,7 @@ class Layer:
     def __post_init__(self) -> None:
         self.name = next(_names)
         cache = CacheConfig(cache_dtype=self.cache_dtype, block_size=BLOCK)
-        self.config = VllmConfig(cache_config=cache)
+        self.config = self.configured(VllmConfig(cache_config=cache))
         with set_current_vllm_config(self.config), default_dtype(self.dtype):
             self.layer = Attention(
                 self.heads, self.dim, self.dim**-0.5, self.kv_heads, cache_config=cache, prefix=self.name,
@@ -79,6 +79,10 @@ class Layer:
             self.builder = make(self.spec or nothing, [self.name], self.config, torch.device("cpu"))
         if self.spec is not None:
             self.layer.kv_cache = self.empty_cache()
+
+    def configured(self, config: VllmConfig) -> VllmConfig:
+        """The configuration, with what a test adds."""
+        return config
 
     @property
     def keeps_keys(self) -> bool:
