@@ -70,10 +70,14 @@ class Sharded(Layer):
         return slots
 
 
-def run(layer: Sharded, requests: list[tuple[int, int]], seed: int = 0, **features: Any) -> None:
-    """This rank's heads of a batch, against attention over all keys."""
-    whole = Batch(requests, layer.dtype, heads=HEADS * layer.world, kv_heads=1, seed=seed)
+def run(
+    layer: Sharded, requests: list[tuple[int, int]], stored: torch.dtype | None = None, **features: Any
+) -> None:  # fmt: skip
+    """This rank's heads of a batch, against attention over all keys. stored: what the numbers of a cache are."""
+    whole = Batch(requests, layer.dtype, heads=HEADS * layer.world, kv_heads=1)
     mine = layer.part(whole)
+    if stored is not None:  # numbers that the cache has, so that it adds no error of its own
+        mine.k, mine.v = ([x.to(stored).to(layer.dtype) for x in each] for each in (mine.k, mine.v))
     held = get_dcp_local_seq_lens(
         torch.tensor([keys for _, keys in requests]), layer.world, layer.rank, layer.interleave
     )
@@ -101,12 +105,17 @@ def interleaved(rank: int, world: int) -> None:
 
 
 def all_to_all(rank: int, world: int) -> None:
-    run(Sharded(rank, world, all_to_all=True), [(1, 20), (4, 34)])
+    run(Sharded(rank, world, all_to_all=True), [(1, 20), (4, 34), (3, 3)])
 
 
 def features(rank: int, world: int) -> None:
     sinks = torch.tensor([3.0, -1.0], dtype=torch.bfloat16)
     run(Sharded(rank, world, arguments={"sinks": sinks, "logits_soft_cap": 2.0}), MIXED, sinks=sinks, softcap=2.0)
+
+
+def float8(rank: int, world: int) -> None:
+    """The past is read from the cache, new tokens are taken as they are."""
+    run(Sharded(rank, world, cache_dtype="fp8"), MIXED, torch.float8_e4m3fn)
 
 
 def prompts_alone(rank: int, world: int) -> None:
@@ -161,7 +170,7 @@ def countable(kernel: Any) -> None:
 
 CASES = {
     one.__name__: one
-    for one in (of_dtypes, decode, interleaved, all_to_all, features, prompts_alone, replay, kernels, refusals)
+    for one in (of_dtypes, decode, interleaved, all_to_all, features, float8, prompts_alone, replay, kernels, refusals)
 }
 
 

@@ -22,6 +22,7 @@ CASES = [
     "refusals",
     "of_dtypes",
     "features",
+    "float8",
     "interleaved",
     "all_to_all",
     "replay",
@@ -37,12 +38,14 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.skip("this torch has no gloo")
     if not vllm.triton_utils.HAS_TRITON:
         pytest.skip("vLLM does not use Triton in this environment: its merge is a kernel")
-    meeting = tmp_path_factory.mktemp("processes") / "file"
+    folder = tmp_path_factory.mktemp("processes")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PORTATTN_")}
+    own = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PORTATTN_CACHE_DIR": str(folder / "cache")}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(CHILD), str(rank), "2", str(meeting), *CASES],
+            [sys.executable, "-W", "ignore", str(CHILD), str(rank), "2", str(folder / "file"), *CASES],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=kept | own,
         )
         for rank in range(2)
     ]  # fmt: skip
