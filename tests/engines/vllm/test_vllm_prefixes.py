@@ -207,7 +207,8 @@ def test_windows_that_may_be_too_short(windows: Any, clamps: Any, limit: str) ->
     model = SimpleNamespace(is_mm_prefix_lm=True, hf_text_config=SimpleNamespace(), get_sliding_window=lambda: 16)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers), model_config=model,
-        scheduler_config=SimpleNamespace(max_num_seqs=4), parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
     )  # fmt: skip
     spec = Layer().spec
     assert spec.block_size == BLOCK
