@@ -51,7 +51,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.softcap = logits_soft_cap or None
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # A window counts the query's own key; without a mask to the future it reaches as far there.
-        side = None if sliding_window is None else sliding_window - 1
+        side = self.back = None if sliding_window is None else sliding_window - 1
         self.window: Window | None = None if side is None else (side, 0)
         self.window_both: Window | None = None if side is None else (side, side)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
@@ -140,9 +140,9 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
 
     def _window_of_ranges(self, layer: Any, longest: int) -> Window | None:
         """What a row of a range of multimodal tokens sees: the range's end, and as far back as a causal row."""
-        if self.window is None:
+        back = self.back
+        if back is None:
             return None
-        back, _ = self.window
         # The range's beginning is seen past the window where the layer does not clamp it. Builders refuse such layers.
         if longest > back + 1 and not getattr(layer, "mm_prefix_clamp_sliding_window", False):
             limit = f"must not be longer than the layer's window, {back + 1}, which does not clamp it"
