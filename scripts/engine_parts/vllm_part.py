@@ -99,8 +99,13 @@ class Step:
         self.impl = PortattnBackend.get_impl_cls()(
             case.heads, DIM, DIM**-0.5, case.kv_heads, None, None, case.cache_dtype
         )
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS))
-        self.builder = PortattnBackend.get_builder_cls()(None, ["layer.0"], config, device)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS), model_config=None,
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        )  # fmt: skip
+        spec = SimpleNamespace(dcp_sharded=False)
+        self.builder = PortattnBackend.get_builder_cls()(spec, ["layer.0"], config, device)
         self.cache = self._filled()
         self.common = CommonAttentionMetadata(
             query_start_loc=beginnings.to(device), query_start_loc_cpu=beginnings, seq_lens=self.lengths,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionType
 
-from portattn.integrations.vllm import NAME, caches
+from portattn.integrations.vllm import NAME, caches, shards
 from portattn.integrations.vllm.capabilities import Capabilities
 from portattn.integrations.vllm.impl import PortattnImpl
 from portattn.integrations.vllm.metadata import PortattnMetadataBuilder
@@ -46,3 +46,12 @@ class PortattnBackend(Capabilities):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
+        """vLLM's own list of reasons, and what decode context parallelism does not go with."""
+        return [*super().validate_configuration(*arguments, **named), *shards.reasons(**named)]

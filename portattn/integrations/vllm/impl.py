@@ -6,18 +6,26 @@ from typing import Any
 
 import torch
 from vllm import envs
+from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from portattn.api import ops
+from portattn.api.merge_states import merge_states
+from portattn.api.request import Window
 from portattn.errors import ArgumentError
-from portattn.integrations.vllm import NAME, caches
+from portattn.integrations.vllm import NAME, caches, shards
 from portattn.integrations.vllm.metadata import PortattnMetadata
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class PortattnImpl(AttentionImpl[PortattnMetadata]):
-    """One layer. Not supported, and not declared: decode context parallelism, fused quantisation of the output."""
+    """One layer. Not supported, and not declared: fused quantisation of the output."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True  # new tokens are attended beside the cache
 
     def __init__(
         self,
@@ -43,13 +51,22 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.softcap = logits_soft_cap or None
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # A window counts the query's own key; without a mask to the future it reaches as far there.
-        side = None if sliding_window is None else sliding_window - 1
-        self.window = None if side is None else (side, 0)
-        self.window_both = None if side is None else (side, side)
+        side = self.back = None if sliding_window is None else sliding_window - 1
+        self.window: Window | None = None if side is None else (side, 0)
+        self.window_both: Window | None = None if side is None else (side, side)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ArgumentError(NAME, "sinks.shape", tuple(sinks.shape), f"must be ({num_heads},), one for each head")
         self.sinks = sinks
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
+        if self.dcp_world_size > 1 and attn_type == AttentionType.DECODER:
+            shards.refuse_features(
+                alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+                kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            )  # fmt: skip
+            if self.num_kv_heads != 1:
+                limit = "must be 1: with decode context parallelism ranks have one key head each"
+                raise ArgumentError(NAME, "num_kv_heads", self.num_kv_heads, limit)
+        self.dcp_combine = shards.combine() if self.dcp_world_size > 1 else None
         self._cache: torch.Tensor | None = None
         self._views: caches.Views | None = None
 
@@ -99,23 +116,44 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             assert key is not None
             assert value is not None
             out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
-        elif attn_metadata.causal is not None:
-            lengths = attn_metadata.seq_lens
-            out = self._attend(layer, query[:rows], kv_cache, attn_metadata, lengths, attn_metadata.causal)
+        elif attn_metadata.context_lens is not None:
+            assert key is not None
+            assert value is not None
+            out = self._sharded(layer, query[:rows], key[:rows], value[:rows], kv_cache, attn_metadata)
         else:
-            # A request has keys in one of the two calls, and rows without keys give 0.
-            assert attn_metadata.causal_lens is not None
-            assert attn_metadata.other_lens is not None
-            out = self._attend(layer, query[:rows], kv_cache, attn_metadata, attn_metadata.causal_lens, True)
-            out += self._attend(layer, query[:rows], kv_cache, attn_metadata, attn_metadata.other_lens, False)
+            out = self._decode(layer, query[:rows], kv_cache, attn_metadata.mm_prefix_range or attn_metadata)
         output[:rows].copy_(out)
         return output
 
+    def _decode(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata) -> torch.Tensor:
+        """Attention over the cache, causal or not as the batch says."""
+        if batch.causal is not None:
+            window = self.window if batch.causal else self.window_both
+            return self._attend(layer, query, kv_cache, batch, batch.seq_lens, batch.causal, window)
+        # A request has keys in one of the two calls, and rows without keys give 0.
+        assert batch.causal_lens is not None
+        assert batch.other_lens is not None
+        both = self._window_of_ranges(layer, batch.longest_range) if batch.longest_range else self.window_both
+        out = self._attend(layer, query, kv_cache, batch, batch.causal_lens, True, self.window)
+        out += self._attend(layer, query, kv_cache, batch, batch.other_lens, False, both)
+        return out
+
+    def _window_of_ranges(self, layer: Any, longest: int) -> Window | None:
+        """What a row of a range of multimodal tokens sees: the range's end, and as far back as a causal row."""
+        back = self.back
+        if back is None:
+            return None
+        # The range's beginning is seen past the window where the layer does not clamp it. Builders refuse such layers.
+        if longest > back + 1 and not getattr(layer, "mm_prefix_clamp_sliding_window", False):
+            limit = f"must not be longer than the layer's window, {back + 1}, which does not clamp it"
+            raise ArgumentError(NAME, "tokens of a range in mm_req_doc_ranges", longest, limit)
+        return back, None
+
     def _attend(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata, lengths: torch.Tensor,
-        causal: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attention over the cache."""
+        causal: bool, window: Window | None, **other: Any,
+    ) -> Any:  # fmt: skip
+        """One call over the cache, (tokens, Hq, Dv). With return_lse in `other`, its LSE (tokens, Hq) too."""
         of = self.views(kv_cache)
         k_scale, v_scale = caches.scales(of, layer)
         shared: dict[str, Any] = {
@@ -127,22 +165,45 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             "sinks": self.sinks,
             "num_splits": self.num_splits,
             "page_layout": "hpd",
+            **other,
         }
         # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
         out: Any
         if batch.single and self.num_splits is None:
             # One row sees all keys: no mask, and the window's other side has nothing in it.
-            rows = query[:, None]
             out = ops.paged_attention(
-                rows, of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared
+                query[:, None], of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared
             )
-            return out[:, 0]
+            return (out[0][:, 0], out[1][..., 0]) if isinstance(out, tuple) else out[:, 0]
         out = ops.paged_attention(
             query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len, causal=causal, window=self.window if causal else self.window_both,
-            **shared,
+            max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
         )  # fmt: skip
-        return out
+        return (out[0], out[1].transpose(0, 1)) if isinstance(out, tuple) else out
+
+    def _sharded(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        batch: PortattnMetadata,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention over caches of several ranks, and over the new tokens, which every rank has."""
+        lengths = batch.context_lens
+        assert lengths is not None
+        new: Any = ops.varlen_attention(
+            query, key, value, batch.query_start_loc, batch.query_start_loc, batch.max_query_len, batch.max_query_len,
+            scale=self.scale, causal=bool(batch.causal), softcap=self.softcap, sinks=self.sinks,
+            return_lse=batch.has_past,
+        )  # fmt: skip
+        if not batch.has_past:
+            return new
+        assert self.dcp_combine is not None
+        group = get_dcp_group()
+        every = group.all_gather(query.contiguous(), dim=1)  # heads of all ranks, over this rank's keys
+        past = self._attend(layer, every, kv_cache, batch, lengths, False, None, sinks=None, return_lse=True)
+        out, lse = self.dcp_combine(*past, group, return_lse=True, is_lse_base_on_e=self.lse_base_on_e)
+        merged, _ = merge_states(
+            [out.transpose(0, 1), new[0].transpose(0, 1)], [lse.transpose(0, 1).contiguous(), new[1]]
+        )
+        return merged.transpose(0, 1)
 
     def _encode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PortattnMetadata

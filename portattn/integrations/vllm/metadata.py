@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
+from portattn.errors import ArgumentError
+from portattn.integrations.vllm import NAME, prefixes, shards
+
 
 @dataclass
 class PortattnMetadata(AttentionMetadata):
@@ -21,6 +24,12 @@ class PortattnMetadata(AttentionMetadata):
     causal           of all requests; None where requests differ
     causal_lens, other_lens  (requests,) int32, where they differ: seq_lens of the causal requests, and of the others;
                      0 elsewhere
+    segments         how ranges of multimodal tokens take the batch apart; None where no row is in one
+    mm_prefix_range  the batch that was taken apart: sequences instead of requests, with causality of each. Models whose
+                     layers differ clear the field of this name for those that have no ranges
+    longest_range    tokens of a range that a row sees, in a batch that was taken apart; else 0
+    context_lens     (requests,) int32: keys of the past in this rank's cache, where ranks share a request's keys
+    has_past         whether a request may have a past: alike on all ranks
     """
 
     num_actual_tokens: int
@@ -35,6 +44,28 @@ class PortattnMetadata(AttentionMetadata):
     per_request: torch.Tensor | None = None
     causal_lens: torch.Tensor | None = None
     other_lens: torch.Tensor | None = None
+    segments: prefixes.Segments | None = None
+    mm_prefix_range: PortattnMetadata | None = None
+    longest_range: int = 0
+    context_lens: torch.Tensor | None = None
+    has_past: bool = True
+
+    def take_apart(self) -> None:
+        """Make mm_prefix_range of segments, and of requests as they are now."""
+        if self.segments is None:
+            return
+        causal_lens, other_lens = self.segments.lengths(self.seq_lens)
+        self.mm_prefix_range = replace(
+            self,
+            query_start_loc=self.segments.starts(self.query_start_loc),
+            block_table=self.block_table.index_select(0, self.segments.requests),
+            num_reqs=causal_lens.shape[0],
+            causal=None,
+            causal_lens=causal_lens,
+            other_lens=other_lens,
+            segments=None,
+            longest_range=self.segments.longest,
+        )
 
     def split_by_causality(self) -> None:
         """Fill causal_lens and other_lens from seq_lens as they are now, by the device alone."""
@@ -50,13 +81,26 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
-    supports_draft_decode_metadata_update: bool = True
+    supports_draft_decode_metadata_update = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Of their own, and kept: a captured graph reads them at these addresses.
         most = vllm_config.scheduler_config.max_num_seqs
         self._split = torch.zeros(2, most, dtype=torch.int32, device=device)
+        self._shards = shards.Shards(kv_cache_spec, vllm_config, device)
+        # Whether there is a past is decided on the host, which does not see what a drafter advances.
+        self.supports_draft_decode_metadata_update = self._shards.world == 1
+        layers = vllm_config.compilation_config.static_forward_context
+        named = ((name, layers[name]) for name in layer_names if name in layers)
+        prefixes.refuse_short_windows(named, vllm_config.model_config)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A graph of several rows a request could be replayed for a part of a prompt that has ranges."""
+        if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PortattnMetadata:
         """The batch as forward takes it. `common_prefix_len` and `fast_build` change nothing."""
@@ -80,13 +124,28 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
             made.per_request = common.causal
             made.causal_lens, made.other_lens = self._split[0, :count], self._split[1, :count]
             made.split_by_causality()
+        made.context_lens = self._shards.context_lens(common)
+        made.has_past = made.context_lens is None or not shards.no_request_has_a_past(common)
+        made.segments = prefixes.segments(common)
+        if made.segments is not None and made.context_lens is not None:
+            limit = "must be None with decode context parallelism"
+            raise ArgumentError(NAME, "mm_req_doc_ranges", common.mm_req_doc_ranges, limit)
+        made.take_apart()
+        return made
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PortattnMetadata:
+        """The batch as a graph holds it: whether its requests have a past is not known yet."""
+        made = self.build(0, common_attn_metadata)
+        made.has_past = True
         return made
 
     def update_block_table(
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PortattnMetadata:
         """The same batch over another group's blocks."""
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        made = replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, mm_prefix_range=None)
+        made.take_apart()
+        return made
 
     def update_draft_decode_metadata(self, metadata: PortattnMetadata) -> None:
         """Follow lengths that a drafter has advanced on the device. A graph can hold this."""

@@ -77,15 +77,36 @@ def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: 
         {"use_non_causal": True, "use_batch_invariant": True, "use_kv_connector": True},
         {"use_adaptive_verification": True},
         {"block_size": 144},
+        {"use_mm_prefix": True, "has_sliding_window": True},
+        {"use_dcp": True, "has_sink": True, "kv_cache_dtype": "fp8"},
     ],
 )
 def test_what_it_takes(asked: dict[str, Any]) -> None:
     assert reasons(**asked) == []
 
 
-REFUSED = [
-    ("prefix-LM ranges", {"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
-    ("decode context parallelism", {"use_dcp": True}, "DCP not supported"),
+DCP_WITH = "decode context parallelism with windows, ranges or both directions"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        DCP_WITH,
+        {"use_dcp": True, "has_sliding_window": True},
+        "sliding windows with DCP not supported",
+    ),
+    (
+        DCP_WITH,
+        {"use_dcp": True, "use_mm_prefix": True},
+        "partial multimodal token full attention with DCP not supported",
+    ),
+    (
+        DCP_WITH,
+        {"use_dcp": True, "use_non_causal": True},
+        "attention in both directions with DCP not supported",
+    ),
+    (
+        "decode context parallelism, head sizes that are no power of 2",
+        {"use_dcp": True, "head_size": 80},
+        "head size 80 with DCP not supported: no power of 2",
+    ),
     ("prefill context parallelism", {"use_pcp": True}, "PCP not supported"),
     ("sparse attention", {"use_sparse": True}, "sparse not supported"),
     ("scales for each head from a checkpoint", {"use_per_head_quant_scales": True}, "per-head quant scales not supp"),
@@ -154,4 +175,5 @@ def test_latent_attention_is_a_backend_of_its_own() -> None:
     assert reasons(**{**latent, "use_mla": False}) == ["non-MLA not supported"]
     assert reasons(use_mla=True, head_size=576) == ["MLA not supported"]
     assert reasons(**latent, kv_cache_dtype="fp8_ds_mla") == ["kv_cache_dtype not supported"]
+    assert reasons(**latent, use_mm_prefix=True) == ["partial multimodal token full attention not supported"]
     assert reasons(**latent, use_sparse=True) == ["sparse not supported"]

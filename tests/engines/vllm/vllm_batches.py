@@ -61,7 +61,7 @@ class Layer:
     def __post_init__(self) -> None:
         self.name = next(_names)
         cache = CacheConfig(cache_dtype=self.cache_dtype, block_size=BLOCK)
-        self.config = VllmConfig(cache_config=cache)
+        self.config = self.configured(VllmConfig(cache_config=cache))
         with set_current_vllm_config(self.config), default_dtype(self.dtype):
             self.layer = Attention(
                 self.heads, self.dim, self.dim**-0.5, self.kv_heads, cache_config=cache, prefix=self.name,
@@ -79,6 +79,10 @@ class Layer:
             self.builder = make(self.spec or nothing, [self.name], self.config, torch.device("cpu"))
         if self.spec is not None:
             self.layer.kv_cache = self.empty_cache()
+
+    def configured(self, config: VllmConfig) -> VllmConfig:
+        """The configuration, with what a test adds."""
+        return config
 
     @property
     def keeps_keys(self) -> bool:
@@ -169,9 +173,12 @@ class Batch:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, *, causal: bool = True,
     window: tuple[int, int] | None = None, softcap: float = 0.0, slopes: Sequence[float] | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, ranges: Sequence[tuple[int, int]] = (), clamped: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """One request's attention in a dtype, by definition: q (Sq, Hq, D), k and v (Sk, Hk, D); the last query is last."""
+    """One request's attention in a dtype, by definition: q (Sq, Hq, D), k and v (Sk, Hk, D); the last query is last.
+
+    ranges   positions [first, last] whose tokens also attend to one another; clamped: as far back as the window alone
+    """
     q, k, v = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -186,6 +193,11 @@ def attend(
         hidden |= distance < 0
     if window is not None:
         hidden |= (distance > window[0]) | (distance < -window[1])
+    at = torch.arange(k.shape[1])
+    for first, last in ranges:
+        among = (at >= first) & (at <= last)
+        shown = among[k.shape[1] - q.shape[1] :, None] & among
+        hidden &= ~(shown & (distance <= window[0]) if clamped and window is not None else shown)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
@@ -196,9 +208,9 @@ def attend(
 def check(out: torch.Tensor, batch: Batch, **features: Any) -> None:
     """The budget of each request: 2 · |the same in the batch's dtype − float64|, and rounding."""
     begin = 0
-    causal = features.pop("causal", True)
+    causal, ranges = features.pop("causal", True), features.pop("ranges", {})
     for b, (rows, _) in enumerate(batch.requests):
-        each = {**features, "causal": causal[b] if isinstance(causal, list) else causal}
+        each = {**features, "causal": causal[b] if isinstance(causal, list) else causal, "ranges": ranges.get(b, ())}
         ours, begin = out[begin : begin + rows].double(), begin + rows
         exact = attend(batch.q[b], batch.k[b], batch.v[b], torch.float64, **each)
         same = attend(batch.q[b], batch.k[b], batch.v[b], batch.dtype, **each)
