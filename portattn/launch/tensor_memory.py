@@ -1,4 +1,4 @@
-"""How native.c reads a tensor's sizes, strides and address: by torch's own C functions, of the tensor inside its object.
+"""How native.c reads a tensor's sizes, strides and address: by torch's own C functions, of what its object holds.
 
 In Python each of the three makes objects: 0.15 to 0.25 µs, of every tensor at every call. libtorch has the same as C
 functions (`aoti_torch_get_…`, the stable interface of ahead-of-time compiled models), which take the address of an

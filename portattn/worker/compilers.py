@@ -39,7 +39,7 @@ _reading: threading.Thread | None = None  # Triton's own files
 
 
 def read_own_files() -> None:
-    """Have a thread compute the digest of Triton's own files, which is part of every key in its cache. It reads 400 MB,
+    """Have a thread compute the digest of Triton's own files, which is part of every key in its cache. It reads 0.4 GB,
     mostly without Python's global lock. A compile waits for it; Triton keeps the digest for the process."""
     global _reading
     for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.5 and later; before

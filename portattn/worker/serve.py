@@ -131,8 +131,10 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def prepare() -> None:
-    """Import the compiler before anything is asked: whoever will ask is busy meanwhile. What fails here fails again, and
-    is told, as a request is answered."""
+    """Import the compiler before anything is asked: whoever will ask is busy meanwhile.
+
+    What fails here fails again, and is told, as a request is answered.
+    """
     try:
         from portattn.worker import compilers
 
