@@ -32,7 +32,11 @@ from portattn.launch import cache, native, triton_compat
 from portattn.testing.random_calls import random_call
 
 chip = Chip(fake)
-found: dict[str, Any] = {"triton": triton.__version__, "why not": native.load(portattn.config.current().cache_dir)[1]}
+found: dict[str, Any] = {
+    "triton": triton.__version__,
+    "reads": cache.reader() is not None,
+    "why not": native.load(portattn.config.current().cache_dir)[1],
+}
 
 SIZES: dict[str, dict[str, Any]] = {
     "attention": {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64},
@@ -60,6 +64,15 @@ def calls(name: str, path: str) -> tuple[Any, dict[str, Any]]:
 def kind_of(op: str) -> cache.Kind:
     """The kind of the latest call of an operation that was cached."""
     return [kind for kind in cache.every_kind() if kind.op == op][-1]
+
+
+def _asking_in_python(kind: cache.Kind) -> Any:
+    """The kind by native.c on a torch whose tensors it cannot read by themselves."""
+    reader, cache.reader = cache.reader, lambda: None
+    try:
+        return kind._native(kind.classes[0])
+    finally:
+        cache.reader = reader
 
 
 def _holds(launch: fakedriver.Launch, tensor: torch.Tensor) -> bool:
@@ -110,6 +123,8 @@ def compare(name: str, path: str) -> None:
         by_c = chip.once(op, arguments)
         hit, entry.hit = entry.hit, None
         by_python = chip.once(op, arguments)
+        entry.hit = _asking_in_python(entry)
+        by_asking = chip.once(op, arguments)
         entry.hit = hit
         other = opcalls.changed(arguments)
         moved, entry.hit = chip.once(op, other), None
@@ -144,7 +159,7 @@ def compare(name: str, path: str) -> None:
             "path": entry.classes[0].plan.path, "hit": hit is not None, "launches": len(by_c[0]),
             "way": entry.classes[0].direct.way, "reason": entry.classes[0].direct.reason, "same": by_c == by_python,
             "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),
-            "ours": all(by_c[2]),
+            "ours": all(by_c[2]), "asked": by_c == by_asking,
             "moved": moved == moved_by_python, "named": sorted({n for one in by_c[0] for n in one[6]}),
             "last": portattn.last_plan() is entry.classes[0].plan, "prepared": prepared,
         }  # fmt: skip

@@ -84,13 +84,14 @@ def gradients(
         delta = lse
         for memory in (*found.values(), *(given[at[own]] for _, own in way.summed if given[at[own]] is not None)):
             memory.zero_()
-    named = dict(zip(ROWS[op].tensors, tensors, strict=True))
+    own_place = way.source
     if "bias" in asked:
-        found["bias"] = _like(given[at["grad_bias"]], named["bias"])
+        found["bias"] = _like(given[at["grad_bias"]], tensors[own_place["bias"]])
     if "alibi_slopes" in asked:
-        found["alibi_slopes"] = _slopes(named["alibi_slopes"], given[at["grad_slopes"]], named.get("cu_seqlens_q"))
+        beginnings = tensors[own_place["cu_seqlens_q"]] if "cu_seqlens_q" in own_place else None
+        found["alibi_slopes"] = _slopes(tensors[own_place["alibi_slopes"]], given[at["grad_slopes"]], beginnings)
     if "sinks" in asked:
-        found["sinks"] = _sinks(named["sinks"], lse, delta)
+        found["sinks"] = _sinks(tensors[own_place["sinks"]], lse, delta)
     return {name: tensor for name, tensor in found.items() if name in asked}
 
 

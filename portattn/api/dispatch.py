@@ -15,6 +15,7 @@ import torch
 
 from portattn.api import autocast, sizing
 from portattn.api.candidate import Candidate, candidate
+from portattn.compile import ensure
 from portattn.config import Settings
 from portattn.errors import FallbackWarning, PathUnavailable, warn_caller
 from portattn.launch import cache, has_rows
@@ -249,6 +250,8 @@ def _compilable(call: Call, settings: Settings) -> tuple[Plan, Candidate | None,
     failed: dict[str, CompileRecord] = {}
     while made.key:  # a kernel of portattn's: where it fails, the plan goes on without it
         target = _target(call)
+        if not call.dry and made.path != "interpreter":
+            ensure.expect(settings)
         own = candidate(made, call, target)
         failure = None if own is None else _failure(own, made, call, target, settings)
         if failure is None:

@@ -5,7 +5,9 @@ What torch records or transforms goes through the operators (gradients.py); thes
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +15,7 @@ from portattn.api import backward, dispatch
 from portattn.api.perform import Trained, carried_out, found_cached
 from portattn.api.request import Request, request_from
 from portattn.api.tracing import transformed_or_traced
-from portattn.config import current, using
+from portattn.config import Settings, current, using
 from portattn.launch.guards import in_mode
 from portattn.schema.ops import BACKWARD, ROWS
 
@@ -92,48 +94,72 @@ def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
 
 def call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
     """(out, lse), with the LSE whether or not it is asked for: the backward pass takes it."""
-    found: Trained = _Call.apply(op, values, lengths, *tensors)
+    given = [tensor for tensor in tensors if tensor is not None]
+    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    found: Trained = _Call.apply(_About(op, values, lengths, places, current()), *given)
     return found
 
 
+class _About(NamedTuple):
+    """A call but for its tensors. torch handles each argument of a node by itself: what is no tensor is one argument,
+    and tensors that are not given are none.
+
+    places    of the tensors that are given, among the operation's
+    settings  in force as it was made
+    """
+
+    op: str
+    values: tuple[Any, ...]
+    lengths: tuple[Any, ...]
+    places: list[int]
+    settings: Settings
+
+    def tensors(self, given: Iterable[Any]) -> tuple[Any, ...]:
+        """As a Request has them, None for those that are not given."""
+        found: list[Any] = [None] * len(ROWS[self.op].tensors)
+        for place, tensor in zip(self.places, given, strict=True):
+            found[place] = tensor
+        return tuple(found)
+
+
 class _Call(torch.autograd.Function):
-    """Operation, values and sizes, and tensors, as a Request has them -> (out, lse)."""
+    """What a call is, and the tensors that are given -> (out, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, values: tuple[Any, ...], lengths: tuple[Any, ...], *tensors: Any) -> Any:
-        place = _LSE[op]
+    def forward(ctx: Any, about: _About, *given: Any) -> Any:
+        op, values, lengths = about.op, about.values, about.lengths
+        place, tensors = _LSE[op], about.tensors(given)
         asked = values if values[place] is True else (*values[:place], True, *values[place + 1 :])
         found = found_cached(op, tensors, asked, lengths)
         if found is None:
             found = carried_out(request_from(op, tensors, asked, lengths))
-        ctx.save_for_backward(*tensors, *found)
-        ctx.op, ctx.values, ctx.lengths, ctx.settings = op, values, lengths, current()
+        ctx.save_for_backward(*given, *found)
+        ctx.about = about
         ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
+        about: _About = ctx.about
         *given, out, lse = ctx.saved_tensors
-        op, values, tensors = ctx.op, ctx.values, tuple(given)
-        found: list[Any] = [None] * (3 + len(tensors))
+        op, values = about.op, about.values
         if not values[_LSE[op]]:
             grad_lse = None
         if grad_out is None and grad_lse is None:
-            return tuple(found)
-        names = ROWS[op].tensors
-        asked = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
-        with using(ctx.settings):  # torch runs a backward pass in threads of its own
+            return (None,) * (1 + len(given))
+        every = tuple(ROWS[op].tensors)
+        names = [every[place] for place in about.places]
+        asked = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
+        # torch runs a backward pass in threads of its own, where no block of settings is open.
+        with contextlib.nullcontext() if current() is about.settings else using(about.settings):
             # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
             # calls an operator for each gradient, which no kernel could tell apart.
-            if torch.is_grad_enabled() or _mapped(grad_out, grad_lse):
-                made = backward.recorded(op, tensors, values, ctx.lengths, out, lse, grad_out, grad_lse, asked)
-            else:
-                made = backward.computed(op, tensors, values, ctx.lengths, out, lse, grad_out, grad_lse, asked)
-        for place, name in enumerate(names):
-            found[3 + place] = made.get(name)
-        return tuple(found)
+            record = torch.is_grad_enabled() or _mapped(grad_out) or _mapped(grad_lse)
+            compute = backward.recorded if record else backward.computed
+            made = compute(op, about.tensors(given), values, about.lengths, out, lse, grad_out, grad_lse, asked)
+        return (None, *map(made.get, names))
 
 
-def _mapped(*gradients: torch.Tensor | None) -> bool:
+def _mapped(gradient: torch.Tensor | None) -> bool:
     """Whether torch maps the backward pass over several gradients."""
-    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)

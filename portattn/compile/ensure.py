@@ -145,7 +145,18 @@ def ahead(plan: Plan, launches: Sequence[Compiled], target: Target, settings: Se
 
 def new_worker() -> Worker:
     """A worker with the very Triton that this process would import, however it came to be on the path."""
-    return Worker(environment={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
+    return Worker(environment={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}, ahead=True)
+
+
+def expect(settings: Settings) -> None:
+    """Start the child process of the first compile where there will be one, before the launches are described: it
+    imports its compiler meanwhile.
+
+    That there will be one is known where nothing was ever compiled. Elsewhere a child that nobody needs would cost more
+    than is gained, and what a call compiles is known only once its launches are described.
+    """
+    if settings.isolate != "never" and _worker is None and store(settings).empty():
+        _shared_worker().start()
 
 
 def compile_in(
@@ -208,7 +219,8 @@ def _in_child(
     key: str, plan: Plan, launches: Sequence[Compiled], target: Target, settings: Settings, records: CompileStore
 ) -> CompileRecord | None:
     facts: dict[str, int | str] = {}
-    with loading.meanwhile(target.backend, settings.cache_dir):
+    named = [(one.module, one.function) for one in launches]
+    with loading.meanwhile(target.backend, settings.cache_dir, named):
         for launch in launches:
             reply = compile_in(_shared_worker(), launch, plan, target, settings.compile_seconds, "basic")
             problem = over_limit(reply, target) if reply.outcome == "ok" else ""

@@ -142,6 +142,10 @@ class CompileStore:
         whole = sum(sealed.read(self._record_path(name), RECORD, name, CompileRecord) is not None for name in names)
         return whole, len(names) - whole
 
+    def empty(self) -> bool:
+        """Whether nothing was ever recorded here, as on a machine where portattn has not yet compiled anything."""
+        return not (self._seen or self._passing or _names(self.folder / "records"))
+
     def clear(self) -> int:
         """Forget every record (incidents stay); the number of files that are gone."""
         self._seen.clear()

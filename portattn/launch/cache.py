@@ -31,6 +31,7 @@ from portattn.launch import cudadriver
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.guards import guard, in_mode, mode_depth
 from portattn.launch.shaped import TensorKind
+from portattn.launch.tensor_memory import reader
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten
@@ -163,7 +164,7 @@ class Kind:
                 stream=at.stream, empty=at.empty, hooked=direct.hooked, address=_address, types=self._types,
                 shape="shape", strides=_strides, lengths=self._lengths,
                 classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
-                noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS,
+                noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS, reader=reader(),
                 absent=self._absent, given=self._present, twins=tuple(i for pair in self._twins for i in pair),
                 distinct=tuple(self._distinct), residues=tuple(self._residues),
             )  # fmt: skip

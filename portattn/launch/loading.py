@@ -11,8 +11,9 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from portattn.launch import cudadriver, native
@@ -66,14 +67,16 @@ def load(compiled: Any, cache_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def meanwhile(backend: str, cache_dir: str) -> Iterator[None]:
+def meanwhile(backend: str, cache_dir: str, kernels: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
     """Beside the block, in a thread, make ready what loading and launching will need; wait for it at the end, unless
     the block is interrupted.
 
     backend    of the target: only CUDA kernels are launched by native.c
     cache_dir  portattn's cache folder; empty for the platform's
+    kernels    what is being compiled: modules that are imported already, and functions of theirs
     """
     ready: list[Callable[[], object]] = [_triton_driver, _triton_key]
+    ready += [functools.partial(_kernel_key, *names) for names in kernels]
     if backend == cudadriver.KIND:
         ready.insert(0, functools.partial(native.load, cache_dir))
     thread = threading.Thread(target=_make, args=(ready,), name="portattn-ready", daemon=True)
@@ -121,3 +124,13 @@ def _triton_key() -> None:
         if find is not None:
             find()
             return
+
+
+def _kernel_key(module: str, function: str) -> None:
+    """The digest of a kernel's source and of all that it calls, by which Triton looks it up; it keeps it as well.
+
+    Only where Triton has a lock for it (3.5 and later): another thread might compile the same kernel.
+    """
+    kernel = getattr(sys.modules.get(module), function, None)
+    if hasattr(kernel, "_hash_lock"):
+        _ = kernel.cache_key

@@ -517,12 +517,26 @@ static PyObject *sized_note(Sized *self) {
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
    classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None */
 #define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(hooked) \
-  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused)
+  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
-typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;
+/* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/tensor_memory.py. */
+typedef int (*Ask)(void *tensor, void *answer);
+typedef struct { PyObject *type; Py_ssize_t offset; uint64_t plain; Ask dim, sizes, strides, address; } Reader;
+typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; Reader reads; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;
 
 static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names);
+
+/* None, or (type, offset, plain, dim, sizes, strides, address): 1, or 0 where it is neither */
+static int take_reader(Reader *reads, PyObject *given) {
+  if (given == Py_None) return 1;
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 7) return 0;
+  reads->type = PyTuple_GET_ITEM(given, 0); /* kept by the Kind */
+  reads->offset = (Py_ssize_t)integer(given, 1), reads->plain = number(given, 2);
+  reads->dim = (Ask)(uintptr_t)number(given, 3), reads->sizes = (Ask)(uintptr_t)number(given, 4);
+  reads->strides = (Ask)(uintptr_t)number(given, 5), reads->address = (Ask)(uintptr_t)number(given, 6);
+  return !PyErr_Occurred() && reads->offset > 0;
+}
 
 /* Kind(low_bits=…, and every name of OBJECTS and INTEGERS) */
 static PyObject *kind_new(PyTypeObject *type, PyObject *args, PyObject *named) {
@@ -536,7 +550,7 @@ static PyObject *kind_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     PyDict_Check(self->levels) && PyList_Check(self->classes) && PyContextVar_CheckExact(self->noted) &&
     (self->fixed == Py_None || PyBytes_Check(self->fixed)) && self->residues.count == self->given.count &&
     self->given.count <= MOST && self->distinct.count <= self->given.count &&
-    PyTuple_GET_SIZE(self->types) == self->distinct.count;
+    PyTuple_GET_SIZE(self->types) == self->distinct.count && take_reader(&self->reads, self->reader);
   if (!right) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the fields of a Kind are not all there, or do not fit");
     Py_XDECREF(self);
@@ -578,7 +592,17 @@ static int truth(PyObject *found) { /* of a new reference */
   return result;
 }
 
-static int address_of(Kind *self, PyObject *tensor, uint64_t *address) {
+/* The at::Tensor of a tensor of one of the known types; NULL where it must be asked in Python. */
+static void *inside(const Kind *self, PyObject *tensor) {
+  if (!self->reads.offset) return NULL;
+  uint64_t **found = (uint64_t **)((char *)tensor + self->reads.offset);
+  return *found && **found == self->reads.plain ? found : NULL;
+}
+
+/* known: it is of the type that the first call's had */
+static int address_of(Kind *self, PyObject *tensor, uint64_t *address, int known) {
+  void *at = known || (PyObject *)Py_TYPE(tensor) == self->reads.type ? inside(self, tensor) : NULL;
+  if (at && !self->reads.address(at, address)) return 0;
   PyObject *found = PyObject_Vectorcall(self->address, &tensor, 1, NULL);
   if (!found) return -1;
   *address = PyLong_AsUnsignedLongLong(found);
@@ -610,6 +634,16 @@ static int add_numbers(PyObject *found, int64_t *inputs, Py_ssize_t *count) {
 static int inputs_of(Kind *self, PyObject *const *given, PyObject *lengths, int64_t *inputs, Py_ssize_t *count) {
   for (Py_ssize_t i = 0; i < self->distinct.count; i++) {
     PyObject *tensor = given[self->distinct.at[i]];
+    void *at = inside(self, tensor);
+    const int64_t *sizes, *strides;
+    int64_t rank;
+    if (at && !self->reads.dim(at, &rank) && !self->reads.sizes(at, &sizes) && !self->reads.strides(at, &strides)) {
+      if (*count + 2 * rank > INPUTS) return 0;
+      memcpy(inputs + *count, sizes, rank * sizeof *inputs);
+      memcpy(inputs + *count + rank, strides, rank * sizeof *inputs);
+      *count += 2 * rank;
+      continue;
+    }
     int added = add_numbers(PyObject_GetAttr(tensor, self->shape), inputs, count);
     if (added > 0) added = add_numbers(PyObject_Vectorcall(self->strides, &tensor, 1, NULL), inputs, count);
     if (added <= 0) return added;
@@ -650,7 +684,7 @@ static int same_tensors(Kind *self, PyObject *tensors, PyObject *lengths, PyObje
   int alike = truth(PyObject_Vectorcall(self->guard, once, self->distinct.count, NULL));
   if (alike <= 0) return alike;
   for (Py_ssize_t i = 0; i < self->given.count; i++) {
-    if (address_of(self, given[i], &addresses[i]) < 0) return -1;
+    if (address_of(self, given[i], &addresses[i], 1) < 0) return -1;
     if (!addresses[i]) return 0; /* its memory was freed, or it has no element */
     if ((addresses[i] & self->low_bits) != (uint64_t)self->residues.at[i]) return 0;
   }
@@ -739,22 +773,22 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4]), *lse = NULL;
   if (!out) goto end;
   kept[own++] = out;
-  if (address_of(self, out, &addresses[place++]) < 0) goto end;
+  if (address_of(self, out, &addresses[place++], 0) < 0) goto end;
   if (sized->lse.count) {
     if (!(lse = memory_for(self, sized, &sized->lse, sized->lse_dtype, args[5]))) goto end;
     kept[own++] = lse;
-    if (address_of(self, lse, &addresses[place++]) < 0) goto end;
+    if (address_of(self, lse, &addresses[place++], 0) < 0) goto end;
   }
   uint64_t base = 0;
   if (sized->memory.count && sized->outputs[sized->memory.at[0]] > 0) {
     if (!(kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6]))) goto end;
-    if (address_of(self, kept[own++], &base) < 0) goto end;
+    if (address_of(self, kept[own++], &base, 0) < 0) goto end;
   }
   for (Py_ssize_t i = 0; i < sized->offsets.count; i++)
     addresses[place++] = base + (uint64_t)sized->outputs[sized->offsets.at[i]];
   for (Py_ssize_t i = 0; i < own_count; i++) {
     if (!(kept[own] = PyObject_CallNoArgs(PyTuple_GET_ITEM(sized->each, i)))) goto end;
-    if (address_of(self, kept[own++], &addresses[place++]) < 0) goto end;
+    if (address_of(self, kept[own++], &addresses[place++], 0) < 0) goto end;
   }
   if (!(found = PyObject_Vectorcall(self->stream, &self->index, 1, NULL))) goto end;
   uint64_t stream = PyLong_AsUnsignedLongLong(found);

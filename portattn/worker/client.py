@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -37,6 +38,7 @@ class Worker:
                  here for the time of a compile is no variable of this process's own
     runs         "" only compiles; "kernels" also runs them, on a device; "interpreter" runs them under Triton's
                  interpreter. To run anything, portattn must be installed in that Python
+    ahead        its child imports the compiler as it starts, not as it is first asked to compile
 
     Any thread may ask, one request after another; close() may be called while a request is under way. In a process
     that was forked it starts a child of its own. Raises ArgumentError on variables that no process can have.
@@ -47,12 +49,14 @@ class Worker:
         python: str | None = None,
         environment: Mapping[str, str | None] | None = None,
         runs: Literal["", "kernels", "interpreter"] = "",
+        ahead: bool = False,
     ) -> None:
         self.python = python or sys.executable or ""
         interpret = {"TRITON_INTERPRET": "1" if runs == "interpreter" else None}
         self.environment = {**interpret, **(environment or {})}
         _check(self.python, self.environment)
         self.runs = runs
+        self._options = [*(["--installed"] if runs else []), *(["--ahead"] if ahead else [])]
         self._ids = itertools.count(1)
         self._child: Child | None = None
         self._used: Child | None = None  # by the request under way: its thread closes the streams, nobody else
@@ -67,6 +71,17 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Start the child now, where none runs and nobody asks. What fails is found, and told, at the first request."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever asks has started it
+        try:
+            with contextlib.suppress(OSError, MemoryError):
+                self._started()
+        finally:
+            self._let_go()
+            self._lock.release()
 
     def request(self, task: str, seconds: float, **fields: Any) -> Reply:
         """Send one request and wait for its answer, at most `seconds`, once other threads' requests are answered.
@@ -145,7 +160,7 @@ class Worker:
                 if not self.python:
                     raise FileNotFoundError("sys.executable is empty, and Worker was given no `python`")
                 given = {**variables.outside(), "TMPDIR": None, **self.environment}
-                command = [self.python, "-u", str(SERVE), *(["--installed"] if self.runs else [])]
+                command = [self.python, "-u", str(SERVE), *self._options]
                 child = self._child = Child(command, {k: v for k, v in given.items() if v is not None})
             self._used = child
             return child

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,21 @@ def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     for name, dist in sorted(claims, key=lambda claim: claim[0]):
         found.setdefault(name.replace("_", "-").lower(), str(dist.version))
     return found
+
+
+_reading: threading.Thread | None = None  # Triton's own files
+
+
+def read_own_files() -> None:
+    """Have a thread compute the digest of Triton's own files, which is part of every key in its cache. It reads 0.4 GB,
+    mostly without Python's global lock. A compile waits for it; Triton keeps the digest for the process."""
+    global _reading
+    for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.5 and later; before
+        find = getattr(importlib.import_module(place), "triton_key", None)
+        if find is not None:
+            _reading = threading.Thread(target=find, name="portattn-digest", daemon=True)
+            _reading.start()
+            return
 
 
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
@@ -80,6 +96,8 @@ def _compiled(
     what: ASTSource | str, target: tuple[str, Any, int], options: dict[str, Any], enter: Callable[[str], None]
 ) -> Any:
     chip = GPUTarget(*target)
+    if _reading is not None:
+        _reading.join()
     if chip.backend == "hip":
         _link_without_rocm()
     with _announced_stages(chip, enter):

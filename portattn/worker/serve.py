@@ -130,6 +130,19 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             say({**failed, "version": PROTOCOL})
 
 
+def prepare() -> None:
+    """Import the compiler before anything is asked: whoever will ask is busy meanwhile.
+
+    What fails here fails again, and is told, as a request is answered.
+    """
+    try:
+        from portattn.worker import compilers
+
+        compilers.read_own_files()
+    except (Exception, SystemExit):  # noqa: BLE001
+        traceback.print_exc()  # into the log of the first request
+
+
 def main() -> None:
     # Compilers print to the standard streams, and programs that they call read them: requests and answers get
     # descriptors of their own, what is printed goes to stderr, and there is nothing to read.
@@ -139,6 +152,8 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     try:
+        if "--ahead" in sys.argv:
+            prepare()
         serve(requests, answers)
     finally:  # nobody asks any more, or nobody is there to be answered
         for argument in sys.argv[1:]:

@@ -52,6 +52,36 @@ def planned(**fields):
     return made, launches, out, target
 
 
+class Startable:
+    """In the place of the child of first compiles."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+
+def test_a_child_is_expected_where_nothing_was_compiled(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; not where compiles are this process's, and not where something was recorded, by whatever process."""
+    child = Startable()
+    monkeypatch.setattr(ensure, "_worker", None)
+    monkeypatch.setattr(ensure, "_shared_worker", lambda: child)
+    ensure.expect(msgspec.structs.replace(settings, isolate="never"))
+    assert child.starts == 0
+    ensure.expect(settings)
+    assert child.starts == 1
+    monkeypatch.setattr(ensure, "_worker", child)
+    ensure.expect(settings)
+    assert child.starts == 1
+    monkeypatch.setattr(ensure, "_worker", None)
+    made, *_ = planned()
+    CompileStore(Path(settings.cache_dir)).put(ensure._record("0" * 32, made, passed=True))
+    assert not store(settings).empty()
+    ensure.expect(settings)
+    assert child.starts == 1
+
+
 def requests_in(file: Path) -> int:
     return len(file.read_text().splitlines())
 

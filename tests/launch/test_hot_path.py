@@ -28,12 +28,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.compiles
 def test_a_call_by_c_is_the_call_by_python(seen: dict[str, Any]) -> None:
     assert seen["why not"] == ""
+    assert seen["reads"], "this torch's tensors are read by torch's C functions"
     variants = ["attention gluon", "mla gluon"] if Version(seen["triton"]) >= Version("3.6") else []
     for name in [f"{op} triton" for op in OPS] + variants:
         found = seen[name]
         assert found["way"] == "native", found["reason"]
         assert found["hit"], name
         assert found["same"], f"{name}: other launches or results"
+        assert found["asked"], f"{name}: other launches where tensors are asked in Python"
         assert found["moved"], f"{name}: other launches with other tensors"
         assert found["ours"], f"{name}: a result is not what was allocated"
         assert found["last"], f"{name}: last_plan"

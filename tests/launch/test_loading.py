@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,28 @@ def test_only_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with loading.meanwhile("rocm", "here"):
         pass
     assert seen == ["driver", "key"]
+
+
+def test_the_digest_of_a_kernel_is_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton has a lock for it; of a function that is interpreted, and of a module that is not there, none is."""
+    asked: list[str] = []
+
+    class Kernel:
+        _hash_lock = object()
+
+        @property
+        def cache_key(self) -> str:
+            asked.append(threading.current_thread().name)
+            return "key"
+
+    module = SimpleNamespace(locked=Kernel(), interpreted=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "kernels_of_a_test", module)
+    monkeypatch.setattr(loading, "_triton_driver", lambda: None)
+    monkeypatch.setattr(loading, "_triton_key", lambda: None)
+    names = [("kernels_of_a_test", "interpreted"), ("not_imported", "locked"), ("kernels_of_a_test", "locked")]
+    with loading.meanwhile("rocm", "here", names):
+        pass
+    assert asked == ["portattn-ready"]
 
 
 def test_without_a_thread_all_is_made_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

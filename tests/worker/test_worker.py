@@ -249,6 +249,41 @@ def test_a_python_that_is_gone(tmp_path: Path) -> None:
     assert reply.message == f"{tmp_path / 'gone'} cannot be started: No such file or directory"
 
 
+@pytest.mark.compiles
+def test_a_child_is_started_ahead_of_its_first_request() -> None:
+    """It imports its compiler meanwhile, and is the one that is asked; to start it again does nothing."""
+    with Worker(ahead=True) as worker:
+        worker.start()
+        assert worker._child is not None
+        started = worker._child.process.pid
+        worker.start()
+        reply = worker.request("hello", SECONDS)
+        assert worker._child.process.pid == started
+    assert reply.outcome == "ok", reply
+
+
+def test_what_fails_ahead_is_told_at_the_first_request(tmp_path: Path) -> None:
+    """A Python that is gone, a child that ends at once, and a compiler that does not import."""
+    with Worker(python=str(tmp_path / "gone"), ahead=True) as worker:
+        worker.start()
+        assert worker.request("hello", SECONDS).stage == "start"
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise SystemExit('no such compiler')\n")
+    with Worker(environment={"PYTHONPATH": str(tmp_path)}, ahead=True) as worker:
+        worker.start()
+        reply = worker.request("hello", SECONDS)
+    assert (reply.outcome, reply.stage, reply.kind) == ("error", "import", "SystemExit")
+    assert reply.unavailable
+
+
+def test_nobody_waits_for_a_request_to_start_a_child() -> None:
+    worker = Worker()
+    with worker._lock:  # as while another thread asks
+        worker.start()
+    assert worker._child is None
+    worker.close()
+
+
 def test_variables_are_set_and_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_ONE", "outer")
     monkeypatch.setenv("TRITON_TWO", "outer")

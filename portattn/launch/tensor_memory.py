@@ -1,0 +1,94 @@
+"""How native.c reads a tensor's sizes, strides and address: by torch's own C functions, of what its object holds.
+
+In Python each of the three makes objects: 0.15 to 0.25 µs, of every tensor at every call. libtorch has the same as C
+functions (`aoti_torch_get_…`, the stable interface of ahead-of-time compiled models), which take the address of an
+`at::Tensor`. Where that lies in a Python tensor is no interface: it is looked for and tried out once a process, and
+where anything is not as it must be, tensors are asked in Python.
+
+The functions complain on stderr of tensors that have no sizes (nested and sparse ones, which are other classes of
+C++). native.c asks them only of the plain class, which the first word of what an `at::Tensor` points to says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_FUNCTIONS = ("dim", "sizes", "strides", "data_ptr")
+# (type, offset, class, and the addresses of the functions): what native.c's Kind takes as `reader`.
+Reader = tuple[type, int, int, int, int, int, int]
+
+
+@functools.lru_cache(maxsize=1)
+def reader() -> Reader | None:
+    """What native.c reads tensors of exactly these types by: torch.Tensor, torch.nn.Parameter; None where it must not.
+
+    (torch.Tensor, bytes from an object's address to its at::Tensor, first word of a plain tensor's implementation,
+    addresses of the four functions)
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), mode=_LOADED)
+        functions = [getattr(library, f"aoti_torch_get_{name}") for name in _FUNCTIONS]
+        with torch.device("cpu"):  # whatever the caller's default is: the answer is the process's
+            tensors = _samples()
+        offsets = {_offset(tensor) for tensor in tensors}
+        if len(offsets) != 1 or None in offsets:
+            return None
+        offset: int = offsets.pop()  # type: ignore[assignment]
+        classes = {_word(tensor._cdata) for tensor in tensors}
+        if len(classes) != 1 or not all(_read(functions, tensor, offset) == _said(tensor) for tensor in tensors):
+            return None
+    except (OSError, AttributeError, RuntimeError, TypeError):
+        return None
+    places = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    return (torch.Tensor, offset, classes.pop(), *places)  # type: ignore[return-value]
+
+
+_LOADED = getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_NOW", 0)  # torch has loaded it
+
+
+def _samples() -> Sequence[torch.Tensor]:
+    """Plain tensors of every kind that a call may bring: of few and many axes, views, parameters, results."""
+    x = torch.zeros(2, 3, 4, 5)
+    asking = torch.zeros(2, 6, requires_grad=True)
+    return [
+        x, torch.zeros(()), torch.zeros(0, 3), torch.zeros(1, 2, 1, 2, 1, 2, 3), x.transpose(1, 2)[1:, :, 1:],
+        torch.zeros(1, 3).expand(4, 3), torch.nn.Parameter(torch.zeros(3)), asking, asking * 2.0,
+        torch.zeros(8, dtype=torch.bfloat16)[3:],
+    ]  # fmt: skip
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _offset(tensor: torch.Tensor) -> int | None:
+    """Where in a tensor's object the pointer is that torch says it holds."""
+    size = type(tensor).__basicsize__
+    places = range(object.__basicsize__, size - _WORD + 1, _WORD)
+    return next((place for place in places if _word(id(tensor) + place) == tensor._cdata), None)
+
+
+def _said(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
+
+
+def _read(functions: Sequence[Any], tensor: torch.Tensor, offset: int) -> tuple[Any, ...]:
+    """What the functions say of a tensor."""
+    dim, sizes, strides, address = functions
+    place = ctypes.c_void_p(id(tensor) + offset)
+    count, found = ctypes.c_int64(), [ctypes.c_void_p() for _ in range(3)]
+    errors = [dim(place, ctypes.byref(count))]
+    errors += [ask(place, ctypes.byref(to)) for ask, to in zip((sizes, strides, address), found, strict=True)]
+    if any(errors) or count.value != tensor.ndim:
+        raise RuntimeError("torch does not say a tensor's sizes")
+    axes = ctypes.c_int64 * count.value
+    listed = [tuple(axes.from_address(one.value)) if one.value else () for one in found[:2]]
+    return listed[0], listed[1], found[2].value or 0
