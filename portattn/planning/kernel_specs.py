@@ -546,7 +546,7 @@ class CacheWrite(CoreKernel):
     function = "write_cache"
     op = "append_kv"
     takes = frozenset({"seqlens_k", "kv_format", "rotary", "head_dim_v"})
-    choices: tuple[str, ...] = ("grid", "reads")
+    choices: tuple[str, ...] = ("grid", "reads", "unpack")
     max_head_dim_v = 576
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
@@ -558,7 +558,9 @@ class CacheWrite(CoreKernel):
         return super().cannot(problem)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
-        return ()
+        if lowering.unpack == "bytes" or (lowering.unpack == "ptx" and problem.kv_format != "as_q"):
+            return ()
+        return (("unpack", "bytes", "a cache is written as numbers, and ptx narrows those of a quantised one alone"),)
 
     def all_rows(self, problem: Problem) -> int:
         return problem.batch * problem.seq_q * problem.heads_k
@@ -599,6 +601,7 @@ class CacheWrite(CoreKernel):
             "KV_SCALES": problem.kv_scales,
             "LARGEST": LARGEST.get(problem.kv_format, 0.0),
             "GRID": lowering.grid,
+            "UNPACK": lowering.unpack,
         }
 
 

@@ -39,7 +39,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     operands       of Q·Kᵀ over quantised queries and keys: `widened` to float16, whose products are exact, or as they
                    are `stored`, by the chip's own 8-bit products
     unpack         numbers of a quantised cache: read as `bytes` and widened to queries' dtype, one by one; or read as
-                   16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions
+                   16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions. What
+                   writes a cache divides and narrows each number by operations that every chip has, or by `ptx`
 
     >>> import portattn
     >>> portattn.Lowering(load="descriptor").exp
