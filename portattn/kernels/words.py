@@ -55,6 +55,38 @@ def key_places(table, start, end, pages,
 
 
 @triton.jit
+def step_of(i, first_step, full_begin, full_end, EDGE: tl.constexpr, WINDOW: tl.constexpr):
+    """Which tile of keys the i-th step of a pass attends: see attend_words."""
+    if EDGE == 0:
+        step = full_begin + i
+    elif WINDOW:
+        step = first_step + i + tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+    else:
+        step = full_end + i
+    return step
+
+
+@triton.jit
+def page_from(table, start, end, pages, PART: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The number of the page that holds the key `start + PART * PAGE_SIZE`; of none from `end` on, or past the tile."""
+    page = start - start
+    if PART * PAGE_SIZE < BLOCK_N:
+        page = tl.load(table + start // PAGE_SIZE + PART, mask=start + PART * PAGE_SIZE < end, other=0)
+        page = tl.minimum(tl.maximum(page, 0), pages - 1)
+    return page
+
+
+@triton.jit
+def pages_from(table, start, end, pages, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The numbers of the up to four pages of the tile whose keys begin at `start`, one by one."""
+    first = page_from(table, start, end, pages, 0, BLOCK_N, PAGE_SIZE)
+    second = page_from(table, start, end, pages, 1, BLOCK_N, PAGE_SIZE)
+    third = page_from(table, start, end, pages, 2, BLOCK_N, PAGE_SIZE)
+    fourth = page_from(table, start, end, pages, 3, BLOCK_N, PAGE_SIZE)
+    return first, second, third, fourth
+
+
+@triton.jit
 def key_pointers(source, start, page, row, stride_page, stride_row, PAGE_SIZE: tl.constexpr):
     """A pointer [BLOCK_N] for each key, of the places that key_places found."""
     if PAGE_SIZE == 0:
@@ -311,6 +343,11 @@ def attend_words(
             count = full_end - full_begin
         else:
             count = full_begin - first_step + last_step - full_end
+        if PAGE_LOOP == "by_page":
+            # Pages are looked up a step ahead: a lookup in the step that reads its page takes a stage of the
+            # compiler's pipeline of loads, and of few stages that are half of the tiles under way.
+            start = origin + step_of(0, first_step, full_begin, full_end, edge, WINDOW) * BLOCK_N
+            page_1, page_2, page_3, page_4 = pages_from(table, start, end, pages, BLOCK_N, PAGE_SIZE)
         for i in range(count):
             if edge == 0:
                 start = origin + (full_begin + i) * BLOCK_N
@@ -320,7 +357,14 @@ def attend_words(
                 start = origin + (first_step + i + skipped) * BLOCK_N
             else:
                 start = origin + (full_end + i) * BLOCK_N
-            page, row = key_places(table, start, end, pages, BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)
+            if PAGE_LOOP == "by_page":
+                part = tl.arange(0, BLOCK_N) // PAGE_SIZE
+                page = tl.where(part < 2, tl.where(part == 0, page_1, page_2), tl.where(part == 2, page_3, page_4))
+                row = tl.arange(0, BLOCK_N) % PAGE_SIZE
+                following = origin + step_of(i + 1, first_step, full_begin, full_end, edge, WINDOW) * BLOCK_N
+                page_1, page_2, page_3, page_4 = pages_from(table, following, end, pages, BLOCK_N, PAGE_SIZE)
+            else:
+                page, row = key_places(table, start, end, pages, BLOCK_N, edge == 1, PAGE_SIZE, PAGE_LOOP, READS)
             there = start + tl.arange(0, BLOCK_N) < end
             at_k = key_pointers(k_rows, start, page, row, k_stride_p, k_stride_s, PAGE_SIZE)
             at_v = key_pointers(v_rows, start, page, row, v_stride_p, v_stride_s, PAGE_SIZE)

@@ -12,6 +12,63 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32's
 
 
 @triton.jit
+def quotient(numbers, factor, UNPACK: tl.constexpr):
+    """float32 numbers [M, N] divided by a positive factor [M] each row, as IEEE float32 division rounds.
+
+    `ptx`: one division a row, and of each number a product with the reciprocal, whose remainder corrects it once. By
+    exhaustion that is the quotient of all fractions of float16 and bfloat16 numbers and all of a float32. What is above
+    2^18, more than any format holds, stays above. Factors near float32's ends are brought to its middle by a power of
+    two. The remainder is subtracted with its sign turned: added, it would make 0 of -0. Formula: Markstein, "IA-64 and
+    Elementary Functions", division by fused multiply-add.
+    """
+    if UNPACK == "ptx":
+        power = tl.where(factor < 2.3283064365386963e-10, 7.922816251426434e28, 1.0)  # 2^-32, 2^96
+        power = tl.where(factor > 1.8446744073709552e19, 5.421010862427522e-20, power)  # 2^64, 2^-64
+        divisor = factor * power
+        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        near = numbers * power[:, None]
+        found = tl.inline_asm_elementwise(
+            """{ .reg .f32 about, turned, rest;
+            mul.rn.f32 about, $1, $3;
+            max.f32 about, about, 0fC8800000;
+            min.f32 about, about, 0f48800000;
+            neg.f32 turned, $1;
+            fma.rn.f32 rest, about, $2, turned;
+            neg.f32 rest, rest;
+            fma.rn.f32 $0, rest, $3, about; }""",
+            "=r,r,r,r", [near, divisor[:, None], inverse[:, None]], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = tl.div_rn(numbers, tl.broadcast_to(factor[:, None], numbers.shape))
+    return found
+
+
+@triton.jit
+def as_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr, UNPACK: tl.constexpr):
+    """As to_eight_bits; `ptx`: by the chip's conversions where it has the format. They round alike, keep -0, make the
+    largest number of what is larger, and 0x7f of NaN (PTX ISA, cvt with .satfinite, from sm_89 on)."""
+    if UNPACK == "ptx" and KV_FORMAT == "e4m3":
+        code = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,r,r,r,r", [numbers], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif UNPACK == "ptx" and KV_FORMAT == "e5m2":
+        code = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,r,r,r,r", [numbers], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        code = to_eight_bits(numbers, KV_FORMAT, LARGEST)
+    return code
+
+
+@triton.jit
 def to_eight_bits(numbers, KV_FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     """float32 numbers in a format, as int8: to the nearest, ties to even; what is too large becomes the largest.
 
@@ -76,7 +133,7 @@ def four_bits(numbers, zero):
 @triton.jit
 def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, there,
                 COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-                KV_SCALES: tl.constexpr):  # fmt: skip
+                KV_SCALES: tl.constexpr, UNPACK: tl.constexpr):  # fmt: skip
     """Store rows [BLOCK_ROWS, BLOCK_COLS] as int4 numbers, two to a byte; even columns are the lower four bits.
 
     scale  pointer to the scales, and by offsets each row's. One for each token is computed of its row, and stored with
@@ -98,7 +155,7 @@ def store_pairs(tile, cache, offsets, stride_d, inside, scale, scale_offsets, th
         zero = tl.where(below > 15.0, 15.0, below).to(tl.int32)
         stored = (step.to(tl.int32, bitcast=True) | zero).to(tl.float32, bitcast=True)
         tl.store(scale + scale_offsets, stored, mask=there)
-    code = four_bits(tl.div_rn(numbers, tl.broadcast_to(step[:, None], numbers.shape)), zero[:, None])
+    code = four_bits(quotient(numbers, step, UNPACK), zero[:, None])
     even, odd = tl.split(tl.reshape(code, [BLOCK_ROWS, BLOCK_COLS // 2, 2]))
     byte = even | (odd << 4)
     byte = tl.where(byte > 127, byte - 256, byte)  # as a signed number
@@ -194,7 +251,8 @@ def turned(tile, source, stride_d, columns, inside, cos, sin, angles, stride_cos
 
 @triton.jit
 def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_offsets, there,
-               KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
+               KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr,
+               UNPACK: tl.constexpr):  # fmt: skip
     """Store rows in the cache's format. A scale for each token is computed of its row, and stored, too.
 
     scale  pointer to the scales, and by offsets each row's
@@ -209,7 +267,7 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
         numbers = tile.to(tl.float32)
         if KV_SCALES == "head":
             factor = tl.load(scale + scale_offsets, mask=there, other=1.0)
-            numbers = tl.div_rn(numbers, tl.broadcast_to(factor[:, None], numbers.shape))
+            numbers = quotient(numbers, factor, UNPACK)
         if KV_SCALES == "token":
             size = tl.abs(numbers)
             size = tl.where(inside & (size < float("inf")), size, 0.0)  # NaN too: both are stored as what they are
@@ -217,8 +275,8 @@ def store_rows(tile, cache, offsets, stride_d, columns, inside, scale, scale_off
             factor = tl.div_rn(widest, tl.full(widest.shape, LARGEST, tl.float32))
             factor = tl.where(factor > SMALLEST_SCALE, factor, SMALLEST_SCALE)
             tl.store(scale + scale_offsets, factor, mask=there)
-            numbers = tl.div_rn(numbers, tl.broadcast_to(factor[:, None], numbers.shape))
-        tl.store(target, to_eight_bits(numbers, KV_FORMAT, LARGEST), mask=inside)
+            numbers = quotient(numbers, factor, UNPACK)
+        tl.store(target, as_eight_bits(numbers, KV_FORMAT, LARGEST, UNPACK), mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "angles", "rows", "tiles"])
@@ -236,6 +294,7 @@ def write_cache(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ROTARY: tl.constexpr, ROTARY_DIM: tl.constexpr,
     KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, LARGEST: tl.constexpr, GRID: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):  # fmt: skip
     """Rows (sequence, token, head) of the new keys q (B, Hk, Sq, D) and values new_v (B, Hk, Sq, Dv), BLOCK_M a tile.
 
@@ -243,8 +302,9 @@ def write_cache(
     they are (B, Hk, seq_k, D), and a sequence's tokens go where its seqlens_k keys end. Tokens whose place is no place
     of the cache are not written, nor their scales. seq_k is the cache's capacity, of pages all slots.
     KV_SCALES: head, k_scale and v_scale divide what is stored; token, they are written. LARGEST: the largest number of
-    the format. angles: rows of cos and sin. k_block_scale, v_block_scale: of nvfp4 the scales of its blocks, which are
-    written: (…, D / 16) bytes whose last stride is 1.
+    the format. UNPACK: how numbers are divided and converted (Lowering). angles: rows of cos and sin.
+    k_block_scale, v_block_scale: of nvfp4 the scales of its blocks, which are written: (…, D / 16) bytes whose last
+    stride is 1.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -309,11 +369,11 @@ def write_cache(
                          KV_SCALES)  # fmt: skip
         elif KV_FORMAT == "int4":
             store_pairs(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, inside, k_scale,
-                        k_scales, there, HEAD_DIM, BLOCK_M, BLOCK_D, KV_SCALES)  # fmt: skip
+                        k_scales, there, HEAD_DIM, BLOCK_M, BLOCK_D, KV_SCALES, UNPACK)  # fmt: skip
             store_pairs(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, inside_v,
-                        v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES)  # fmt: skip
+                        v_scale, v_scales, there, HEAD_DIM_V, BLOCK_M, BLOCK_DV, KV_SCALES, UNPACK)  # fmt: skip
         else:
             store_rows(keys, k, block * k_stride_b + head * k_stride_h + at * k_stride_s, k_stride_d, columns, inside,
-                       k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+                       k_scale, k_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK)  # fmt: skip
             store_rows(values, v, block * v_stride_b + head * v_stride_h + at * v_stride_s, v_stride_d, columns_v,
-                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST)  # fmt: skip
+                       inside_v, v_scale, v_scales, there, KV_FORMAT, KV_SCALES, LARGEST, UNPACK)  # fmt: skip

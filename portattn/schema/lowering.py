@@ -29,7 +29,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     select         `branch` skips a tile of padding rows by a run-time `if`; `where` lets it take no step of its loops,
                    for compilers that a run-time `if` leads astray
     page_loop      `per_page`: a key tile lies in one page, whose id is read once; `flat_masked`: each of its rows looks
-                   up its own page, for pages smaller than a tile and compilers that cannot loop over pages
+                   up its own page, for pages smaller than a tile and compilers that cannot loop over pages; `by_page`:
+                   words alone, a tile is two or four pages, whose ids are read once each, a step ahead
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
     mulhi          how dropout's random numbers get the high half of a product: `native`, or from products of 16-bit
                    `halves`, for compilers that compute the signed one
@@ -39,7 +40,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     operands       of Q·Kᵀ over quantised queries and keys: `widened` to float16, whose products are exact, or as they
                    are `stored`, by the chip's own 8-bit products
     unpack         numbers of a quantised cache: read as `bytes` and widened to queries' dtype, one by one; or read as
-                   16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions
+                   16-bit `words`, and widened to float16; or those, widened by NVIDIA's `ptx` instructions. What
+                   writes a cache divides and narrows each number by operations that every chip has, or by `ptx`
 
     >>> import portattn
     >>> portattn.Lowering(load="descriptor").exp
@@ -55,7 +57,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     grid: Literal["tiles", "persistent"] = "tiles"
     pipeline: Literal["plain", "rotated", "single"] = "plain"
     select: Literal["where", "branch"] = "where"
-    page_loop: Literal["per_page", "flat_masked"] = "per_page"
+    page_loop: Literal["per_page", "flat_masked", "by_page"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"
     reads: Literal["masked", "inside"] = "masked"
     mulhi: Literal["native", "halves"] = "native"

@@ -19,7 +19,8 @@ from portattn.schema.problem import Problem
 
 CUDA_PRECISIONS = ("ieee", "tf32", "tf32x3")  # Triton's interpreter knows the same three; hf32 is Ascend's alone
 DEFAULTS = msgspec.structs.asdict(Lowering())
-NOT_HERE = ("hf32", "ptx")  # of Ascend, and instructions of NVIDIA's: test_quantised_words.py has these on a device
+# Of Ascend; instructions of NVIDIA's, and pages of words: test_quantised_words.py has these.
+NOT_HERE = ("hf32", "ptx", "by_page")
 # tf32 keeps 10 bits of the mantissa: a product of depth 16 of normal values, through the softmax, is this far off.
 TF32_ERROR = 2e-2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -52,6 +54,30 @@ def test_pages_of_every_size(device: Device, page_size: int, kind: str) -> None:
     page_loop = "per_page" if page_size % TILE == 0 else "flat_masked"
     for unpack in unpackings(device):
         assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": page_loop}, {"splits": 2}))
+
+
+BY_PAGE = [
+    {"page_size": 4}, {"page_size": 8}, {"page_size": 8, "window_left": 21, "window_right": 0},
+    {"page_size": 4, "window_left": 9}, {"page_size": 8, "seq_q": 5, "causal": "bottom_right", "sinks": True},
+    {"page_size": 8, "mask": True, "kv_scales": "head"}, {"page_size": 4, "seq_q": 3, "tree_mask": True},
+    {"page_size": 8, "aligned": False, "page_layout": "hpd"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "kind"), list(zip(BY_PAGE, ["int4", "e4m3"] * 4, strict=True)), ids=str)
+def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str, Any], kind: str) -> None:
+    """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
+    base = {"op": "paged_attention", "seq_k": 96, "head_dim": 24, "kv_format": kind, "kv_scales": "token"}
+    p = problem(**SMALL | base | fields)
+    call = random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name)
+    assert call.seqlens_k is not None
+    assert call.page_table is not None
+    for sequence, length in enumerate(call.seqlens_k.tolist()):
+        call.page_table[sequence, -(-max(length, 0) // p.page_size) :] = 2**30
+    limits = CORES[p.op].limits(call.problem, Lowering(unpack="words", page_loop="by_page"), Launch(block_n=TILE))
+    assert "page_loop" not in dict(limit[:2] for limit in limits)
+    for unpack in unpackings(device):
+        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": "by_page"}, {"splits": 2}))
 
 
 @pytest.mark.parametrize("fields", [{"alibi_slopes": True}, {"mask": True}, {"tree_mask": True}], ids=str)

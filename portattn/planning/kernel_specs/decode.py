@@ -166,6 +166,12 @@ class PagedSplit(DecodeSplit):
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
         found = super().limits(problem, lowering, launch)
         page_loop = lowering.page_loop
+        if page_loop == "by_page":
+            bytes_read = "unpack" not in self.choices or any(limit[:2] == ("unpack", "bytes") for limit in found)
+            words = lowering.unpack != "bytes" and not bytes_read and lowering.reads == "masked"
+            if not words or launch.block_n % problem.page_size or launch.block_n // problem.page_size not in (2, 4):
+                page_loop = "per_page" if problem.page_size % launch.block_n == 0 else "flat_masked"
+                found = (*found, ("page_loop", page_loop, "by_page is for words, in tiles of two or four pages"))
         if page_loop == "per_page" and problem.page_size % launch.block_n:
             page_loop = "flat_masked"
             why = f"a tile of {launch.block_n} keys does not lie in one page of {problem.page_size}"

@@ -10,6 +10,7 @@ import msgspec
 from portattn.planning.kernel_specs.base import CoreKernel, ceil_div
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import NVFP4
 from portattn.schema.sizes import most, next_power_of_two
 from portattn.schema.target import Arch
 from portattn.schema.tuning import SPLIT_THRESHOLD
@@ -27,7 +28,7 @@ class CacheWrite(CoreKernel):
     function = "write_cache"
     op = "append_kv"
     takes = frozenset({"seqlens_k", "kv_format", "rotary", "head_dim_v"})
-    choices: tuple[str, ...] = ("grid", "reads")
+    choices: tuple[str, ...] = ("grid", "reads", "unpack")
     max_head_dim_v = 576
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
@@ -39,7 +40,10 @@ class CacheWrite(CoreKernel):
         return super().cannot(problem)
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
-        return ()
+        if lowering.unpack == "bytes" or (lowering.unpack == "ptx" and problem.kv_format not in ("as_q", NVFP4)):
+            return ()
+        why = f"a cache is written as numbers, and ptx narrows those of a quantised one alone, {NVFP4} left out"
+        return (("unpack", "bytes", why),)
 
     def all_rows(self, problem: Problem) -> int:
         return problem.batch * problem.seq_q * problem.heads_k
@@ -80,6 +84,7 @@ class CacheWrite(CoreKernel):
             "KV_SCALES": problem.kv_scales,
             "LARGEST": LARGEST.get(problem.kv_format, 0.0),
             "GRID": lowering.grid,
+            "UNPACK": lowering.unpack,
         }
 
 
