@@ -16,6 +16,7 @@ from portattn.api.tracing import transformed_or_traced
 from portattn.config import current, using
 from portattn.launch.guards import in_mode
 from portattn.schema.ops import BACKWARD, ROWS
+from portattn.schema.tensors import are_mapped
 
 # The place of return_lse among a Request's fixed values, and of V among its tensors.
 _LSE = {op: ROWS[op].fixed.index("return_lse") for op in BACKWARD}
@@ -125,15 +126,10 @@ class _Call(torch.autograd.Function):
         with using(ctx.settings):  # torch runs a backward pass in threads of its own
             # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
             # calls an operator for each gradient, which no kernel could tell apart.
-            if torch.is_grad_enabled() or _mapped(grad_out, grad_lse):
+            if torch.is_grad_enabled() or are_mapped(grad_out, grad_lse):
                 made = backward.recorded(op, tensors, values, ctx.lengths, out, lse, grad_out, grad_lse, asked)
             else:
                 made = backward.computed(op, tensors, values, ctx.lengths, out, lse, grad_out, grad_lse, asked)
         for place, name in enumerate(names):
             found[3 + place] = made.get(name)
         return tuple(found)
-
-
-def _mapped(*gradients: torch.Tensor | None) -> bool:
-    """Whether torch maps the backward pass over several gradients."""
-    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
