@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from portattn.planning.backend import VendorPath
 from portattn.planning.checks import dropout_check, features_check, first_refusal, op_check
+from portattn.schema.tensors import held
 
 if TYPE_CHECKING:
     import torch
@@ -153,9 +154,9 @@ def _hides(p: Problem) -> bool:
 
 def _attended(call: Call) -> torch.Tensor:
     """What bias and mask leave to attend, bool (…, Sk); other dimensions that both were broadcast over are 1 long."""
-    keep = None if call.bias is None else _held(call.bias) != float("-inf")
+    keep = None if call.bias is None else held(call.bias) != float("-inf")
     if call.mask is not None:
-        keep = _held(call.mask) if keep is None else keep & _held(call.mask)
+        keep = held(call.mask) if keep is None else keep & held(call.mask)
     assert keep is not None
     return keep.expand(*keep.shape[:3], call.problem.seq_k)
 
@@ -171,12 +172,7 @@ def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tens
     keep = (keep | idle[..., None]).contiguous()
     if call.bias is None:
         return keep
-    return _held(call.bias).masked_fill(idle[..., None], 0.0).masked_fill(~keep, float("-inf")).contiguous()
-
-
-def _held(values: torch.Tensor) -> torch.Tensor:
-    """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
-    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
+    return held(call.bias).masked_fill(idle[..., None], 0.0).masked_fill(~keep, float("-inf")).contiguous()
 
 
 def _without_unseen(call: Call, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

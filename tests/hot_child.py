@@ -215,7 +215,7 @@ def warm() -> None:
     """warmup, then the first call; and the monitor's warnings, each by what brought it about."""
     from portattn.api import monitor, warmup
 
-    warmup._synchronise = lambda device: None
+    warmup.synchronize = lambda device: None
     shape, caught = "bf16[1,4,{},80]", {}
     spec = {"op": "attention", **dict.fromkeys("qkv", shape.format(96)), "backend": "triton"}
 

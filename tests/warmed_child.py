@@ -25,7 +25,7 @@ from portattn.api import dispatch, warmup
 from portattn.api.specs import Spec
 from portattn.launch import cache
 
-warmup._synchronise = lambda device: None  # type: ignore[assignment]
+warmup.synchronize = lambda device: None  # type: ignore[assignment]
 planned: list[str] = []
 run = dispatch.run
 dispatch.run = lambda *given: planned.append(str(given[0].problem)) or run(*given)  # type: ignore[func-returns-value]

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from portattn.schema.tensors import held
+
 # Rows of a block under a window: a block reads as many keys more than its rows see. 128 to 256 took the same time on an
 # AVX-512 machine, 512 took a fifth more ((1,8,8192,64), a window of 1024).
 WINDOW_ROWS = 256
@@ -64,7 +66,7 @@ class Terms:
     @property
     def spread(self) -> int:
         """Masks of rows and keys that there are in memory, over batch and heads."""
-        return max(math.prod(_held(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
+        return max(math.prod(held(t).shape[:2]) for t in (self.bias, self.mask) if t is not None)
 
     def part(self, rows: slice, keys: slice) -> Terms:
         """Those of some rows and keys."""
@@ -74,17 +76,12 @@ class Terms:
         """What is added to the scores, float32, every dimension as long as it is held or as others of the two are."""
         if self.mask is None:
             assert self.bias is not None
-            return _held(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])
-        hidden = ~_held(self.mask).expand(-1, -1, -1, self.mask.shape[3])
+            return held(self.bias).float().expand(-1, -1, -1, self.bias.shape[3])
+        hidden = ~held(self.mask).expand(-1, -1, -1, self.mask.shape[3])
         if self.bias is None:
             return hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
-        bias = _held(self.bias).float()
+        bias = held(self.bias).float()
         return torch.where(hidden, -math.inf, bias)
-
-
-def _held(values: torch.Tensor) -> torch.Tensor:
-    """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
-    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
 
 
 def attend(

@@ -18,6 +18,7 @@ from portattn.api.tracing import transformed_or_traced
 from portattn.config import Settings, current, using
 from portattn.launch.guards import in_mode
 from portattn.schema.ops import BACKWARD, ROWS
+from portattn.schema.tensors import are_mapped
 
 # The place of return_lse among a Request's fixed values, and of V among its tensors.
 _LSE = {op: ROWS[op].fixed.index("return_lse") for op in BACKWARD}
@@ -154,12 +155,7 @@ class _Call(torch.autograd.Function):
         with contextlib.nullcontext() if current() is about.settings else using(about.settings):
             # create_graph=True: second derivatives are refused where they are asked for. is_grads_batched=True: torch
             # calls an operator for each gradient, which no kernel could tell apart.
-            record = torch.is_grad_enabled() or _mapped(grad_out) or _mapped(grad_lse)
+            record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
             compute = backward.recorded if record else backward.computed
             made = compute(op, about.tensors(given), values, about.lengths, out, lse, grad_out, grad_lse, asked)
         return (None, *map(made.get, names))
-
-
-def _mapped(gradient: torch.Tensor | None) -> bool:
-    """Whether torch maps the backward pass over several gradients."""
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)

@@ -24,6 +24,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError, CompileWarning, PathUnavailable, warn_caller
 from portattn.launch import Signature
 from portattn.launch.cache import MAX_CLASSES, Kind
+from portattn.launch.devices import synchronize
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
@@ -207,7 +208,7 @@ class _Warming:
                 found = self.kind.find(inputs_of(request))
                 self._cached = None if found is None else found[0]
             self.cached, self.made = self._cached is not None, dispatch.last_plan()
-            _synchronise(request.tensors["q"].device)
+            synchronize(request.tensors["q"].device)
         self.seconds, self.loaded = time.perf_counter() - begun, tuple(loaded)
 
     def needs_compile(self) -> bool:
@@ -349,11 +350,6 @@ def _index(device: torch.device) -> int | None:
         return device.index
     index: int = getattr(torch, device.type).current_device()
     return index
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 def _nothing(text: str) -> None:

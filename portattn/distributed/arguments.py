@@ -14,6 +14,7 @@ from portattn.api.binding import named_arguments
 from portattn.api.request import request_of
 from portattn.distributed.sharding import Documents, Mask, Shards
 from portattn.errors import ArgumentError
+from portattn.validate.checks import shape_or_value
 
 _AXES = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # of sequences, of heads, of rows
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -72,8 +73,7 @@ def check_rows(op: str, given: dict[str, Any], packed: bool) -> None:
     for name in ("bias", "mask", "seqlens_q", "seqlens_k"):
         value = given.get(name)
         if value is not None:
-            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            raise ArgumentError(op, name, shown, f"must be None over several ranks: {_WHOLE}")
+            raise ArgumentError(op, name, shape_or_value(value), f"must be None over several ranks: {_WHOLE}")
 
 
 def _is_nothing(dropout_p: Any) -> bool:

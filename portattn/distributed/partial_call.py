@@ -22,6 +22,7 @@ from portattn.distributed.local_keys import (
 from portattn.distributed.partials import Heads
 from portattn.errors import ArgumentError
 from portattn.validate import wants_gradients
+from portattn.validate.checks import shape_or_value
 
 LAYOUTS = ("bhsd", "bshd")
 # Options that are each rank's own.
@@ -135,7 +136,7 @@ class PartialCall:
         for name in ("bias", "mask", "tree_mask", "leftpad_k"):
             if options.get(name) is not None:
                 limit = "is not supported over a sharded cache: it would have to be cut as the keys are"
-                raise ArgumentError(op, name, _shape(options[name]), limit)
+                raise ArgumentError(op, name, shape_or_value(options[name]), limit)
         check_choice(op, "layout", self.layout, LAYOUTS)
         for name, q in zip(("q",) if len(self.queries) == 1 else ("q_nope", "q_rope"), self.queries, strict=True):
             check_tensor(op, name, q, 3 if self.is_packed else 4)
@@ -150,7 +151,9 @@ class PartialCall:
         count = q.shape[1] if self.is_packed or self.layout == "bhsd" else q.shape[2]
         if slopes is not None:
             if not isinstance(slopes, torch.Tensor) or tuple(slopes.shape) not in ((count,), (batch, count)):
-                raise ArgumentError(op, "alibi_slopes", _shape(slopes), f"must be ({count},) or ({batch}, {count})")
+                raise ArgumentError(
+                    op, "alibi_slopes", shape_or_value(slopes), f"must be ({count},) or ({batch}, {count})"
+                )
             if slopes.dtype is not torch.float32:
                 raise ArgumentError(op, "alibi_slopes.dtype", slopes.dtype, "must be torch.float32")
         tensors = (*self.queries, *self.caches, slopes, options.get("sinks"))
@@ -182,7 +185,3 @@ def check_lengths(op: str, seqlens_k: Any, batch: int) -> None:
     if seqlens_k.shape != (batch,) or seqlens_k.dtype is not torch.int32:
         given = (tuple(seqlens_k.shape), seqlens_k.dtype)
         raise ArgumentError(op, "seqlens_k", given, f"must be ({batch},) int32: the keys of each whole sequence")
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

@@ -58,3 +58,9 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step = step * most(size, 1)
     return tuple(reversed(strides))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; a CPU has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)

@@ -15,6 +15,7 @@ from portattn.reference.backward import Backward
 from portattn.reference.rowblocks import RowTensor, Statistics
 from portattn.reference.tiles import Tiling
 from portattn.schema.call import TENSORS, Call
+from portattn.schema.tensors import are_mapped
 
 DIFFERENTIABLE = ("q", "k", "v", "q_rope", "log_weights", "alibi_slopes", "sinks", "bias")
 Results = tuple[torch.Tensor, torch.Tensor]  # out and LSE
@@ -83,7 +84,7 @@ class _Recomputed(torch.autograd.Function):
         *given, largest, total, out, result = saved
         call = replace(ctx.call, **dict(zip(ctx.given, given, strict=True)))
         wanted = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed]
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or _mapped(grad_out, grad_lse):
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or are_mapped(grad_out, grad_lse):
             found = _by_autograd(call, ctx.steps.recorded, wanted, grad_out, grad_lse)
         else:
             rows = RowTensor.of(call, result) if out is None else RowTensor(out)
@@ -97,12 +98,6 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
-
-
-def _mapped(*gradients: torch.Tensor | None) -> bool:
-    """Whether torch maps the backward pass over several gradients (`is_grads_batched`): nothing may be written to then
-    that is not mapped as well."""
-    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
 
 
 def _by_autograd(

@@ -41,3 +41,14 @@ def spans(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def held(values: torch.Tensor) -> torch.Tensor:
+    """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
+    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
+
+
+def are_mapped(*gradients: torch.Tensor | None) -> bool:
+    """Whether torch maps the backward pass over several gradients (`is_grads_batched`): nothing may be written to then
+    that is not mapped as well."""
+    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)

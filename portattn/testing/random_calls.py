@@ -10,7 +10,8 @@ import torch
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import NVFP4, WORD_ALIGNMENT
-from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features, held
+from portattn.schema.tensors import held
+from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
 from portattn.testing.random_stored import in_blocks, stored
 from portattn.validate.checks import aligned

@@ -6,6 +6,7 @@ import torch
 
 from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.problem import Problem
+from portattn.schema.tensors import held
 from portattn.testing.random_lengths import GARBAGE_IDS, Lengths
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -181,8 +182,3 @@ def _in_some_tree(p: Problem, lengths: Lengths, words: torch.Tensor) -> torch.Te
         for j in range(max(count - end, 0), count):
             shown[b, end - count + j] = bool((own >> j & 1).any())
     return shown
-
-
-def held(values: torch.Tensor) -> torch.Tensor:
-    """What memory really holds of broadcast values: dimensions with a stride of 0 are 1 long."""
-    return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]

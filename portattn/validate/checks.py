@@ -242,3 +242,8 @@ def refuse_gradients(op: str, tensors: Mapping[str, Any], backend: str) -> None:
                 f"train, call {instead} (backend='reference' is slow, and differentiates {op} too)"
             )
             raise ArgumentError(op, f"{name}.requires_grad", True, limit)
+
+
+def shape_or_value(value: Any) -> Any:
+    """What an error shows of a value: a tensor's shape, and anything else as it is."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

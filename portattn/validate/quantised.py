@@ -9,7 +9,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.tensors import KV_FORMAT
-from portattn.validate.checks import check_done, check_like, other_dtype
+from portattn.validate.checks import check_done, check_like, other_dtype, shape_or_value
 from portattn.validate.stored import ScaleShapes, as_stored
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -72,10 +72,10 @@ class Operands:
             return "none", {}
         if self.kind == "as_q":
             limit = f"goes with q and k of one of {', '.join(map(str, KV_FORMAT))}"
-            raise ArgumentError(op, present[0], _shown(given[present[0][0]]), limit)
+            raise ArgumentError(op, present[0], shape_or_value(given[present[0][0]]), limit)
         if self.kind == "int8" and given["v"] is not None:
             limit = "must be None with q and k of torch.int8, whose values are of 16 bits"
-            raise ArgumentError(op, "v_scale", _shown(given["v"]), limit)
+            raise ArgumentError(op, "v_scale", shape_or_value(given["v"]), limit)
         views = {}
         for name in scaled:
             scale = given[name]
@@ -116,7 +116,3 @@ def _like(op: str, name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
 
 def _either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(map(str, dtypes))
-
-
-def _shown(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

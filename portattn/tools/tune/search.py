@@ -12,6 +12,7 @@ import torch
 
 from portattn.compile.ensure import is_compilers
 from portattn.errors import ArgumentError, PortattnError
+from portattn.launch.devices import synchronize
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
@@ -166,11 +167,6 @@ class Stage:
         begun.run()
         synchronize(self.device)
         return begun, self.checker.errors(begun.out)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 class Race:

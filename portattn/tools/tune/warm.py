@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from portattn.launch.devices import synchronize
 from portattn.planning.registry import parse_target
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
@@ -18,7 +19,7 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.pool import in_children
 from portattn.tools.tune.choice import Choice
 from portattn.tools.tune.gradients import call_of
-from portattn.tools.tune.search import compilers_error, synchronize
+from portattn.tools.tune.search import compilers_error
 from portattn.tools.tune.tunables import tunables
 from portattn.tools.tune.workloads import workload
 
