@@ -24,8 +24,8 @@ from portattn.schema.features import COMMON, FEATURES
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DS_MLA, UNLIMITED
-from portattn.schema.tensors import CACHE_DTYPE, spans
+from portattn.schema.problem_limits import DS_MLA, NVFP4, UNLIMITED
+from portattn.schema.tensors import BLOCK_SCALES, CACHE_DTYPE, PACKED, spans
 from portattn.testing import tolerance
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_k": 2, "head_dim": 16, "head_dim_v": 24, "dtype": "fp32", "return_lse": True}
@@ -102,7 +102,13 @@ def given(call: Call) -> dict[str, Any]:
         found |= _scales(call)
         if p.kv_scales == "token" and (p.window or p.mask or p.bias or p.causal != "none"):
             found["validate"] = False  # scales of tokens that these hide are wild, and are refused where they are read
-        call = replace(call, **{n: getattr(call, n).view(CACHE_DTYPE[p.kv_format]) for n in "kv"})
+        if p.kv_format == NVFP4:
+            if p.window or p.mask or p.bias or p.tree_mask or p.causal != "none":
+                found["validate"] = False  # as above, of scales of blocks
+            blocks = {n: getattr(call, n).view(BLOCK_SCALES) for n in ("k_block_scale", "v_block_scale")}
+            found |= {n: _keys(p, scale) for n, scale in blocks.items()}
+        dtype = PACKED if p.kv_format == NVFP4 else CACHE_DTYPE[p.kv_format]
+        call = replace(call, **{n: getattr(call, n).view(dtype) for n in "kv"})
     names = {"attention": ("k", "v"), "paged_attention": ("k_pages", "v_pages")}.get(p.op, ("k_cache", "v_cache"))
     return found | {"q": _queries(p, call.q)} | dict(zip(names, (_keys(p, call.k), _keys(p, call.v)), strict=True))
 

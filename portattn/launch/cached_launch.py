@@ -24,6 +24,7 @@ from portattn.schema.sizes import Outputs, Program, Size, Trace, pinned, unpinne
 from portattn.schema.steps import Buffers, Step
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 
+_STORED = frozenset({"q", "k", "v", "k_block_scale", "v_block_scale"})  # tensors that a caller may have in float8
 _MEMORY_ALIGNMENT = 256  # bytes: of each buffer in the memory that a call allocates for all of them
 # Whether calls are launched directly where they can be, and by native.c; what is kept already stays as it is.
 DIRECT = NATIVE = True
@@ -267,7 +268,7 @@ class Templates:
             names, template = step.kernel.arg_names, step.values
             places = [(index, step.roles[name]) for index, name in enumerate(names) if name in step.roles]
             # Of float8 tensors kernels take the bytes, under the same address.
-            stored = tuple(i for i, role in places if role in ("q", "k", "v") and template[i].dtype is KV_STORED)
+            stored = tuple(i for i, role in places if role in _STORED and template[i].dtype is KV_STORED)
             for index, _ in places:
                 template[index] = None  # no tensor is held
             self._launches.append([step.kernel, template, places, step.options, (), (), stored])

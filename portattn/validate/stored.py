@@ -53,7 +53,7 @@ def format_of(cache: torch.Tensor, blocks: tuple[Any, Any] = (None, None)) -> st
     """The format that the dtype of a cache's tensor says. Bytes of rows that are no latent ones are nvfp4 where scales
     of blocks are given, else int4."""
     if cache.dtype is PACKED:
-        return INT4 if blocks == (None, None) else NVFP4
+        return INT4 if all(scale is None for scale in blocks) else NVFP4
     return KV_FORMAT.get(cache.dtype, "as_q")
 
 
@@ -67,34 +67,34 @@ def check_blocks(
     swapped  tokens come before heads in them
     """
     found: dict[str, torch.Tensor] = {}
-    for name, scale, other in zip(BLOCKS, given, reversed(BLOCKS), strict=True):
-        if scale is None and kind != NVFP4:
+    for name, factors, other in zip(BLOCKS, given, reversed(BLOCKS), strict=True):
+        if factors is None and kind != NVFP4:
             continue
-        if scale is None:
+        if factors is None:
             raise ArgumentError(op, name, None, f"must be a {BLOCK_SCALES} torch.Tensor, as {other} is")
-        if not isinstance(scale, torch.Tensor):
-            raise ArgumentError(op, name, type(scale).__name__, f"must be a {BLOCK_SCALES} torch.Tensor")
+        if not isinstance(factors, torch.Tensor):
+            raise ArgumentError(op, name, type(factors).__name__, f"must be a {BLOCK_SCALES} torch.Tensor")
         if kind != NVFP4:
             limit = f"goes with a cache of {PACKED}, two {NVFP4} numbers a byte, and this one is of {caches[0].dtype}"
-            raise ArgumentError(op, name, tuple(scale.shape), limit)
-        if scale.dtype is not BLOCK_SCALES:
-            raise ArgumentError(op, f"{name}.dtype", scale.dtype, f"must be {BLOCK_SCALES}")
-        check_done(op, name, scale)
+            raise ArgumentError(op, name, tuple(factors.shape), limit)
+        if factors.dtype is not BLOCK_SCALES:
+            raise ArgumentError(op, f"{name}.dtype", factors.dtype, f"must be {BLOCK_SCALES}")
+        check_done(op, name, factors)
         cache = caches[name == BLOCKS[1]]
-        if scale.device != cache.device:
-            raise ArgumentError(op, f"{name}.device", str(scale.device), f"must be the cache's, {cache.device}")
+        if factors.device != cache.device:
+            raise ArgumentError(op, f"{name}.device", str(factors.device), f"must be the cache's, {cache.device}")
         width = 2 * cache.shape[-1]
         if width % NV_BLOCK:
             limit = f"must be a multiple of {NV_BLOCK} with {NVFP4}, whose blocks share a scale"
             raise ArgumentError(op, "head_dim" if name == BLOCKS[0] else "head_dim_v", width, limit)
         shape = (*cache.shape[:3], width // NV_BLOCK)
-        if tuple(scale.shape) != shape:
+        if tuple(factors.shape) != shape:
             limit = f"must be {shape}: the cache's, with a scale for each {NV_BLOCK} numbers of a row"
-            raise ArgumentError(op, f"{name}.shape", tuple(scale.shape), limit)
-        if scale.shape[-1] > 1 and scale.stride(-1) != 1:
+            raise ArgumentError(op, f"{name}.shape", tuple(factors.shape), limit)
+        if factors.shape[-1] > 1 and factors.stride(-1) != 1:
             limit = "must be 1 in the last axis: a row's scales lie side by side"
-            raise ArgumentError(op, f"{name}.stride()", scale.stride(), limit)
-        stored = scale.view(KV_STORED)
+            raise ArgumentError(op, f"{name}.stride()", factors.stride(), limit)
+        stored = factors.view(KV_STORED)
         found[name] = stored.transpose(1, 2) if swapped else stored
     return found
 

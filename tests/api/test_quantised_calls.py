@@ -207,6 +207,7 @@ def test_problems_of_quantised_caches_are_checked() -> None:
 @pytest.mark.parametrize(("name", "kind", "scales"), [
     *((name, "e4m3", scales) for name in NAMES for scales in ("none", "head", "token")),
     *((name, "int4", "token") for name in ("decode", "paged", "ragged", "sparse paged")),
+    *((name, "nvfp4", "head") for name in ("decode", "paged", "ragged")),
 ])  # fmt: skip
 def test_a_cached_launch_serves_other_sizes(name: str, kind: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU tensors that count as an H100's: the second call is of the first one's class, and neither is fixed."""

@@ -107,7 +107,13 @@ def test_a_quantised_caches_options_reach_the_problem(portattn, given, kind, sca
 @pytest.mark.parametrize(
     ("op", "given", "named"),
     [
-        ("decode_attention", ("--kv-format", "nvfp4"), "kv_format is 'nvfp4'"),
+        ("decode_attention", ("--kv-format", "mxfp4"), "kv_format is 'mxfp4'"),
+        (
+            "decode_attention",
+            ("--kv-format", "nvfp4", "--kv-scales", "token"),
+            "must be none or head with kv_format nvfp4",
+        ),
+        ("sparse_attention", ("--kv-format", "nvfp4", "--tokens", "4"), "sparse_attention takes no nvfp4"),
         ("attention", ("--kv-format", "int4"), "attention takes no operands of int4"),
         ("decode_attention", ("--kv-format", "int4", "--kv-scales", "none"), "must be head or token"),
         ("decode_attention", ("--kv-scales", "head"), "kv_scales is 'head'"),

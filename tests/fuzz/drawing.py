@@ -152,6 +152,9 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
         fields |= {"kv_format": kind, "kv_scales": "head" if (kind, scales) == ("int8", "none") else scales}
         if kind == "int8" and even and flag(0.5):
             fields["kv_format"] = "int4"
+            whole = fields["head_dim"] % 16 == fields["head_dim_v"] % 16 == 0 and op != "sparse_attention"
+            if whole and flag(0.5):
+                fields |= {"kv_format": "nvfp4", "kv_scales": r.choice(("none", "head"))}
     if op in ("attention", "varlen_attention") and fields["dtype"] != "fp32" and flag(0.2):
         kind = r.choice(("e4m3", "e5m2", "e4m3fnuz", "int8"))
         fields |= {"kv_format": kind, "kv_scales": r.choice(("head", "token" if kind == "int8" else "none"))}

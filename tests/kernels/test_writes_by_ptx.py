@@ -15,7 +15,8 @@ from test_cache_writes import OPS, PAGES, ROTARY
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import writing
 from portattn.schema.lowering import Launch, Lowering
-from portattn.schema.problem import INTEGERS, Problem
+from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import INTEGERS
 from portattn.schema.tensors import KV_FORMAT, KV_LARGEST
 from portattn.testing.random_writing import random_writing
 from portattn.testing.verdict import judge

@@ -35,7 +35,7 @@ FORMATS = [
     for kind in CACHE_DTYPE
     for scales in ("none", "head", "token")
     if kind not in INTEGERS or scales != "none"
-]
+] + [("nvfp4", "none"), ("nvfp4", "head")]
 SOURCE = ROOT / "portattn" / "kernels" / "stored.py"
 # Wrong widenings: what stands in kernels/stored.py, and what a compiler might make of it.
 WRONG = {
@@ -55,6 +55,14 @@ WRONG = {
         "the upper four bits with a sign": ("(pairs >> 4) & 15)", "pairs >> 4)"),
         "another number for 0": ("numbers = numbers - MIDDLE", "numbers = numbers - 7"),
     },
+    "nvfp4": {
+        "the other four bits first": (
+            "tl.interleave(codes & 15, (codes >> 4) & 15)",
+            "tl.interleave((codes >> 4) & 15, codes & 15)",
+        ),
+        "the last bit lost": ("((codes & 7) << 9)", "((codes & 6) << 9)"),
+        "scales of the block beside": ("1, COLS // NV_BLOCK, BLOCK_N,", "1, COLS // NV_BLOCK - 1, BLOCK_N,"),
+    },
 }
 
 
@@ -68,7 +76,7 @@ def test_verify_runs_every_format_and_kind_of_scales(op: str) -> None:
     assert found[: len(plain)] == plain
     stored = [(p.kv_format, p.kv_scales) for p in found[len(plain) :]]
     assert stored == list(canary.STORED[op])
-    assert {kind for kind, _ in stored} == set(CACHE_DTYPE)
+    assert {kind for kind, _ in stored} == {*CACHE_DTYPE, "nvfp4"}
     assert {scales for _, scales in stored} == {"none", "head", "token"}
     assert {p.dtype for p in found[len(plain) :]} == {"fp16", "bf16"}
 
@@ -158,6 +166,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     spec.loader.exec_module(module)
     monkeypatch.setattr(attend, "widened", module.widened)
     monkeypatch.setattr(attend, "widened_pairs", module.widened_pairs)
+    monkeypatch.setattr(attend, "widened_blocks", module.widened_blocks)
 
 
 @pytest.mark.interpreter
@@ -166,7 +175,8 @@ def test_a_wrong_widening_is_found(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: KvFormat
 ) -> None:
     """The kernel as it is passes; with a fault planted its first canary quarantines that format alone."""
-    for scales in ("token", "head"):
+    other = "none" if kind == "nvfp4" else "token"
+    for scales in (other, "head"):
         made = made_for("paged_attention", kind, scales)
         assert canary.check(made, MI300, settings, CUDA) is None
         assert Interpreted.requests == list(canary.cases(made))
@@ -183,7 +193,7 @@ def test_a_wrong_widening_is_found(
         assert (incident.kernel, incident.symptom) == ("paged_split", "wrong-result")
         assert incident.problem.kv_format == kind
         assert canary.known_failure(made, MI300, own) == record
-        assert canary.known_failure(made_for("paged_attention", kind, "token"), MI300, own) is None
+        assert canary.known_failure(made_for("paged_attention", kind, other), MI300, own) is None
         assert canary.known_failure(portattn.plan(canary.CASES["paged_attention"][0], MI300), MI300, own) is None
 
 

@@ -1,0 +1,62 @@
+"""What plans show of a lowering: the choices that the kernel's code of that problem reads, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from places import ROOT
+
+import portattn
+from portattn.planning.kernel_specs import CORES
+from portattn.planning.registry import parse_target
+
+H100 = parse_target("cuda:sm_90", "triton==3.6.0")
+SIZES: dict[str, Any] = {
+    "batch": 8,
+    "heads_q": 32,
+    "heads_k": 8,
+    "seq_q": 1,
+    "seq_k": 4096,
+    "head_dim": 128,
+    "dtype": "bf16",
+}
+UNREAD_BY_WORDS = {"k_tile", "block_order", "q_operand", "dot_precision"}
+
+
+def shown(op: str = "decode_attention", **fields: Any) -> tuple[portattn.Plan, set[str]]:
+    """The plan, and the names of the choices that its text has."""
+    plan = portattn.plan(portattn.Problem(op=op, **SIZES | fields), H100)
+    (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
+    return plan, {word.partition("=")[0] for word in line.split()[1:]}
+
+
+@pytest.mark.parametrize(("op", "fields"), [("decode_attention", {}), ("paged_attention", {"page_size": 16})])
+def test_words_have_no_tiles_of_keys(op: str, fields: dict[str, Any]) -> None:
+    plan, found = shown(op, kv_format="e4m3", kv_scales="token", **fields)
+    assert plan.lowering is not None
+    assert plan.lowering.unpack == "ptx"
+    assert set(CORES[op].choices) - found == UNREAD_BY_WORDS
+    source = (ROOT / "portattn" / "kernels" / "words.py").read_text(encoding="utf-8")
+    assert not [name for name in UNREAD_BY_WORDS if name.upper() in source]
+
+
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"kv_format": "e4m3", "kv_scales": "token", "seq_q": 32},
+    {"kv_format": "int8", "kv_scales": "token", "aligned": False, "word_aligned": False},
+]
+
+
+@pytest.mark.parametrize("fields", OTHERS)
+def test_others_have_them_all(fields: dict[str, Any]) -> None:
+    plan, found = shown(**fields)
+    assert plan.lowering is not None
+    assert plan.lowering.unpack == "bytes"
+    assert found == set(CORES["decode_attention"].choices)
+
+
+@pytest.mark.parametrize(("kind", "scales"), [("int4", "token"), ("nvfp4", "head")])
+def test_rows_of_pairs_are_transposed_in_one_way(kind: str, scales: str) -> None:
+    _, found = shown(kv_format=kind, kv_scales=scales, seq_q=32)
+    assert set(CORES["decode_attention"].choices) - found == {"k_tile", "block_order"}
