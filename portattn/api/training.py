@@ -25,7 +25,7 @@ _LSE = {op: ROWS[op].fixed.index("return_lse") for op in BACKWARD}
 _V = {op: tuple(ROWS[op].tensors).index("v") for op in BACKWARD}
 _SEED = {op: tuple(ROWS[op].tensors).index("dropout_seed") for op in BACKWARD}
 _DROPPED = {op: ROWS[op].fixed.index("dropout_p") for op in BACKWARD}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _MOST_KNOWN = 1024
 # Calls whose gradients kernels were planned for, by everything that plans differ by but sizes. A plan that differs by
 # other sizes costs time alone: what no kernel computes is computed by other means.
@@ -41,13 +41,12 @@ def known(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: t
     """(out, lse) of a call like one that was planned before; None where it is none, or nothing can be told of it."""
     if not _known or op not in _LSE or in_mode() or transformed_or_traced():
         return None
-    present = [t for t in tensors if t is not None]
-    if not all(type(t) in _PLAIN for t in present) or not any(t.requires_grad for t in present):
+    if not _PLAIN.issuperset(map(type, tensors)) or True not in [t.requires_grad for t in tensors if t is not None]:
         return None
     try:
         if not _known.get(_key(op, tensors, values)) or (values[_DROPPED[op]] and tensors[_SEED[op]] is None):
             return None
-    except (TypeError, RuntimeError):  # an unhashable argument, or a tensor without sizes: validation names it
+    except (TypeError, RuntimeError, IndexError):  # an unhashable argument, no sizes, no axes: validation names it
         return None
     return call(op, tensors, values, lengths)
 
@@ -59,6 +58,8 @@ def planned(request: Request) -> bool:
     if op not in _LSE or not isinstance(q, torch.Tensor) or not isinstance(v, torch.Tensor):
         return False
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return False
+    if not q.ndim or not v.ndim:  # validation names it
         return False
     if not backward.may_have_kernels(op, q, v, request.settings.backend):
         return False
@@ -78,25 +79,16 @@ def planned(request: Request) -> bool:
 
 
 def _key(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
-    q = tensors[0]
-    given = tuple([t is not None for t in tensors])
-    return (
-        op,
-        values,
-        tuple(map(type, values)),
-        given,
-        q.dtype,
-        q.device,
-        q.shape[-1],
-        tensors[_V[op]].shape[-1],
-        current(),
-    )
+    q, width = tensors[0], tensors[_V[op]].size(-1)
+    # Types say which tensors are given.
+    types = tuple(map(type, values)), tuple(map(type, tensors))
+    return op, values, types, q.dtype, q.device, q.size(-1), width, current()
 
 
 def call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Trained:
     """(out, lse), with the LSE whether or not it is asked for: the backward pass takes it."""
-    given = [tensor for tensor in tensors if tensor is not None]
     places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    given = [tensors[place] for place in places]
     found: Trained = _Call.apply(_About(op, values, lengths, places, current()), *given)
     return found
 

@@ -180,6 +180,39 @@ def test_padding_may_hold_nan() -> None:
     assert not found[2][0, :, 6:].any()
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_tensor_without_axes_is_named(place: int) -> None:
+    """Also after a call that was trained: what is known of that one is asked first."""
+    tensors = [torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
+    portattn.attention(*tensors, backend=KERNELS).sum().backward()
+    tensors[place] = torch.zeros((), requires_grad=True)
+    with pytest.raises(portattn.ArgumentError, match=f"{'qkv'[place]}.ndim is 0"):
+        portattn.attention(*tensors, backend=KERNELS)
+
+
+def test_a_node_has_the_tensors_that_are_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch handles each argument of a node by itself; gradients come back in the right places all the same."""
+    seen: list[int] = []
+    apply = training._Call.apply
+
+    def counted(about: Any, *given: Any) -> Any:
+        seen.append(len(given))
+        return apply(about, *given)
+
+    monkeypatch.setattr(training._Call, "apply", counted)
+    q, k, v = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(2, requires_grad=True)  # its place is far from theirs
+    portattn.attention(q, k, v, sinks=sinks, backend=KERNELS).sum().backward()
+    assert seen == [4]
+    ours = [t.grad for t in (q, k, v, sinks)]
+    for tensor in (q, k, v, sinks):
+        tensor.grad = None
+    portattn.attention(q, k, v, sinks=sinks, backend="reference").sum().backward()
+    for mine, tensor in zip(ours, (q, k, v, sinks), strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, tensor.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_gradients_are_asked_of_some_alone() -> None:
     q, k, v = qkv()
     for inputs in ([q], [k], [v], [q, v]):
