@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from portattn.api import ops
+from portattn.api import autocast, ops
 from portattn.api.merge_states import merge_states
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.cache import attend_cached
@@ -189,7 +189,7 @@ def flash_attn_varlen_func(
     check_deterministic(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = _with_qv(op, q, k, v, qv, scores.scale)
-    queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q), used_rows(op, "k", cu_seqlens_k, seqused_k)
+    queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q, q), used_rows(op, "k", cu_seqlens_k, seqused_k, k)
     if queries is not None:
         q, cu_seqlens_q = queries.packed(q), queries.beginnings
     if keys is not None:
@@ -247,6 +247,9 @@ def flash_attn_combine(
         raise ArgumentError(
             op, "out", (tuple(out.shape), out.dtype), f"must be {tuple(out_partial.shape[1:])}, {dtype}"
         )
+    if out is not None and (out.device != out_partial.device or (out.requires_grad and torch.is_grad_enabled())):
+        given, limit = (str(out.device), out.requires_grad), f"must be on {out_partial.device} and require no gradient"
+        raise ArgumentError(op, "out's (device, requires_grad)", given, limit)
     merged, lse = merge_states(out_partial, lse_partial)
     return (merged.to(dtype) if out is None else out.copy_(merged)), lse
 
@@ -428,9 +431,17 @@ def _with_qv(
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ArgumentError(op, name, given, "must be of float16, bfloat16 or float32 with qv")
+        # Put beside each other they would be promoted without a word. Autocast's dtype is that of all.
+        if tensor.dtype != q.dtype and (name == "qv" or not autocast.is_on(q)):
+            raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be q's, {q.dtype}")
+        if tensor.device != q.device:
+            raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be q's, {q.device}")
         if tensor.ndim != q.ndim or not tensor.ndim:
             raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), "must have q's axes, head_dim the last")
-    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or k.shape[:-1] != v.shape[:-1]:
+    if k.shape[:-1] != v.shape[:-1]:
+        limit = f"must be k's but for head_dim, {(*k.shape[:-1], v.shape[-1])}"
+        raise ArgumentError(op, "v.shape", tuple(v.shape), limit)
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
         limit = f"must be q's with v's head_dim, {(*q.shape[:-1], v.shape[-1])}, {q.dtype}"
         raise ArgumentError(op, "qv", (tuple(qv.shape), qv.dtype), limit)
     width = q.shape[-1] + v.shape[-1]
