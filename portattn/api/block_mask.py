@@ -69,6 +69,8 @@ def block_tensors(
         lists = _of_torch(block_mask)
     check_dense(OP, "q", q)
     check_dense(OP, "k", k)
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
+        return None, mask, None
     if q.ndim != 4 or k.ndim != 4:
         return None, mask, None  # validation says what is wrong with them
     axis = 1 if layout == "bshd" else 2
@@ -86,9 +88,19 @@ def block_tensors(
         raise ArgumentError(OP, "block_mask's full_kv_indices", lists.full_kv_indices, "goes with full_kv_num_blocks")
     if lists.full_kv_num_blocks is not None:
         places.append(_places("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q, checked))
+        _check_same(lists.kv_num_blocks, lists.full_kv_num_blocks)
     if lists is not block_mask:
         mask = _with_mod(block_mask, mask, q, rows, keys)
     return _map(places, down, across), mask, size
+
+
+def _check_same(part: torch.Tensor, full: Any) -> None:
+    """Both pairs are of the same batch and heads, or of one for all of them."""
+    if any(
+        mine != other and 1 not in (mine, other) for mine, other in zip(full.shape[:2], part.shape[:2], strict=True)
+    ):
+        limit = f"must have kv_num_blocks' batch and heads, {tuple(part.shape[:2])}, or 1 in the place of either"
+        raise ArgumentError(OP, "block_mask's full_kv_num_blocks.shape", tuple(full.shape), limit)
 
 
 def _map(places: list[torch.Tensor], down: int, across: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ def _parents(numbers: Sequence[int]) -> torch.Tensor:
     try:
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
         return torch.tensor(list(numbers), dtype=torch.int64) if whole else _refused(numbers)
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError, ValueError):
         return _refused(numbers)
 
 

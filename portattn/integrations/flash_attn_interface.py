@@ -189,7 +189,7 @@ def flash_attn_varlen_func(
     check_deterministic(op, deterministic, q, k, v, qv)
     wanted = check_bool(op, "return_attn_probs", return_attn_probs)
     q, k, scale = with_qv(op, q, k, v, qv, scores.scale)
-    queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q), used_rows(op, "k", cu_seqlens_k, seqused_k)
+    queries, keys = used_rows(op, "q", cu_seqlens_q, seqused_q, q), used_rows(op, "k", cu_seqlens_k, seqused_k, k)
     if queries is not None:
         q, cu_seqlens_q = queries.packed(q), queries.beginnings
     if keys is not None:
@@ -247,6 +247,9 @@ def flash_attn_combine(
         raise ArgumentError(
             op, "out", (tuple(out.shape), out.dtype), f"must be {tuple(out_partial.shape[1:])}, {dtype}"
         )
+    if out is not None and (out.device != out_partial.device or (out.requires_grad and torch.is_grad_enabled())):
+        given, limit = (str(out.device), out.requires_grad), f"must be on {out_partial.device} and require no gradient"
+        raise ArgumentError(op, "out's (device, requires_grad)", given, limit)
     merged, lse = merge_states(out_partial, lse_partial)
     return (merged.to(dtype) if out is None else out.copy_(merged)), lse
 

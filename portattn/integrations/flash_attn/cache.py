@@ -70,8 +70,11 @@ def _in_one_dtype(call: Cached, casts: bool) -> Cached:
     """
     q_scale, k_scale, v_scale = call.descales
     kept = call.k_cache.dtype
-    if kept in KV_FORMAT and call.q.dtype in KV_FORMAT:
+    if kept in KV_FORMAT and call.q.dtype in KV_FORMAT and call.q.dtype.is_floating_point:
         if q_scale is not None:
+            _check_scale(call, "q_descale", q_scale)
+            if k_scale is not None:
+                _check_scale(call, "k_descale", k_scale)
             if k_scale is not None and any(
                 mine != its and 1 not in (mine, its)
                 for mine, its in zip(reversed(q_scale.shape), reversed(k_scale.shape), strict=False)
@@ -91,6 +94,14 @@ def _in_one_dtype(call: Cached, casts: bool) -> Cached:
     if casts:
         return _cast(call, torch.get_autocast_dtype(call.q.device.type) if kept in KV_FORMAT else kept)
     return call
+
+
+def _check_scale(call: Cached, name: str, scale: torch.Tensor) -> None:
+    """Before it is multiplied with another, which would promote it."""
+    if scale.dtype is not torch.float32:
+        raise ArgumentError(call.op, f"{name}.dtype", scale.dtype, "must be torch.float32")
+    if scale.device != call.q.device:
+        raise ArgumentError(call.op, f"{name}.device", str(scale.device), f"must be q's, {call.q.device}")
 
 
 def _cast(call: Cached, dtype: torch.dtype) -> Cached:

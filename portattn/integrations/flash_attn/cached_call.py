@@ -95,8 +95,9 @@ def check(call: Cached) -> None:
             with_what = "rotary_cos and rotary_sin" if name == "rotary_seqlens" else "k and v"
             raise ArgumentError(op, name, tuple(getattr(call, name).shape), f"goes with {with_what}")
     if call.batch_idx is not None and call.table is not None:
+        given = tuple(call.batch_idx.shape) if isinstance(call.batch_idx, torch.Tensor) else call.batch_idx
         limit = f"is not taken with {call.table_name}, which says itself where a sequence lies"
-        raise ArgumentError(op, "cache_batch_idx", tuple(call.batch_idx.shape), limit)
+        raise ArgumentError(op, "cache_batch_idx", given, limit)
     if call.leftpad is not None and call.cu_seqlens_q is not None:
         limit = "is not taken with cu_seqlens_q: packed queries have no mask of their own; pad the queries to a batch"
         raise ArgumentError(op, "cache_leftpad", tuple(call.leftpad.shape), limit)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from portattn.api import ops
+from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.options import check_bool, check_deterministic, check_tensors
 from portattn.integrations.flash_attn.probabilities import Scores
@@ -61,9 +61,17 @@ def with_qv(
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ArgumentError(op, name, given, "must be of float16, bfloat16 or float32 with qv")
+        # Put beside each other they would be promoted without a word. Autocast's dtype is that of all.
+        if tensor.dtype != q.dtype and (name == "qv" or not autocast.is_on(q)):
+            raise ArgumentError(op, f"{name}.dtype", tensor.dtype, f"must be q's, {q.dtype}")
+        if tensor.device != q.device:
+            raise ArgumentError(op, f"{name}.device", str(tensor.device), f"must be q's, {q.device}")
         if tensor.ndim != q.ndim or not tensor.ndim:
             raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), "must have q's axes, head_dim the last")
-    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or k.shape[:-1] != v.shape[:-1]:
+    if k.shape[:-1] != v.shape[:-1]:
+        limit = f"must be k's but for head_dim, {(*k.shape[:-1], v.shape[-1])}"
+        raise ArgumentError(op, "v.shape", tuple(v.shape), limit)
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
         limit = f"must be q's with v's head_dim, {(*q.shape[:-1], v.shape[-1])}, {q.dtype}"
         raise ArgumentError(op, "qv", (tuple(qv.shape), qv.dtype), limit)
     width = q.shape[-1] + v.shape[-1]

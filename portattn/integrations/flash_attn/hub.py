@@ -19,6 +19,7 @@ from portattn.integrations.flash_attn.options import check_bool, infinite, split
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 Window = tuple[int, int]
+_SINKS = (torch.float16, torch.bfloat16, torch.float64)  # dtypes of a model's sinks that are not the queries'
 
 
 @named(sinks="s_aux")
@@ -124,7 +125,7 @@ def flash_attn_with_kvcache(
 
 
 def _sinks(s_aux: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Sinks in a dtype that the operations take. Models have them in their own."""
-    if s_aux is None or not isinstance(s_aux, torch.Tensor) or s_aux.dtype in (q.dtype, torch.float32):
+    """Sinks in a dtype that the operations take. Models have them in their own; what is no number's is left to fail."""
+    if not isinstance(s_aux, torch.Tensor) or not isinstance(q, torch.Tensor) or s_aux.dtype == q.dtype:
         return s_aux
-    return s_aux.to(torch.float32)
+    return s_aux.to(torch.float32) if s_aux.dtype in _SINKS else s_aux

@@ -15,7 +15,7 @@ from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.cached_call import places
 from portattn.integrations.flash_attn.calls import lengths_of
 from portattn.validate.checks import check_dense
-from portattn.validate.values import reads
+from portattn.validate.values import cu_seqlens, reads
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Used:
         return torch.where(counts.view(-1, *[1] * (rows.ndim - 1)), found, empty)
 
 
-def used_rows(op: str, side: str, beginnings: Any, used: Any) -> Used | None:
-    """None where all rows count. Raises ArgumentError."""
+def used_rows(op: str, side: str, beginnings: Any, used: Any, rows: torch.Tensor) -> Used | None:
+    """None where all rows count. Raises ArgumentError. rows: the packed tensor, (T, ...)."""
     if used is None:
         return None
     check_dense(op, f"seqused_{side}", used)
@@ -59,6 +59,9 @@ def used_rows(op: str, side: str, beginnings: Any, used: Any) -> Used | None:
     if used.device != lengths.device:
         raise ArgumentError(op, f"{name}.device", str(used.device), f"must be cu_seqlens_{side}'s, {lengths.device}")
     if not torch.compiler.is_dynamo_compiling() and reads(current(), used):
+        total = rows.shape[0] if rows.ndim else 0
+        if beginnings.shape[0]:  # the operation sees what counts alone, which begins at 0 whatever was given
+            cu_seqlens(op, side, beginnings, total, total)
         for index, (value, length) in enumerate(zip(used.tolist(), lengths.tolist(), strict=True)):
             if not 0 <= value <= length:
                 raise ArgumentError(op, f"{name}[{index}]", value, f"must be in 0..{length}, the sequence's rows")
