@@ -54,6 +54,7 @@ def _begins(line: str, whole: str) -> bool:
         ("choosing-a-backend", 2),
         ("flash-attn", 2),
         ("context-parallel", 1),
+        ("../README", 1),
     ],
 )
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The problems that CI runs in the model on every arch: every core kernel, every lowering that a plan for AMD chooses.
 
 The canaries (ragged tails, grouped heads, masks, windows, sinks, keys split over programs, rows with nothing to attend,
-NaN where nothing is attended), and what they leave out. The matrix's quick set is run in the model besides, by `make
-demo`.
+NaN where nothing is attended), and what they leave out. The matrix's quick set is run in the model besides, by
+`make demo DEMO='*'`.
 """
 
 from __future__ import annotations
