@@ -97,8 +97,9 @@ class Tensors:
             return self
         if case.kv_format == NVFP4:
             (k, k_scale, k_blocks), (v, v_scale, v_blocks) = (in_blocks(case, x) for x in (self.k, self.v))
-            scales = {"k_scale": k_scale, "v_scale": v_scale, "k_block_scale": k_blocks, "v_block_scale": v_blocks}
-            return replace(self, k=k, v=v, **scales)
+            return replace(
+                self, k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_block_scale=k_blocks, v_block_scale=v_blocks
+            )
         (k, k_scale), (v, v_scale) = (quantised(case, x) for x in (self.k, self.v))
         return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
