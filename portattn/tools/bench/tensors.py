@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from portattn.schema.problem_limits import NVFP4
+from portattn.schema.problem import NVFP4
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.stored import in_blocks, quantised, widened
@@ -97,8 +97,9 @@ class Tensors:
             return self
         if case.kv_format == NVFP4:
             (k, k_scale, k_blocks), (v, v_scale, v_blocks) = (in_blocks(case, x) for x in (self.k, self.v))
-            made = replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
-            return replace(made, k_block_scale=k_blocks, v_block_scale=v_blocks)
+            return replace(
+                self, k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_block_scale=k_blocks, v_block_scale=v_blocks
+            )
         (k, k_scale), (v, v_scale) = (quantised(case, x) for x in (self.k, self.v))
         return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 

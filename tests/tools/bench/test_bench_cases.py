@@ -150,7 +150,7 @@ def test_the_dense_sets_are_those_of_the_goals():
 def test_caches_are_timed_cold_and_the_small_as_the_seed_timed_them():
     for name, cases in SETS.items():
         kinds = {case.timing for case in cases}
-        if name in ("decode", "paged", "decode-quantised", "paged-quantised", "sparse", "mla"):
+        if name in ("decode", "paged", "decode-quantised", "paged-quantised", "decode-nvfp4", "sparse", "mla"):
             assert kinds == {"cold"}
         else:
             assert kinds == ({"do_bench"} if name in ("seed", "small") else {"hot"})
