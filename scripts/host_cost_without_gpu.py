@@ -7,7 +7,6 @@ prints, of two checkouts in turns. µs of CPU time of the calling thread, lower 
 on the CPU stands beside as a measure of the machine.
 """
 
-
 from __future__ import annotations
 
 import argparse
