@@ -131,6 +131,6 @@ def _kernel_key(module: str, function: str) -> None:
 
     Only where Triton has a lock for it (3.5 and later): another thread might compile the same kernel.
     """
-    kernel = getattr(sys.modules.get(module), function, None)
-    if kernel is not None and hasattr(kernel, "_hash_lock"):
+    kernel: Any = getattr(sys.modules.get(module), function, None)
+    if hasattr(kernel, "_hash_lock"):
         _ = kernel.cache_key

@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from portattn.schema.problem import NVFP4
+from portattn.schema.problem_limits import NVFP4
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.stored import in_blocks, quantised, widened
