@@ -82,7 +82,8 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     Registration(name='portattn_reference', backend='reference', registered)
     >>> registered.remove()
     """
-    if not Version(OLDEST) <= Version(diffusers.__version__) <= Version(NEWEST):
+    # A build's own label ("+local") sorts behind its release, and is no other release.
+    if not Version(OLDEST) <= Version(Version(diffusers.__version__).public) <= Version(NEWEST):
         raise ArgumentError(WHO, "diffusers.__version__", diffusers.__version__, f"must be {OLDEST} to {NEWEST}")
     if not (isinstance(name, str) and name.startswith(registry.PREFIX) and name.isidentifier() and name.islower()):
         limit = f"must begin with {registry.PREFIX!r} and be an identifier in lower case"

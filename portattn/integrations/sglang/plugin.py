@@ -45,7 +45,8 @@ def create(runner: Any) -> Any:
     Raises ArgumentError with the name of what is not supported: a version, a pool, a setting, a feature of a layer.
     """
     version = metadata.version("sglang")
-    if not Version(OLDEST) <= Version(version) <= Version(NEWEST):
+    # A build's own label ("+cu130") sorts behind its release, and is no other release.
+    if not Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST):
         raise ArgumentError(WHO, "sglang's version", version, f"must be {OLDEST} to {NEWEST}")
     from portattn.integrations.sglang.capabilities import check
 
