@@ -130,7 +130,7 @@ def test_plans_handles_and_warming_up() -> None:
     given, _ = filled()
     text = portattn.explain("paged_attention", **given)
     assert "cache nvfp4 scales head" in text
-    assert "takes no kv_format" in text
+    assert "not sdpa: it has none of what is asked for: kv_format" in text
     handle = portattn.prepare("paged_attention", **given)
     torch.testing.assert_close(handle.run(**given), portattn.paged_attention(**given), rtol=0, atol=0)
     portattn.warmup([{
