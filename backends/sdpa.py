@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from portattn.planning.backend import VendorPath
 from portattn.planning.checks import dropout_check, features_check, first_refusal, op_check
-from portattn.schema.tensors import held
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +153,8 @@ def _hides(p: Problem) -> bool:
 
 def _attended(call: Call) -> torch.Tensor:
     """What bias and mask leave to attend, bool (…, Sk); other dimensions that both were broadcast over are 1 long."""
+    from portattn.schema.tensors import held  # loads torch
+
     keep = None if call.bias is None else held(call.bias) != float("-inf")
     if call.mask is not None:
         keep = held(call.mask) if keep is None else keep & held(call.mask)
@@ -169,6 +170,8 @@ def _attn_mask(call: Call, keep: torch.Tensor, idle: torch.Tensor) -> torch.Tens
 
     keep, idle  what is attended (…, Sk), and rows that attend nothing (…,)
     """
+    from portattn.schema.tensors import held  # loads torch
+
     keep = (keep | idle[..., None]).contiguous()
     if call.bias is None:
         return keep
