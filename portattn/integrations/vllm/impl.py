@@ -68,8 +68,9 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
         if self.dcp_world_size > 1 and attn_type not in ENCODERS:
             shards.refuse_features(
-                attn_type=None if attn_type == AttentionType.DECODER else attn_type, alibi_slopes=alibi_slopes,
-                sliding_window=sliding_window, kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+                attn_type=None if attn_type == AttentionType.DECODER else AttentionType(attn_type).value,
+                alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+                kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             )  # fmt: skip
             if self.num_kv_heads != 1:
                 limit = "must be 1: with decode context parallelism ranks have one key head each"
