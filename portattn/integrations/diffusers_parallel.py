@@ -45,7 +45,7 @@ class Parallel:
         ring = config.ring_degree > 1
         if is_causal:
             raise self._refuse("is_causal", True, "context parallelism of diffusers has no causal attention")
-        if enable_gqa or query.shape[2] != key.shape[2]:
+        if query.shape[2] != key.shape[2]:
             limit = f"context parallelism of diffusers takes as many key heads as query heads ({query.shape[2]})"
             raise self._refuse("key.shape[2]", key.shape[2], limit)
         if ring and attn_mask is not None:
@@ -70,7 +70,7 @@ class Parallel:
     ) -> Any:  # fmt: skip
         """Attention of what lies here: (B, Sq, H, D) -> (B, Sq, H, Dv), and the LSE (B, Sq, H) where it is asked for.
 
-        is_causal and enable_gqa are False: `check`. The template calls it without recording gradients.
+        is_causal is False, and enable_gqa says nothing: `check`. The template calls it without recording gradients.
         """
         query, key, value = _waited(query, key, value)
         ring = _parallel_config.context_parallel_config.ring_degree > 1

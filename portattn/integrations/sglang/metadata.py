@@ -53,13 +53,10 @@ class Batches:
         mode = batch.forward_mode
         if mode.is_decode_or_idle():
             return 1
-        if mode.is_target_verify():
-            told = getattr(batch.spec_info, "num_tokens_per_req", -1)
-            queries = told if told > 0 else self.drafted
-        elif mode.is_draft_extend_v2() and in_graph:
-            queries = self.drafted
-        else:
+        if not (mode.is_target_verify() or (mode.is_draft_extend_v2() and in_graph)):
             return 0
+        told = getattr(batch.spec_info, "num_tokens_per_req", -1)
+        queries = told if told > 0 else self.drafted
         return (
             refuse("num_tokens_per_req", None, "must be known of a speculative batch") if queries is None else queries
         )

@@ -45,15 +45,27 @@ def register() -> None:
         registry = import_module(_REGISTRY)
         names = registry.AttentionBackendEnum
         for name, path in _CLASSES.items():
-            if name in names.__members__:
-                continue
-            # 0.31 registers members alone, and has no way to add one; given a name it does nothing.
-            new = name if hasattr(names, "register") else _member(names, name, path)
-            registry.register_backend(new, path)
+            if name not in names.__members__:
+                # 0.31 registers members alone, and has no way to add one; given a name it does nothing.
+                new = name if hasattr(names, "register") else _member(names, name, path)
+                registry.register_backend(new, path)
+            # A member pickles as its value, which an enum without it does not know; and vLLM's engine process reads its
+            # configuration before it loads plug-ins. So ours pickle as a call that adds them first.
+            member: Any = names.__members__[name]
+            member.__reduce_ex__ = lambda protocol, name=name: (_restored, (name,))
     except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
             raise
         log.warning("this vLLM takes no new attention backend, so %s is not there: %s", NAME, error)
+
+
+def _restored(name: str) -> Any:
+    """A member by its name, in a process that may not have loaded plug-ins yet. Pickles hold calls of it.
+
+    Raises KeyError where this vLLM takes no new names.
+    """
+    register()
+    return import_module(_REGISTRY).AttentionBackendEnum[name]
 
 
 def _member(names: Any, name: str, value: str) -> Any:

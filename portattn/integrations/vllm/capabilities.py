@@ -43,6 +43,11 @@ class Capabilities(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: vLLM asks it for adaptive verification, whose graphs hold requests of different numbers of rows."""
+        return False
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether kernels run on the chip, by its file. Other vendors' numbers are no CUDA capabilities."""
         if capability is None or not current_platform.is_cuda():

@@ -10,6 +10,7 @@ from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from portattn.api import ops
+from portattn.api.into import into
 from portattn.api.merge_states import merge_states
 from portattn.api.request import Window
 from portattn.errors import ArgumentError
@@ -17,6 +18,13 @@ from portattn.integrations.vllm import NAME, caches, shards
 from portattn.integrations.vllm.metadata import PortattnMetadata
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+def _paged(place: torch.Tensor | None, *arguments: Any, **named: Any) -> Any:
+    """`paged_attention`, into place where there is one."""
+    if place is None:
+        return ops.paged_attention(*arguments, **named)
+    return into(place, "paged_attention", *arguments, **named)
 
 
 class PortattnImpl(AttentionImpl[PortattnMetadata]):
@@ -58,8 +66,9 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             raise ArgumentError(NAME, "sinks.shape", tuple(sinks.shape), f"must be ({num_heads},), one for each head")
         self.sinks = sinks
         self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
-        if self.dcp_world_size > 1 and attn_type == AttentionType.DECODER:
+        if self.dcp_world_size > 1 and attn_type not in ENCODERS:
             shards.refuse_features(
+                attn_type=None if attn_type == AttentionType.DECODER else AttentionType(attn_type).value,
                 alibi_slopes=alibi_slopes, sliding_window=sliding_window,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             )  # fmt: skip
@@ -112,31 +121,34 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         rows = attn_metadata.num_actual_tokens
+        place = output[:rows]
         if self.attn_type in ENCODERS:
             assert key is not None
             assert value is not None
-            out = self._encode(query[:rows], key[:rows], value[:rows], attn_metadata)
+            self._encode(place, query[:rows], key[:rows], value[:rows], attn_metadata)
         elif attn_metadata.context_lens is not None:
             assert key is not None
             assert value is not None
-            out = self._sharded(layer, query[:rows], key[:rows], value[:rows], kv_cache, attn_metadata)
+            place.copy_(self._sharded(layer, query[:rows], key[:rows], value[:rows], kv_cache, attn_metadata))
         else:
-            out = self._decode(layer, query[:rows], kv_cache, attn_metadata.mm_prefix_range or attn_metadata)
-        output[:rows].copy_(out)
+            self._decode(place, layer, query[:rows], kv_cache, attn_metadata.mm_prefix_range or attn_metadata)
         return output
 
-    def _decode(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata) -> torch.Tensor:
-        """Attention over the cache, causal or not as the batch says."""
+    def _decode(
+        self, place: torch.Tensor, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata
+    ) -> None:
+        """Attention over the cache, causal or not as the batch says, into place."""
         if batch.causal is not None:
             window = self.window if batch.causal else self.window_both
-            return self._attend(layer, query, kv_cache, batch, batch.seq_lens, batch.causal, window)
+            self._attend(place, layer, query, kv_cache, batch, batch.seq_lens, batch.causal, window)
+            return
         # A request has keys in one of the two calls, and rows without keys give 0.
         assert batch.causal_lens is not None
         assert batch.other_lens is not None
         both = self._window_of_ranges(layer, batch.longest_range) if batch.longest_range else self.window_both
-        out = self._attend(layer, query, kv_cache, batch, batch.causal_lens, True, self.window)
-        out += self._attend(layer, query, kv_cache, batch, batch.other_lens, False, both)
-        return out
+        causal = self._attend(None, layer, query, kv_cache, batch, batch.causal_lens, True, self.window)
+        other = self._attend(None, layer, query, kv_cache, batch, batch.other_lens, False, both)
+        torch.add(causal, other, out=place)
 
     def _window_of_ranges(self, layer: Any, longest: int) -> Window | None:
         """What a row of a range of multimodal tokens sees: the range's end, and as far back as a causal row."""
@@ -150,10 +162,13 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         return back, None
 
     def _attend(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata, lengths: torch.Tensor,
-        causal: bool, window: Window | None, **other: Any,
+        self, place: torch.Tensor | None, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor,
+        batch: PortattnMetadata, lengths: torch.Tensor, causal: bool, window: Window | None, **other: Any,
     ) -> Any:  # fmt: skip
-        """One call over the cache, (tokens, Hq, Dv). With return_lse in `other`, its LSE (tokens, Hq) too."""
+        """One call over the cache, (tokens, Hq, Dv), into place where there is one.
+
+        Without a place and with return_lse in `other`, its LSE (tokens, Hq) too.
+        """
         of = self.views(kv_cache)
         k_scale, v_scale = caches.scales(of, layer)
         shared: dict[str, Any] = {
@@ -171,12 +186,13 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         out: Any
         if batch.single and self.num_splits is None:
             # One row sees all keys: no mask, and the window's other side has nothing in it.
-            out = ops.paged_attention(
-                query[:, None], of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared
-            )
+            out = _paged(
+                None if place is None else place[:, None],
+                query[:, None], of.k, of.v, batch.block_table, lengths, window=self.window, layout="bshd", **shared,
+            )  # fmt: skip
             return (out[0][:, 0], out[1][..., 0]) if isinstance(out, tuple) else out[:, 0]
-        out = ops.paged_attention(
-            query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
+        out = _paged(
+            place, query, of.k, of.v, batch.block_table, lengths, cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len, causal=causal, window=window, **shared,
         )  # fmt: skip
         return (out[0], out[1].transpose(0, 1)) if isinstance(out, tuple) else out
@@ -198,7 +214,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         assert self.dcp_combine is not None
         group = get_dcp_group()
         every = group.all_gather(query.contiguous(), dim=1)  # heads of all ranks, over this rank's keys
-        past = self._attend(layer, every, kv_cache, batch, lengths, False, None, sinks=None, return_lse=True)
+        past = self._attend(None, layer, every, kv_cache, batch, lengths, False, None, sinks=None, return_lse=True)
         out, lse = self.dcp_combine(*past, group, return_lse=True, is_lse_base_on_e=self.lse_base_on_e)
         merged, _ = merge_states(
             [out.transpose(0, 1), new[0].transpose(0, 1)], [lse.transpose(0, 1).contiguous(), new[1]]
@@ -206,15 +222,14 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         return merged.transpose(0, 1)
 
     def _encode(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PortattnMetadata
-    ) -> torch.Tensor:
-        """Attention of packed sequences to themselves, in both directions."""
-        out: Any = ops.varlen_attention(
-            query, key, value, batch.query_start_loc, batch.query_start_loc, batch.max_query_len, batch.max_query_len,
-            scale=self.scale, window=self.window_both, softcap=self.softcap,
+        self, place: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PortattnMetadata
+    ) -> None:
+        """Attention of packed sequences to themselves, in both directions, into place."""
+        into(
+            place, "varlen_attention", query, key, value, batch.query_start_loc, batch.query_start_loc,
+            batch.max_query_len, batch.max_query_len, scale=self.scale, window=self.window_both, softcap=self.softcap,
             alibi_slopes=self._slopes_on(query.device), sinks=self.sinks,
         )  # fmt: skip
-        return out
 
     def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
         if self.slopes is not None and self.slopes.device != device:

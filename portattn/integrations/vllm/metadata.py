@@ -6,7 +6,8 @@ captured stays right. Nothing here reads a device's tensor on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -50,13 +51,19 @@ class PortattnMetadata(AttentionMetadata):
     context_lens: torch.Tensor | None = None
     has_past: bool = True
 
+    def but(self, **fields: Any) -> PortattnMetadata:
+        """A copy with other fields. vLLM derives classes of fast prefill, whose __init__ dataclasses.replace misses."""
+        made = copy(self)
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
     def take_apart(self) -> None:
         """Make mm_prefix_range of segments, and of requests as they are now."""
         if self.segments is None:
             return
         causal_lens, other_lens = self.segments.lengths(self.seq_lens)
-        self.mm_prefix_range = replace(
-            self,
+        self.mm_prefix_range = self.but(
             query_start_loc=self.segments.starts(self.query_start_loc),
             block_table=self.block_table.index_select(0, self.segments.requests),
             num_reqs=causal_lens.shape[0],
@@ -92,8 +99,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         # Whether there is a past is decided on the host, which does not see what a drafter advances.
         self.supports_draft_decode_metadata_update = self._shards.world == 1
         layers = vllm_config.compilation_config.static_forward_context
-        named = ((name, layers[name]) for name in layer_names if name in layers)
-        prefixes.refuse_short_windows(named, vllm_config.model_config)
+        prefixes.refuse_short_windows(layer_names, layers, vllm_config.model_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -143,7 +149,7 @@ class PortattnMetadataBuilder(AttentionMetadataBuilder[PortattnMetadata]):
         self, metadata: PortattnMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PortattnMetadata:
         """The same batch over another group's blocks."""
-        made = replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, mm_prefix_range=None)
+        made = metadata.but(block_table=blk_table, slot_mapping=slot_mapping, mm_prefix_range=None)
         made.take_apart()
         return made
 

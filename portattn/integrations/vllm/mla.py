@@ -46,6 +46,13 @@ class PortattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     supports_non_causal_multi_token_decode: ClassVar[bool] = True
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """With decode context parallelism requests of several rows are prefill, which a graph of decoding has not."""
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
+
     def _build_decode(self, *arguments: Any, **named: Any) -> PortattnMLADecodeMetadata:
         base = super()._build_decode(*arguments, **named)
         return PortattnMLADecodeMetadata(

@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import NAME
 
+CLAMP = "mm_prefix_clamp_sliding_window"  # of a configuration, a model's class and a layer
 Ranges = Mapping[int, Sequence[tuple[int, int]]]  # request -> first and last position of each range
 
 
@@ -129,23 +130,28 @@ def segments(common: Any) -> Segments | None:
     return Segments(numbers[2].long(), numbers[0], numbers[1], numbers[3].bool(), longest)
 
 
-def refuse_short_windows(layers: Iterable[tuple[str, Any]], model: Any) -> None:
+def refuse_short_windows(names: Iterable[str], layers: Mapping[str, Any], model: Any) -> None:
     """Refuse layers whose window may be shorter than a range that it does not clamp.
 
     vLLM gives no range longer than the model's window, so that a layer with this window shows a row all of its range.
-    With a shorter one the row's keys would begin with the range, not with the window.
+    With a shorter one the row's keys would begin with the range, not with the window. But vLLM keeps longer ranges
+    where the configuration or the model's class says that windows clamp them; of the class, its layers tell.
+
+    names   the layers in question
+    layers  all of the model's, by name
 
     Raises ArgumentError with the layer's name.
     """
     if model is None or not getattr(model, "is_mm_prefix_lm", False):
         return
-    kept = getattr(model.hf_text_config, "mm_prefix_clamp_sliding_window", False)
+    kept = any(getattr(one, CLAMP, False) for one in (model.hf_text_config, *layers.values()))
     most = None if kept else model.get_sliding_window()
-    for name, layer in layers:
+    for name in names:
+        layer = layers.get(name)  # None: layers that are not vLLM's own class
         window = getattr(layer, "sliding_window", None)
-        if window is None or getattr(layer, "mm_prefix_clamp_sliding_window", False):
+        if window is None or getattr(layer, CLAMP, False):
             continue
         if most is None or window < most:
             whole = "ranges of multimodal tokens of any length" if most is None else f"the model's window, {most}"
-            limit = f"must be no shorter than {whole}, or mm_prefix_clamp_sliding_window must be True"
+            limit = f"must be no shorter than {whole}, or {CLAMP} must be True"
             raise ArgumentError(NAME, f"sliding_window of {name}", window, limit)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from portattn.errors import ArgumentError
@@ -86,6 +87,8 @@ def reasons(use_dcp: bool = False, head_size: int = 1, **asked: Any) -> list[str
         "use_mm_prefix": "partial multimodal token full attention",
     }  # fmt: skip
     found = [f"{what} with DCP not supported" for name, what in names.items() if asked.get(name)]
+    if asked.get("attn_type") == AttentionType.ENCODER_DECODER:  # an encoder's keys are no past of the decoder's rows
+        found.append("cross attention with DCP not supported")
     if head_size & (head_size - 1):  # vLLM's kernels that merge ranks have tiles of a head
         found.append(f"head size {head_size} with DCP not supported: no power of 2")
     return found

@@ -86,6 +86,10 @@ def ring_in_half(handle: Registration, rank: int, world: int) -> None:
 
 def ring_lse(handle: Registration, rank: int, world: int) -> None:
     attention(handle, rank, world, parallel(world, ring_degree=world), lse=True, gradients=False)
+    # enable_gqa says nothing where there are as many key heads as query heads.
+    config, mine = parallel(world, ring_degree=world), [part(tensor, rank, world) for tensor in whole(24)]
+    plain, grouped = (dispatch(handle, *mine, enable_gqa=on, parallel_config=config) for on in (False, True))
+    assert torch.equal(plain, grouped)
 
 
 def ring_of_any_length(handle: Registration, rank: int, world: int) -> None:
@@ -94,7 +98,11 @@ def ring_of_any_length(handle: Registration, rank: int, world: int) -> None:
 
 
 def ulysses(handle: Registration, rank: int, world: int) -> None:
-    attention(handle, rank, world, parallel(world, ulysses_degree=world))
+    config = parallel(world, ulysses_degree=world)
+    attention(handle, rank, world, config)
+    mine = [part(tensor, rank, world) for tensor in whole(24)]
+    plain, grouped = (dispatch(handle, *mine, enable_gqa=on, parallel_config=config) for on in (False, True))
+    assert torch.equal(plain, grouped)
 
 
 def ulysses_masked(handle: Registration, rank: int, world: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from served import Served, forward, random_tree, verify_input
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
 DECODE, VERIFY, DRAFT = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2
 
@@ -160,6 +161,20 @@ def test_draft_extend() -> None:
     captured = backend.forward_metadata
     replay(served, backend, captured, served.layer(), DRAFT, [17, 60, 1], 4, 4)
     replay(served, backend, captured, served.layer(), DRAFT, [33, 2], 4, 4)
+
+
+def test_draft_extend_of_another_width() -> None:
+    """A drafter's steps may have their own number of rows, which the batch says."""
+    served = Served([37, 65])
+    with get_spec().override(speculative_num_draft_tokens=4):
+        backend = served.backend
+    backend.init_cuda_graph_state(2, 8)
+    for told, queries in ((3, 3), (-1, 4)):
+        spec = EagleDraftExtendInput(hidden_states=None, num_tokens_per_req=told)
+        backend.init_forward_metadata_out_graph(
+            blank(served, DRAFT, 2, queries, backend, spec_info=spec), in_capture=True
+        )
+        assert backend.forward_metadata.queries == queries
 
 
 @pytest.mark.engine_feature("CUDA graphs of whole prefills", refused=True)

@@ -21,13 +21,15 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_dcp_group
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.attention.ops.dcp import CorrectAttnCPOutKernel
-from vllm_batches import BLOCK, Batch, Layer, check
+from vllm_batches import BLOCK, DIM, Batch, Layer, check
 
 import portattn
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import register
+from portattn.integrations.vllm.impl import PortattnImpl
 
 HEADS = 2  # of a rank
 MIXED = [(1, 20), (9, 40), (1, 1), (7, 7), (4, 34)]  # decode, a chunk, a prompt of one token, a prompt, verification
@@ -152,6 +154,11 @@ def refusals(rank: int, world: int) -> None:
     }.items():
         with pytest.raises(ArgumentError, match=f"{name} is .* is not supported with decode context parallelism"):
             Sharded(rank, world, **given)
+    with set_current_vllm_config(Sharded(rank, world).config):
+        given = [HEADS, DIM, 1.0, 1, None, None, "auto", None]
+        with pytest.raises(ArgumentError, match="attn_type is 'encoder_decoder', but is not supported with decode"):
+            PortattnImpl(*given, AttentionType.ENCODER_DECODER)
+        PortattnImpl(*given, AttentionType.ENCODER_ONLY)  # has no cache that ranks could share
     layer = Sharded(rank, world)
     common = layer.part(Batch([(4, 9)], heads=HEADS * world, kv_heads=1)).common(torch.ones(1, dtype=torch.int32))
     with pytest.raises(ArgumentError, match="causal is 'a tensor', but must be a bool with decode context parallelism"):

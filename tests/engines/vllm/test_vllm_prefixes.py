@@ -122,19 +122,27 @@ def test_another_groups_blocks() -> None:
 
 
 def test_rows_that_the_device_alone_knows() -> None:
-    """Adaptive verification moves boundaries of decoding requests on the device; the host knows their sum."""
-    requests = [(4, 20), (2, 30), (9, 12)]
-    batch, layer, ranges = Batch(requests), Layer(), {2: [(5, 10)]}
-    common = batch.common()
-    built = layer.builder.build(
-        0,
-        common.replace(
-            query_start_loc_cpu=torch.tensor([0, 3, 6, 15], dtype=torch.int32),
-            seq_lens_cpu_upper_bound=torch.tensor([25, 33, 12], dtype=torch.int32),
-            mm_req_doc_ranges=ranges,
-        ),
-    )
-    check(layer.run(batch, metadata=built), batch, ranges=ranges)
+    """The device may have other boundaries of decoding requests than the host, which knows their sum and the longest.
+
+    Beside a prompt, whose ranges take the batch apart; and by themselves, where the longest is no longer than it says.
+    """
+    for requests, starts, bounds, ranges in (
+        ([(4, 20), (2, 30), (9, 12)], [0, 3, 6, 15], [25, 33, 12], {2: [(5, 10)]}),
+        ([(4, 20), (1, 30), (2, 12), (1, 1)], [0, 2, 4, 6, 8], [25, 33, 15, 2], {0: [(2, 9)], 1: [(3, 25)]}),
+    ):
+        batch, layer = Batch(requests), Layer()
+        common = batch.common()
+        assert common.max_query_len == max(rows for rows, _ in requests)
+        built = layer.builder.build(
+            0,
+            common.replace(
+                query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+                seq_lens_cpu_upper_bound=torch.tensor(bounds, dtype=torch.int32),
+                mm_req_doc_ranges=ranges,
+            ),
+        )
+        assert (built.mm_prefix_range is None) == (2 not in ranges)
+        check(layer.run(batch, metadata=built), batch, ranges=ranges)
 
 
 def test_batches_without_a_row_in_a_range_are_as_ever() -> None:
@@ -193,9 +201,11 @@ def test_what_is_refused() -> None:
     ("windows", "clamps", "limit"),
     [
         ((8, 16), (False, False), "must be no shorter than the model's window, 16, or mm_prefix_clamp"),
-        ((8, 16), (True, False), ""),
+        ((8, 8), (True, True), ""),
         ((None, 16), (False, False), ""),
-        ((16, 16), (False, True), ""),
+        ((None, 16), (False, True), ""),
+        # vLLM keeps ranges of any length where the model's class clamps, and its configuration says nothing of it.
+        ((8, 16), (False, True), "must be no shorter than ranges of multimodal tokens of any length"),
     ],
 )
 def test_windows_that_may_be_too_short(windows: Any, clamps: Any, limit: str) -> None:
@@ -221,6 +231,10 @@ def test_windows_that_may_be_too_short(windows: Any, clamps: Any, limit: str) ->
         return
     with pytest.raises(ArgumentError, match=f"sliding_window of layer.0 is 8, but {limit}"):
         make()
+    layers["layer.1"].mm_prefix_clamp_sliding_window = True  # of another builder's group, say
+    with pytest.raises(ArgumentError, match="no shorter than ranges of multimodal tokens of any length"):
+        PortattnMetadataBuilder(spec, ["layer.0"], config, torch.device("cpu"))
+    layers["layer.1"].mm_prefix_clamp_sliding_window = False
     model.hf_text_config.mm_prefix_clamp_sliding_window = True  # ranges of any length come
     with pytest.raises(ArgumentError, match="no shorter than ranges of multimodal tokens of any length"):
         make()

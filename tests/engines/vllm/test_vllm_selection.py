@@ -75,7 +75,6 @@ def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: 
         {"attn_type": "encoder_only"},
         {"attn_type": "encoder_decoder"},
         {"use_non_causal": True, "use_batch_invariant": True, "use_kv_connector": True},
-        {"use_adaptive_verification": True},
         {"block_size": 144},
         {"use_mm_prefix": True, "has_sliding_window": True},
         {"use_dcp": True, "has_sink": True, "kv_cache_dtype": "fp8"},
@@ -107,6 +106,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"use_dcp": True, "head_size": 80},
         "head size 80 with DCP not supported: no power of 2",
     ),
+    (
+        "decode context parallelism, cross attention",
+        {"use_dcp": True, "attn_type": "encoder_decoder"},
+        "cross attention with DCP not supported",
+    ),
+    ("adaptive verification", {"use_adaptive_verification": True}, "needed for adaptive verification"),
     ("prefill context parallelism", {"use_pcp": True}, "PCP not supported"),
     ("sparse attention", {"use_sparse": True}, "sparse not supported"),
     ("scales for each head from a checkpoint", {"use_per_head_quant_scales": True}, "per-head quant scales not supp"),
@@ -177,3 +182,5 @@ def test_latent_attention_is_a_backend_of_its_own() -> None:
     assert reasons(**latent, kv_cache_dtype="fp8_ds_mla") == ["kv_cache_dtype not supported"]
     assert reasons(**latent, use_mm_prefix=True) == ["partial multimodal token full attention not supported"]
     assert reasons(**latent, use_sparse=True) == ["sparse not supported"]
+    (reason,) = reasons(**latent, use_adaptive_verification=True)
+    assert "needed for adaptive verification" in reason

@@ -68,6 +68,7 @@ def test_ranks(case: str, outputs: list[str]) -> None:
         ({"has_sliding_window": True}, "sliding windows with DCP not supported"),
         ({"use_non_causal": True}, "attention in both directions with DCP not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention with DCP not supported"),
+        ({"attn_type": "encoder_decoder"}, "cross attention with DCP not supported"),
         ({"head_size": 80}, "head size 80 with DCP not supported: no power of 2"),
     ],
 )
