@@ -29,6 +29,7 @@ from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
 from portattn.integrations import diffusers_registry as registry
 from portattn.integrations.diffusers_parallel import Parallel, masked
+from portattn.planning.chosen import check_path
 
 # Versions that tests/engines/diffusers/ ran with: the first and the last of them.
 OLDEST, NEWEST = "0.40.0", "0.42.1"
@@ -74,7 +75,7 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     Returns a Registration, a handle with remove(). The same arguments again give the same handle.
 
     Raises ArgumentError for a diffusers version outside the tested range (OLDEST to NEWEST), for a name that is taken
-    or begins otherwise, and for a name registered with another backend.
+    or begins otherwise, for a name registered with another backend, and for a backend that no device has.
 
     >>> from portattn.integrations.diffusers import register
     >>> registered = register("portattn_reference", backend="reference")
@@ -90,6 +91,8 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         raise ArgumentError(WHO, "name", name, limit)
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(WHO, "backend", backend, "must be None or a string")
+    if backend is not None:
+        check_path(WHO, "backend", backend)
     known = _registered.get(name)
     if known is not None:
         if known.backend != backend:
