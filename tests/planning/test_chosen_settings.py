@@ -36,5 +36,5 @@ def test_names_of_some_device(path: str) -> None:
 
 def test_names_of_the_device_that_is_known() -> None:
     check_path("register", "backend", "gluon_forward", parse_target("cuda:sm_90"))
-    with pytest.raises(ArgumentError, match="^register: backend is 'gluon_forward', but must be one of auto, vendor"):
+    with pytest.raises(ArgumentError, match=r"^register: backend is 'gluon_forward', but must be one of auto, vendor"):
         check_path("register", "backend", "gluon_forward", parse_target("rocm:gfx942"))
