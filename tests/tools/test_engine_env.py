@@ -228,7 +228,7 @@ def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, 
 def test_ended_while_testing(script: ModuleType, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said is about the tests: making has an end of its own."""
 
-    def ended(*_: object) -> int:
+    def ended(*_: object, **__: object) -> int:
         signal.raise_signal(signal.SIGTERM)
         return 0
 
