@@ -41,6 +41,11 @@ MAKING, REMOVING = ".making-", ".removing-"
 BAD, CANNOT, INTERRUPTED = 1, 3, 130
 SECONDS = 600.0  # for one environment, its downloads included
 TRY_SECONDS = 300.0  # to import an engine for the first time
+_LEFT = {  # of a command that was interrupted
+    "make": "; nothing is left of it",
+    "remove": "; the same again removes what is left",
+    "test": "; the environment stays as it was",
+}
 LAST_LINES = 12  # of pip's output that an error keeps
 TOLD_SECONDS = 5.0  # between two lines of progress where nobody sits at a terminal
 
@@ -338,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({"engine": one.folder.name, "error": str(error)}))
         return CANNOT
     except KeyboardInterrupt:
-        tell("engine_env.py: interrupted; nothing is left of it")
+        tell(f"engine_env.py: {given.command} was interrupted{_LEFT.get(given.command, '')}")
         return INTERRUPTED
 
 

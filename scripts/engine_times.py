@@ -11,9 +11,10 @@
     masks       attention with lists of blocks beside FlexAttention, and tree masks over a paged cache
 
 Every result is compared with float64, within the budget of portattn.testing.tolerance. What can be captured is replayed
-from a CUDA graph, with other lengths and pages than at the capture. `ms` is the median of rounds in which the
-contenders take turns, `graph_ms` the same from graphs, `host_us` the median time that a call takes the host. A part
-needs its engine, or its Python files alone (vLLM); what is absent is named and costs nothing.
+from a CUDA graph, with other lengths and pages than at the capture; on a CPU it is called again with them. `ms` is the
+median of rounds in which the contenders take turns, `graph_ms` the same from graphs, `host_us` the median time that a
+call takes the host. A part needs its engine, or its Python files alone (vLLM); what is absent is named and costs
+nothing.
 
 The exit status is 1 when a result is wrong or a contender fails, and 2 when nothing could be measured.
 """

@@ -90,6 +90,7 @@ def block_tensors(
         places.append(_places("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q, checked))
         _check_same(lists.kv_num_blocks, lists.full_kv_num_blocks)
     if lists is not block_mask:
+        _check_heads(places, q.shape[0], q.shape[3 - axis])
         mask = _with_mod(block_mask, mask, q, rows, keys)
     return _map(places, down, across), mask, size
 
@@ -101,6 +102,15 @@ def _check_same(part: torch.Tensor, full: Any) -> None:
     ):
         limit = f"must have kv_num_blocks' batch and heads, {tuple(part.shape[:2])}, or 1 in the place of either"
         raise ArgumentError(OP, "block_mask's full_kv_num_blocks.shape", tuple(full.shape), limit)
+
+
+def _check_heads(places: list[torch.Tensor], batch: int, heads: int) -> None:
+    """Before mask_mod is asked for a mask of as many: an error about that would name `mask`."""
+    for axis, whose, most in ((0, "B", batch), (1, "Hq", heads)):
+        for given in (each.shape[axis] for each in places):
+            if given not in (1, most):
+                limit = "must be 1" if most == 1 else f"must be 1 or {most}"
+                raise ArgumentError(OP, f"block_mask's {whose}", given, limit)
 
 
 def _map(places: list[torch.Tensor], down: int, across: int) -> torch.Tensor:

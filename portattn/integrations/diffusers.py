@@ -29,6 +29,8 @@ from portattn.api import autocast, ops
 from portattn.errors import ArgumentError
 from portattn.integrations import diffusers_registry as registry
 from portattn.integrations.diffusers_parallel import Parallel, masked
+from portattn.planning.chosen import check_path
+from portattn.validate.layouts import without_layout
 
 # Versions that tests/engines/diffusers/ ran with: the first and the last of them.
 OLDEST, NEWEST = "0.40.0", "0.42.1"
@@ -74,7 +76,7 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     Returns a Registration, a handle with remove(). The same arguments again give the same handle.
 
     Raises ArgumentError for a diffusers version outside the tested range (OLDEST to NEWEST), for a name that is taken
-    or begins otherwise, and for a name registered with another backend.
+    or begins otherwise, for a name registered with another backend, and for a backend that no device has.
 
     >>> from portattn.integrations.diffusers import register
     >>> registered = register("portattn_reference", backend="reference")
@@ -90,6 +92,8 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
         raise ArgumentError(WHO, "name", name, limit)
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(WHO, "backend", backend, "must be None or a string")
+    if backend is not None:
+        check_path(WHO, "backend", backend)
     known = _registered.get(name)
     if known is not None:
         if known.backend != backend:
@@ -125,9 +129,7 @@ def _function(dispatch: Any, backend: str | None) -> Callable[..., Any]:
         if config is None:
             causal = "top_left" if is_causal else False
             named: dict[str, Any] = {"causal": causal, "scale": scale, "dropout_p": dropout_p, "backend": backend}
-            found: Any = ops.attention(
-                query, key, value, layout="bshd", return_lse=return_lse, **named, **masked(attn_mask)
-            )
+            found = _attended(query, key, value, return_lse=return_lse, **named, **masked(attn_mask))
             return (found[0], found[1].transpose(1, 2)) if return_lse else found
         parallel.check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, return_lse, config)
         if autocast.is_on(query):  # before the template, whose backward runs without autocast
@@ -141,6 +143,19 @@ def _function(dispatch: Any, backend: str | None) -> Callable[..., Any]:
         )  # fmt: skip
 
     return portattn_attention
+
+
+def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any) -> Any:
+    """attention of (B, S, H, D); what it says of `layout`, which diffusers' call does not have, it says of tensors."""
+    if torch.compiler.is_dynamo_compiling():  # errors come out of the compiler then, in its own words
+        return ops.attention(query, key, value, layout="bshd", **named)
+    try:
+        return ops.attention(query, key, value, layout="bshd", **named)
+    except ArgumentError as error:
+        limit = without_layout(error.limit, ("query", "key", "value"))
+        if limit == error.limit:
+            raise
+        raise ArgumentError(error.op, error.argument, error.value, limit) from None
 
 
 def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:

@@ -47,6 +47,7 @@ from portattn.integrations.transformers_mask import (
     compact_mask,
     refuse,
 )
+from portattn.planning.chosen import check_path
 from portattn.validate import wants_gradients
 
 # transformers runs checks of its own on names that hold these, reads "a/b" as a kernel to download, and "paged|" as a
@@ -110,8 +111,8 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
 
     Returns a Registration, a handle with remove(). The same arguments again give the same handle.
 
-    Raises ArgumentError for a name that transformers or somebody else uses, and for a name registered with another
-    backend.
+    Raises ArgumentError for a name that transformers or somebody else uses, for a name registered with another
+    backend, and for a backend that no device has.
 
     >>> from portattn.integrations.transformers import register
     >>> registered = register("portattn_reference", backend="reference")
@@ -122,6 +123,8 @@ def register(name: str = "portattn", backend: str | None = None) -> Registration
     check_name(name)
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(WHO, "backend", backend, "must be None or a string")
+    if backend is not None:
+        check_path(WHO, "backend", backend)
     known = _registered.get(name)
     if known is not None:
         if known.backend != backend:

@@ -148,9 +148,15 @@ def candidates(asked: Asked) -> Iterator[Path]:
     """The paths that the caller's `backend` allows, in order. Raises ArgumentError for one that nobody knows."""
     backend, requested = asked.registry.backends[asked.target.backend], asked.settings.backend
     known = _names(backend)
-    if requested not in (*known, "triton", INTERPRETER):
+    if requested not in known_names(backend):
         raise ArgumentError(asked.problem.op, "backend", requested, f"{asked.target.backend} knows {', '.join(known)}")
     return _candidates(asked, backend, requested)
+
+
+def known_names(backend: Backend) -> tuple[str, ...]:
+    """What a call's `backend` may be on a backend's devices: its paths, and portattn's own kernels as they may be run
+    elsewhere, which a plan refuses with the reason."""
+    return tuple(dict.fromkeys([*_names(backend), "triton", INTERPRETER]))
 
 
 def _names(backend: Backend) -> tuple[str, ...]:

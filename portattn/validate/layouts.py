@@ -10,6 +10,7 @@ from portattn.errors import ArgumentError
 
 AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
 _SHAPES = ("batch", "head_dim", "heads", "seq", "heads_q")  # what errors about them end with
+_LAYOUT = "layout='{}'"
 # Which of q, k and v are transposed, the likeliest first; all three are the other layout.
 _MISTAKEN = ((0, 1, 2), (0,), (1, 2), (1,), (2,), (0, 1), (0, 2))
 
@@ -29,13 +30,24 @@ def with_advice(
         if _agree([_swapped(one) if index in several else one for index, one in enumerate(shapes)]):
             other = next(one for one in AXES if one != layout)
             if len(several) == len(shapes):
-                advice = f"as ({', '.join(AXES[other])}) the shapes agree: give layout={other!r}"
+                advice = f"as ({', '.join(AXES[other])}) the shapes agree: give {_LAYOUT.format(other)}"
             else:
                 which = [names[index] for index in several]
-                turned = ", ".join(f"{name}.transpose(1, 2)" for name in which)
+                turned = _turned(which)
                 advice = f"with {' and '.join(which)} as ({', '.join(AXES[other])}) the shapes agree: give {turned}"
             return ArgumentError(error.op, error.argument, error.value, f"{error.limit}; {advice}")
     return error
+
+
+def without_layout(limit: str, names: Sequence[str]) -> str:
+    """An error's limit for a function that has no argument `layout`: its tensors transposed, by their names there."""
+    for layout in AXES:
+        limit = limit.replace(f"give {_LAYOUT.format(layout)}", f"give {_turned(names)}")
+    return limit
+
+
+def _turned(names: Sequence[str]) -> str:
+    return ", ".join(f"{name}.transpose(1, 2)" for name in names)
 
 
 def _bhsd(tensor: torch.Tensor, layout: str) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ def _cached(measure: Measure, name: str, batch: int, room: int, page: int | None
         replay = _replayed()
         return found | {
             "replay": replay, "right": found["right"] and replay["right"],
-            "note": f"replayed with other lengths: {'right' if replay['right'] else 'WRONG'}",
+            "note": measure.replay_note(replay["right"]),
         }  # fmt: skip
 
     def _replayed() -> dict[str, Any]:

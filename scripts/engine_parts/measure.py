@@ -37,6 +37,11 @@ class Measure:
             return run
         return self.clock.graphed(Contender(run))
 
+    def replay_note(self, right: bool) -> str:
+        """What is said of the result of `replayed`: without a GPU no graph was captured."""
+        done = "called again, without a graph," if self.device == "cpu" else "replayed"
+        return f"{done} with other lengths: {'right' if right else 'WRONG'}"
+
     def synchronize(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize()

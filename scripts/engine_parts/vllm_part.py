@@ -206,7 +206,7 @@ class Step:
         self.owners = list(range(len(self.k)))
         for tensor, values in zip((self.lengths, self.table, self.q), kept, strict=True):
             tensor.copy_(values)
-        note = f"replayed with other lengths: {'right' if replayed['right'] else 'WRONG'}"
+        note = self.measure.replay_note(replayed["right"])
         return {
             "replay": replayed, "note": note + (", eager's bits" if same_bits else ""),
             "right": eager["right"] and replayed["right"],

@@ -18,7 +18,7 @@ def test_a_label_of_a_build(version: str, monkeypatch: pytest.MonkeyPatch) -> No
         plugin.create(None)
 
 
-@pytest.mark.parametrize("version", [f"{OLDEST}rc1", f"{NEWEST}.post1", "0.6.0+cu130"])
+@pytest.mark.parametrize("version", [f"{OLDEST}rc1", f"{NEWEST}.post1", "0.6.0+cu130", "0.5.23-dirty.main", "unknown"])
 def test_other_releases(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin.metadata, "version", lambda name: version)
     with pytest.raises(ArgumentError, match="sglang's version is"):

@@ -31,6 +31,10 @@ def test_register_twice_is_once(registration: Registration) -> None:
     assert register("portattn", backend=None) is registration
     with pytest.raises(portattn.ArgumentError, match="'portattn' is registered with None: remove"):
         register(backend="reference")
+    with pytest.raises(
+        portattn.ArgumentError, match="backend is 'tritton', but must be one of auto, vendor, reference"
+    ):
+        register("portattn_misspelt", backend="tritton")
 
 
 def test_remove(models: dict[str, Any], registration: Registration) -> None:

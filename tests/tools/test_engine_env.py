@@ -214,7 +214,7 @@ def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, 
     _, told = process.communicate(timeout=30)
     if kill is signal.SIGTERM:
         assert process.returncode == script.INTERRUPTED
-        assert "interrupted; nothing is left of it" in told
+        assert "make was interrupted; nothing is left of it" in told
         assert made(tmp_path) == []
     else:
         assert all(name.startswith(script.MAKING) for name in made(tmp_path))
@@ -223,6 +223,25 @@ def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, 
     listed(script)
     assert script.main(["make", "toy==1.0"]) == 0
     assert made(tmp_path) == ["toy-1.0"]
+
+
+def test_ended_while_testing(script: ModuleType, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said is about the tests: making has an end of its own."""
+
+    def ended(*_: object, **__: object) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    listed(script)
+    assert script.main(["make", "toy==1.0"]) == 0
+    monkeypatch.setattr(script.subprocess, "run", ended)
+    try:
+        assert script.main(["test", "toy-1.0"]) == script.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "engine_env.py: test was interrupted; the environment stays as it was" in capfd.readouterr().err
+    assert script.state(script.recipe("toy-1.0")) == "made"
 
 
 def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

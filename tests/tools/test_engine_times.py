@@ -36,6 +36,23 @@ def test_results_are_checked(script: Any, tmp_path: Path, arguments: list[str]) 
     assert "ms" not in ours[0], "without a GPU nothing is timed"
 
 
+@pytest.mark.parametrize(
+    ("device", "done"), [("cpu", "called again, without a graph, with"), ("cuda", "replayed with")]
+)
+def test_what_is_said_of_graphs(script: Any, device: str, done: str) -> None:
+    measure = importlib.import_module("engine_parts.measure").Measure("", True, 0.0, True, device)
+    assert measure.replay_note(True) == f"{done} other lengths: right"
+    assert measure.replay_note(False) == f"{done} other lengths: WRONG"
+
+
+def test_a_cache_is_called_again_on_a_cpu(script: Any, capsys: Any) -> None:
+    arguments = ["--tiny", "--part", "flash_attn", "--case", "flash_attn_with_kvcache 64 x 8k, append"]
+    assert script.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "called again, without a graph, with other lengths: right" in printed
+    assert "replayed" not in printed
+
+
 def test_a_wrong_result_is_an_error(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     part = importlib.import_module("engine_parts.flash_attn_part")
     real = part.flash_attn_func

@@ -8,6 +8,7 @@ import torch
 
 from portattn.api import ops
 from portattn.api.in_graph import new_seed
+from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.integrations.flash_attn.options import (
     check_bool,
@@ -18,7 +19,9 @@ from portattn.integrations.flash_attn.options import (
     window_of,
 )
 from portattn.integrations.flash_attn.probabilities import Scores, signed_packed, signed_probabilities
-from portattn.validate.checks import check_dense, check_share
+from portattn.schema.tensors import INT32_MAX
+from portattn.validate.checks import check_dense, check_share, check_size
+from portattn.validate.values import cu_seqlens, reads
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -86,7 +89,7 @@ def varlen(
             limit = "is not taken with block_table: paged_attention has no dropout"
             raise ArgumentError(op, "dropout_p", dropout_p, limit)
         found = ops.paged_attention(
-            q, k, v, block_table, lengths_of(op, "cu_seqlens_k", beginnings[1]), cu_seqlens_q=beginnings[0],
+            q, k, v, block_table, _paged_lengths(op, beginnings[1], longest_k), cu_seqlens_q=beginnings[0],
             max_seqlen_q=longest_q, sinks=sinks, return_lse=wanted, **scores.arguments(),
         )  # fmt: skip
     else:
@@ -101,6 +104,15 @@ def varlen(
         return out, infinite(lse), out.detach().new_empty(0)
     narrow = q.to(out.dtype), k.to(out.dtype)
     return out, infinite(lse), signed_packed(scores, *narrow, lse, dropout_p, seed, beginnings, (longest_q, longest_k))
+
+
+def _paged_lengths(op: str, beginnings: Any, longest: Any) -> torch.Tensor:
+    """(B,) int32 of cu_seqlens_k. Pages need neither its first entry nor max_seqlen_k, so nobody else checks them."""
+    check_size(op, "max_seqlen_k", longest)
+    lengths = lengths_of(op, "cu_seqlens_k", beginnings)
+    if not torch.compiler.is_dynamo_compiling() and beginnings.shape[0] and reads(current(), beginnings):
+        cu_seqlens(op, "k", beginnings, INT32_MAX, longest)
+    return lengths
 
 
 def size_of(size: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import torch
 
 from portattn.errors import ArgumentError
+from portattn.validate.layouts import without_layout
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -47,8 +48,11 @@ def in_their_names(error: ArgumentError, function: str, names: dict[str, str]) -
     """The same error, of a function of flash_attn's."""
     if error.op == function:
         return error
+    limit = without_layout(error.limit, ("q", "k", "v"))
+    if "kvpacked" in function:
+        limit = limit.replace("k.transpose(1, 2), v.transpose(1, 2)", "kv.transpose(1, 3)")
 
     def other(match: re.Match[str]) -> str:
         return names.get(match[0], match[0])
 
-    return ArgumentError(function, _WORD.sub(other, error.argument), error.value, _WORD.sub(other, error.limit))
+    return ArgumentError(function, _WORD.sub(other, error.argument), error.value, _WORD.sub(other, limit))

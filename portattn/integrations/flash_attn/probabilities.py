@@ -12,6 +12,7 @@ import torch
 
 from portattn.api.dropout_mask import dropout_mask
 from portattn.integrations.flash_attn.options import Window
+from portattn.schema.problem_limits import MAX_SIZE
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _signed(
     seq_k, group = k.shape[1], heads // k.shape[2]
     queries = q.float().transpose(1, 2).unflatten(1, (-1, group))  # (B, Hk, group, Sq, D)
     values = queries @ k.float().permute(0, 2, 3, 1)[:, :, None]
-    values = values.flatten(1, 2) * (width**-0.5 if scores.scale is None else scores.scale)  # (B, Hq, Sq, Sk)
+    values = values.flatten(1, 2) * (width**-0.5 if scores.scale is None else float(scores.scale))  # (B, Hq, Sq, Sk)
     if scores.softcap is not None:
         values = scores.softcap * torch.tanh(values / scores.softcap)
     row = torch.arange(seq_q, device=q.device)[None, :, None]
@@ -93,9 +94,9 @@ def _signed(
     if scores.causal:
         seen = seen & (key <= here)
     if left is not None:
-        seen = seen & (key >= here - left)
+        seen = seen & (key >= here - min(left, MAX_SIZE))  # no position is further away, and int64 has an end
     if right is not None:
-        seen = seen & (key <= here + right)
+        seen = seen & (key <= here + min(right, MAX_SIZE))
     if scores.alibi_slopes is not None:
         slopes = scores.alibi_slopes.float().expand(batch, heads)
         values = values - slopes[:, :, None, None] * (key - here).abs()[:, None]

@@ -14,6 +14,9 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from portattn.errors import ArgumentError
 from portattn.integrations.sglang.names import WHO
+from portattn.planning.chosen import check_settings
+from portattn.planning.detect import detect_target
+from portattn.schema.problem_limits import MAX_HEAD_DIM
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
@@ -28,8 +31,10 @@ def refuse(name: str, value: object, why: str = ELSEWHERE) -> NoReturn:
 def check(runner: Any) -> None:
     """Refuse a model runner that has something which is not served.
 
-    Returns nothing. Raises ArgumentError: the setting, pool or layer, and its value.
+    Returns nothing. Raises ArgumentError: the setting, chip, pool or layer, and its value; SettingError: a setting of
+    portattn's own.
     """
+    _check_device(torch.device(runner.device))
     _check_settings()
     _check_runner(runner)
     for pool in pools_of(runner.token_to_kv_pool):
@@ -45,6 +50,14 @@ def check(runner: Any) -> None:
 def pools_of(pool: Any) -> list[Any]:
     """The pools whose buffers are read: the one, or the two of a model with sliding windows."""
     return [pool.full_kv_pool, pool.swa_kv_pool] if isinstance(pool, SWAKVPool) else [pool]
+
+
+def _check_device(device: torch.device) -> None:
+    """The chip, and whether portattn's settings name what it has: nobody hears of them before the first call."""
+    target, unknown = detect_target(device.type, device.index)
+    if unknown or target.arch.refused:
+        refuse("device", str(device), f"kernels do not run on it: {unknown or target.arch.refused}")
+    check_settings(WHO, target)
 
 
 def _check_settings() -> None:
@@ -93,10 +106,19 @@ def _check_pool(pool: Any, runner: Any) -> None:
             refuse("kv_cache_layout", pool.kv_cache_layout, "must be nhd or hnd")
         if pool.is_quantized_kv_cache:
             refuse("--kv-cache-dtype", type(pool.quant_method).__name__, "must be auto, bf16 or one of float8")
+        _check_width("head_dim of the pool", pool.head_dim)
+        _check_width("v_head_dim of the pool", pool.v_head_dim)
+    else:
+        _check_width("kv_lora_rank + qk_rope_head_dim of the pool", pool.kv_lora_rank + pool.qk_rope_head_dim)
     if pool.page_size != runner.page_size:
         refuse("page_size", pool.page_size, f"of the pool must be the runner's, {runner.page_size}")
     if pool.dtype != runner.dtype and (pool.dtype not in FLOAT8 or runner.dtype is torch.float32):
         refuse("kv_cache_dtype", pool.dtype, f"must be the model's, {runner.dtype}, or float8 with 16-bit queries")
+
+
+def _check_width(name: str, width: int) -> None:
+    if not 1 <= width <= MAX_HEAD_DIM:
+        refuse(name, width, f"must be in 1..{MAX_HEAD_DIM}")
 
 
 def _check_layer(name: str, layer: Any, runner: Any) -> None:
@@ -109,6 +131,8 @@ def _check_layer(name: str, layer: Any, runner: Any) -> None:
             refuse(f"{feature} of {name}", getattr(layer, feature), f"must be {expected!r}")
     if layer.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
         refuse(f"attn_type of {name}", layer.attn_type.value)
+    _check_width(f"qk_head_dim of {name}", layer.qk_head_dim)
+    _check_width(f"v_head_dim of {name}", layer.v_head_dim)
     if layer.tp_q_head_num % layer.tp_k_head_num:
         refuse(f"tp_q_head_num of {name}", layer.tp_q_head_num, f"must be a multiple of {layer.tp_k_head_num}")
     if runner.use_mla_backend and layer.is_cross_attention:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from portattn.errors import ArgumentError
 from portattn.integrations.sglang.names import NAME, NEWEST, OLDEST, WHO
@@ -42,11 +42,11 @@ def create(runner: Any) -> Any:
 
     Returns an sglang AttentionBackend.
 
-    Raises ArgumentError with the name of what is not supported: a version, a pool, a setting, a feature of a layer.
+    Raises ArgumentError with the name of what is not supported: a version, a chip, a pool, a setting, a feature of a
+    layer; SettingError where a setting of portattn's own is wrong.
     """
     version = metadata.version("sglang")
-    # A build's own label ("+cu130") sorts behind its release, and is no other release.
-    if not Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST):
+    if not _tested(version):
         raise ArgumentError(WHO, "sglang's version", version, f"must be {OLDEST} to {NEWEST}")
     from portattn.integrations.sglang.capabilities import check
 
@@ -58,3 +58,12 @@ def create(runner: Any) -> Any:
     from portattn.integrations.sglang.backend import Backend
 
     return Backend(runner)
+
+
+def _tested(version: str) -> bool:
+    """Whether it is within the tested range; a text that is no version is not."""
+    try:
+        public = Version(version).public  # a build's own label ("+cu130") sorts behind its release, and is no other
+    except InvalidVersion:
+        return False
+    return Version(OLDEST) <= Version(public) <= Version(NEWEST)

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from portattn.errors import ArgumentError
 from portattn.integrations.vllm import caches
 from portattn.integrations.vllm.versions import untested
+from portattn.planning.chosen import wrong_settings
 from portattn.planning.registry import parse_target
 from portattn.schema.problem_limits import MAX_HEAD_DIM
 
@@ -74,6 +75,6 @@ class Capabilities(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """vLLM's own list of reasons, and its version where that was not tested."""
-        version = untested()
-        return [*([version] if version else []), *super().validate_configuration(*arguments, **named)]
+        """vLLM's own list of reasons; before it, its version where that was not tested, and a wrong setting."""
+        first = (untested(), wrong_settings("portattn.integrations.vllm"))
+        return [*filter(None, first), *super().validate_configuration(*arguments, **named)]
