@@ -48,6 +48,9 @@ class Parallel:
         if query.shape[2] != key.shape[2]:
             limit = f"context parallelism of diffusers takes as many key heads as query heads ({query.shape[2]})"
             raise self._refuse("key.shape[2]", key.shape[2], limit)
+        if enable_gqa:  # the templates refuse it whatever the heads are
+            limit = "must be False: context parallelism of diffusers takes as many key heads as query heads, and not it"
+            raise self._refuse("enable_gqa", True, limit)
         if ring and attn_mask is not None:
             limit = "ring attention of diffusers gives every part of the keys the same mask: use ulysses_degree"
             raise self._refuse("attn_mask.shape", tuple(attn_mask.shape), limit)
@@ -70,7 +73,7 @@ class Parallel:
     ) -> Any:  # fmt: skip
         """Attention of what lies here: (B, Sq, H, D) -> (B, Sq, H, Dv), and the LSE (B, Sq, H) where it is asked for.
 
-        is_causal is False, and enable_gqa says nothing: `check`. The template calls it without recording gradients.
+        is_causal and enable_gqa are False: `check`. The template calls it without recording gradients.
         """
         query, key, value = _waited(query, key, value)
         ring = _parallel_config.context_parallel_config.ring_degree > 1

@@ -104,6 +104,7 @@ def test_four_processes(outputs: Outputs) -> None:
     [
         pytest.param("is_causal", marks=pytest.mark.engine_feature("context parallelism: is_causal", refused=True)),
         pytest.param("key.shape[2]", marks=pytest.mark.engine_feature("context parallelism: GQA", refused=True)),
+        "enable_gqa",
         pytest.param(
             "return_lse", marks=pytest.mark.engine_feature("context parallelism: gradients with an LSE", refused=True)
         ),

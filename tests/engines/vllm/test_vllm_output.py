@@ -74,8 +74,8 @@ def test_what_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert wide[..., DIM + 1 :].eq(5.0).all()
 
 
-def test_kernels_write_it() -> None:
-    """Interpreted; the second call is like the first."""
+def test_kernels() -> None:
+    """Interpreted, on a CPU: from there the result is copied, of the first call as of one like it."""
     layer, batch = Layer(), Batch([(1, 20), (1, 3)])
     layer.run(batch)
     metadata = layer.builder.build(0, batch.common())
