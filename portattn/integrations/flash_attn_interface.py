@@ -248,8 +248,8 @@ def flash_attn_combine(
             op, "out", (tuple(out.shape), out.dtype), f"must be {tuple(out_partial.shape[1:])}, {dtype}"
         )
     if out is not None and (out.device != out_partial.device or (out.requires_grad and torch.is_grad_enabled())):
-        given, limit = (str(out.device), out.requires_grad), f"must be on {out_partial.device} and require no gradient"
-        raise ArgumentError(op, "out's (device, requires_grad)", given, limit)
+        limit = f"must be on {out_partial.device} and require no gradient"
+        raise ArgumentError(op, "out's (device, requires_grad)", (str(out.device), out.requires_grad), limit)
     merged, lse = merge_states(out_partial, lse_partial)
     return (merged.to(dtype) if out is None else out.copy_(merged)), lse
 
