@@ -43,7 +43,7 @@ class LatentBackend(Backend):
 
     def _save_latent(self, k: torch.Tensor, k_rope: torch.Tensor | None, layer: Any, batch: Any) -> None:
         if k_rope is not None:
-            k = torch.cat((k.view(-1, 1, self.rank), k_rope.view(k.shape[0], 1, -1)), dim=-1)
+            k = torch.cat((k.view(-1, 1, self.rank), k_rope.view(k.shape[0], 1, layer.qk_head_dim - self.rank)), dim=-1)
         if layer.k_scale is not None and self._float8(layer) is not None:
             k = k / layer.k_scale
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, k[..., : self.rank])
@@ -53,20 +53,30 @@ class LatentBackend(Backend):
     ) -> torch.Tensor:
         made, heads = self._metadata, layer.tp_q_head_num
         named = self._layer(layer)
+        rope = layer.qk_head_dim - self.rank
         if q_rope is None:
-            q_nope, q_rope = q.reshape(-1, heads, layer.qk_head_dim).split(
-                (self.rank, layer.qk_head_dim - self.rank), dim=-1
-            )
+            q_nope, q_rope = q.reshape(-1, heads, layer.qk_head_dim).split((self.rank, rope), dim=-1)
         else:
-            q_nope, q_rope = q.reshape(-1, heads, self.rank), q_rope.reshape(-1, heads, layer.qk_head_dim - self.rank)
+            q_nope = q.reshape(-1, heads, self.rank)
+            q_rope = q_rope.reshape(q_nope.shape[0], heads, rope)
         if made.queries == 0:
             named |= {"cu_seqlens_q": made.cu_seqlens_q, "max_seqlen_q": made.max_seqlen_q}
         else:
             q_nope, q_rope = (part.unflatten(0, (-1, made.queries)) for part in (q_nope, q_rope))
             named |= {"layout": "bshd", "tree_mask": made.tree}
-        if self._float8(layer) is not None:
-            named["kv_scale"] = layer.k_scale
         pages = self.pools.latent_pages(layer.layer_id)
-        out: Any = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
+        float8 = self._float8(layer) is not None
+        out: Any
+        if rope:
+            if float8:
+                named["kv_scale"] = layer.k_scale
+            out = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
+        else:  # nothing is rotated: all of a row is key and value
+            if float8:
+                named |= {"k_scale": layer.k_scale, "v_scale": layer.k_scale}
+            both = pages.unsqueeze(2)
+            out = ops.paged_attention(
+                q_nope, both, both, made.table, made.lengths, sinks=sinks, page_layout="phd", **named
+            )
         rows: torch.Tensor = out.reshape(-1, heads * self.rank)
         return rows

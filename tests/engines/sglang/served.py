@@ -32,19 +32,19 @@ class Served:
         self, lengths: Sequence[int], *, page: int = 1, heads: int = 4, heads_k: int = 2, dim: int = 32,
         dim_v: int | None = None, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None,
         latent: bool = False, windowed: bool = False, encoder: int = 0, poison: str = "kv", context: int = 128,
-        scale: float | None = None, seed: int = 0,
+        scale: float | None = None, seed: int = 0, rope: int = ROPE,
     ) -> None:  # fmt: skip
         self.random = torch.Generator().manual_seed(seed)
         self.lengths, self.page, self.dtype, self.heads, self.latent = list(lengths), page, dtype, heads, latent
         self.encoder, self.kv_scale = encoder, scale
-        self.heads_k, self.dim = (1, RANK + ROPE) if latent else (heads_k, dim)
+        self.heads_k, self.dim = (1, RANK + rope) if latent else (heads_k, dim)
         self.dim_v = RANK if latent else dim_v or dim
         stored = kv_dtype or dtype
         count = len(self.lengths)
         size = (sum(-(-n // page) for n in self.lengths) + 3) * page
         requests = ReqToTokenPool(count + 2, context, "cpu", False)
         if latent:
-            pool: Any = MLATokenToKVPool(size, page, stored, RANK, ROPE, 1, "cpu", False)
+            pool: Any = MLATokenToKVPool(size, page, stored, RANK, rope, 1, "cpu", False)
         elif windowed:
             # Layer 0 has a window, layer 1 has none.
             pool = SWAKVPool(size, size, page, stored, heads_k, dim, [0], [1], "cpu", v_head_dim=self.dim_v)

@@ -37,6 +37,33 @@ def test_rotary_parts_apart() -> None:
     assert torch.equal(out, again)
 
 
+@pytest.mark.engine_feature("latent attention (MLA), absorbed: extend, decode, mixed")
+def test_rows_without_rotary_columns() -> None:
+    """Of models that rotate nothing: all of a row is key and value."""
+    served = Served([37, 65, 20], page=16, latent=True, rope=0)
+    served.run(EXTEND, [17, 64, 0], [20, 1, 20])
+    made = [random_tree(6, torch.Generator().manual_seed(1)) for _ in range(3)]
+    served.run(VERIFY, [31, 59, 14], [6, 6, 6], tree=made)
+    out, batch, (q, k, v), layer = served.run(DECODE, [36, 64, 19], [1, 1, 1])
+    served._poison("kv")
+    for row, length in ((1, 36), (2, 64), (3, 19)):
+        served.store(layer, row, 0, length)
+    backend, none = served.backend, {"q_rope": q.new_empty(3, 0), "k_rope": k.new_empty(3, 1, 0)}
+    backend.init_forward_metadata(batch)
+    assert torch.equal(out, forward(backend, layer, (q, k, v), batch, **none))
+
+
+@pytest.mark.engine_feature("latent attention (MLA): float8 pools")
+def test_rows_without_rotary_columns_in_float8() -> None:
+    served = Served([37, 20], page=16, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, latent=True, rope=0)
+    layer, backend = served.layer(), served.backend
+    layer.k_scale = torch.tensor(0.5)
+    batch = served.batch(EXTEND, [1, 2], [0, 0], [37, 20])
+    q, k, v = served.new_tokens(batch, [0, 0], [37, 20])
+    backend.init_forward_metadata(batch)
+    served.check(forward(backend, layer, (q, k.clone(), v), batch), q, batch, [0, 0], [37, 20], layer)
+
+
 @pytest.mark.engine_feature("latent attention (MLA): verification of drafted trees")
 @pytest.mark.parametrize("page", [1, 16])
 def test_trees(page: int) -> None:
