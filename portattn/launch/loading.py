@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from portattn.launch import cudadriver, native
+from portattn.worker.triton_digest import digest
 
 _lock = threading.RLock()
 
@@ -118,12 +118,9 @@ def _triton_driver() -> None:
 
 
 def _triton_key() -> None:
-    """The digest of Triton's own files, which is part of every key in its cache; it keeps it for the process."""
-    for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.5 and later; before
-        find = getattr(importlib.import_module(place), "triton_key", None)
-        if find is not None:
-            find()
-            return
+    find = digest()
+    if find is not None:
+        find()
 
 
 def _kernel_key(module: str, function: str) -> None:

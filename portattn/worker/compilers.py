@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from portattn.worker import adapters, distributions, resources
+from portattn.worker.triton_digest import digest
 
 try:
     from triton.compiler import ASTSource
@@ -42,12 +43,10 @@ def read_own_files() -> None:
     """Have a thread compute the digest of Triton's own files, which is part of every key in its cache. It reads 0.4 GB,
     mostly without Python's global lock. A compile waits for it; Triton keeps the digest for the process."""
     global _reading
-    for place in ("triton.runtime.cache", "triton.compiler.compiler"):  # 3.5 and later; before
-        find = getattr(importlib.import_module(place), "triton_key", None)
-        if find is not None:
-            _reading = threading.Thread(target=find, name="portattn-digest", daemon=True)
-            _reading.start()
-            return
+    find = digest()
+    if find is not None:
+        _reading = threading.Thread(target=find, name="portattn-digest", daemon=True)
+        _reading.start()
 
 
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
