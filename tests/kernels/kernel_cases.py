@@ -60,6 +60,21 @@ def check(device: Device, call: Call, splits: int = 1, extra: float = 0.0, **low
     assert_right(call, *run(device, call, splits, **lowering), extra)
 
 
+NAN_BYTE = 0x7F  # e4m3's and e5m2's; of int8 the largest number
+
+
+def _without_nan(tensor: torch.Tensor) -> None:
+    """In place. Tensors of bytes hold float8 numbers, or int8, of which some change as well."""
+    if tensor.dtype == torch.int8:
+        tensor.masked_fill_((tensor & NAN_BYTE) >= 0x7C, 0x30)  # of e5m2 the infinite ones as well
+    else:
+        tensor.nan_to_num_(0.5)
+
+
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    tensor.fill_(NAN_BYTE if tensor.dtype == torch.int8 else float("nan"))
+
+
 def with_lengths(call: Call, keys: Sequence[int], queries: Sequence[int] | None = None) -> Call:
     """The call with these numbers of keys and, of packed sequences, queries. NaN is only behind the packed rows.
 
@@ -68,17 +83,18 @@ def with_lengths(call: Call, keys: Sequence[int], queries: Sequence[int] | None 
     p = call.problem
     for name in ("q", "k", "v", "q_rope"):
         if getattr(call, name) is not None:
-            getattr(call, name).nan_to_num_(0.5)
+            _without_nan(getattr(call, name))
 
     def int32(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=call.q.device)
 
     if queries is not None:
         call.cu_seqlens_q = int32([0, *itertools.accumulate(queries)])
-        call.q[:, :, sum(queries) :] = float("nan")
+        _fill_with_nan(call.q[:, :, sum(queries) :])
     if p.total_k is not None:
         call.cu_seqlens_k = int32([0, *itertools.accumulate(keys)])
-        call.k[:, :, sum(keys) :] = call.v[:, :, sum(keys) :] = float("nan")
+        for tensor in (call.k, call.v):
+            _fill_with_nan(tensor[:, :, sum(keys) :])
         return call
     call.seqlens_k = int32(keys)
     if p.page_size:
