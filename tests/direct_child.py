@@ -132,6 +132,12 @@ if triton_compat.version() >= (3, 5):
         [int.from_bytes(launch.parameters[:8], "little") == base.data_ptr() for base in (a, b)]
         for launch in fake.launches()
     ]
+    torch.cuda.current_device = lambda: 0
+    found["maps without a context"] = []
+    for number, maps in enumerate(both):
+        fake.library.fake_lose_context()
+        maps(7, [wide.data_ptr() + 64 * number, c.data_ptr()])
+        found["maps without a context"].append(len(fake.launches()))
     by_python = Direct([hosted(a, c)], ["source", "target"])
     for place in range(200):
         both[1](7, [16 * (place + 1), c.data_ptr()])

@@ -78,6 +78,7 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *f, CUmodule m, const char *name)
 EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
     const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps,
     CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion l2, CUtensorMapFloatOOBfill fill) {
+  if (context_missing) return CUDA_ERROR_INVALID_CONTEXT;
   cuuint64_t *words = (cuuint64_t *)map; /* what it was made of, in its place */
   memset(map, 0, sizeof *map);
   words[0] = (cuuint64_t)address;

@@ -61,16 +61,35 @@ def launch_again(
     """
     error, kernel = refused
     if error == INVALID_CONTEXT:
-        import torch
-
-        context = ctypes.c_void_p()
-        error = _library().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
-        error = error or _library().cuCtxSetCurrent(context)
+        error = _take_device()
         if not error:
             again = block.launch(stream, addresses, sizes, kernel)
             error = again[0] if again else 0
     if error:
         refuse(error)
+
+
+def make_current() -> None:
+    """Give this thread its device's context where it has none yet. Raises RuntimeError.
+
+    Triton looks whether there is one at every launch, and not before it makes tensor maps, which need one: the thread
+    of a backward pass may do that first of all.
+    """
+    context = ctypes.c_void_p()
+    error = _library().cuCtxGetCurrent(ctypes.byref(context))
+    if not error and not context.value:
+        error = _take_device()
+    if error:
+        raise RuntimeError(f"CUDA's driver gave a thread no context: {error_text(error)}")
+
+
+def _take_device() -> int:
+    """Make torch's current device this thread's; 0, or the driver's error."""
+    import torch
+
+    context = ctypes.c_void_p()
+    error = _library().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+    return error or _library().cuCtxSetCurrent(context)
 
 
 def refuse(error: int) -> None:

@@ -226,6 +226,8 @@ class _Kernel:
 
     def run(self, stream: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         """Launch through Triton's launcher, with its hooks."""
+        if self._descriptors:
+            cudadriver.make_current()
         arguments = self._arguments.copy()
         for index, size in self._sizes:
             arguments[index] = sizes[size]
@@ -285,6 +287,7 @@ class _Maps(dict[tuple[int, ...], bytes]):
 
     def _bytes(self, key: tuple[int, ...]) -> bytes:
         axes = len(self._made.shape)
+        cudadriver.make_current()
         made = self._made.fill(key[0], list(key[1 : 1 + axes]), list(key[1 + axes :]))
         if type(made).__basicsize__ != _OBJECT_BYTES:
             raise Unsupported(f"a tensor map of Triton's takes {type(made).__basicsize__} bytes")

@@ -275,7 +275,8 @@ static void launches_free(Launches *self) {
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* The tensor map of an address and sizes: made here, or by the mapping. */
+/* The tensor map of an address and sizes: made here, or by the mapping. 0; -1 with a Python exception; or the driver's
+   error where the thread has no context. */
 static int set_map(Map *map, uint64_t address, const int64_t *outputs) {
   int64_t numbers[2 * RANK];
   for (Py_ssize_t i = 0; i < map->count; i++) numbers[i] = outputs[map->outputs[i]];
@@ -283,6 +284,7 @@ static int set_map(Map *map, uint64_t address, const int64_t *outputs) {
   map->made = 0;
   if (map->how.encode) {
     int error = encode(&map->how, map->place, address, numbers);
+    if (error == INVALID_CONTEXT) return error;
     if (error) {
       PyErr_Format(PyExc_RuntimeError, "CUDA's driver refused a tensor map: error %d", error);
       return -1;
@@ -315,12 +317,14 @@ static int set_map(Map *map, uint64_t address, const int64_t *outputs) {
    Python exception; or the driver's error, and *first the kernel that it refused. The caller has set `busy`. */
 static int launch_all(Launches *self, uint64_t stream, const uint64_t *addresses, const int64_t *outputs,
                       Py_ssize_t *first) {
-  for (Py_ssize_t i = 0; i < self->map_count; i++) /* first of all: it may run Python */
-    if (set_map(&self->maps[i], addresses[self->maps[i].role], outputs) < 0) return -1;
+  int error = 0;
+  for (Py_ssize_t i = 0; i < self->map_count; i++) { /* first of all: it may run Python */
+    error = set_map(&self->maps[i], addresses[self->maps[i].role], outputs);
+    if (error) return error;
+  }
   memcpy(self->roles, addresses, self->role_count * sizeof *addresses);
   for (Py_ssize_t i = 0; i < self->write_count; i++) /* of a little-endian number the first bytes are the low ones */
     memcpy(self->writes[i].place, &outputs[self->writes[i].output], self->writes[i].bytes);
-  int error = 0;
   Py_BEGIN_ALLOW_THREADS /* the driver waits where its queue is full */
   for (; *first < self->kernel_count; ++*first) {
     Kernel *kernel = &self->kernels[*first];

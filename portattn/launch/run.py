@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from portattn.errors import PortattnError
+from portattn.launch import cudadriver
 from portattn.launch.interpreter import mend_bf16
 from portattn.launch.kernelcall import KernelCall
 from portattn.schema.call import Call
@@ -173,8 +174,16 @@ def has_rows(plan: Plan) -> bool:
     return batch > 0 and rows > 0
 
 
-def device_guard(tensor: torch.Tensor) -> Any:
-    """Make the tensor's device current: Triton launches on the current device, whatever its arguments say."""
+@contextlib.contextmanager
+def device_guard(tensor: torch.Tensor) -> Iterator[None]:
+    """Make the tensor's device current: Triton launches on the current device, whatever its arguments say.
+
+    Raises RuntimeError where CUDA gives the thread no context.
+    """
     if tensor.device.type == "cpu":
-        return contextlib.nullcontext()
-    return getattr(torch, tensor.device.type).device(tensor.device)
+        yield
+        return
+    with getattr(torch, tensor.device.type).device(tensor.device):
+        if tensor.device.type == "cuda" and torch.version.hip is None:
+            cudadriver.make_current()
+        yield
