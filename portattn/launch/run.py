@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import torch
 
