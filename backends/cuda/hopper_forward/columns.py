@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from portattn.backends.cuda.hopper_forward.form import State
-from portattn.backends.cuda.hopper_forward.narrow import operand_bytes, returned, stored
+from portattn.backends.cuda.hopper_forward.narrow import operand_bytes, stored
 from portattn.backends.cuda.hopper_forward.parts import capped, lane_sum, masked_scores, row_maximum
 from portattn.backends.cuda.hopper_forward.products import (
     FREE,
@@ -71,24 +71,46 @@ def _begun(p, shared, slot, part: gl.constexpr, form):
 
 @gluon.jit
 def _added(acc, fresh, alpha, form):
-    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, form.PART)), 1) + fresh
+    # Where it stands: what is only computed, LLVM puts behind the last product, whose sums then stand beside all these.
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, form.PART)), 1)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [acc, alpha, fresh], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _rest(first, acc, p, alpha, shared, slot, form):
+    """The accumulator but for its last columns, whose product is under way. first: the first columns', under way."""
+    a, b, c, d = _quarters(acc, form)
+    if form.KEPT:  # one product at a time
+        first = warpgroup_mma_wait(0, deps=[first])
+        second = _begun(p, shared, slot, 1, form)
+        a = _added(a, first, alpha, form)
+        second = warpgroup_mma_wait(0, deps=[second])
+        third = _begun(p, shared, slot, 2, form)
+        b = _added(b, second, alpha, form)
+        third = warpgroup_mma_wait(0, deps=[third])
+        fourth = _begun(p, shared, slot, 3, form)
+        c = _added(c, third, alpha, form)
+    else:
+        second = _begun(p, shared, slot, 1, form)
+        first = warpgroup_mma_wait(1, deps=[first])
+        a = _added(a, first, alpha, form)
+        third = _begun(p, shared, slot, 2, form)
+        second = warpgroup_mma_wait(1, deps=[second])
+        b = _added(b, second, alpha, form)
+        fourth = _begun(p, shared, slot, 3, form)
+        third = warpgroup_mma_wait(1, deps=[third])
+        c = _added(c, third, alpha, form)
+    return a, b, c, d, fourth
 
 
 @gluon.jit
 def values_by_columns(state, shared, slot, form):
     """The accumulator with the values of a tile, complete."""
     p = operand_bytes(state.held, form)
-    a, b, c, d = _quarters(state.acc, form)
     first = _begun(p, shared, slot, 0, form)
-    second = _begun(p, shared, slot, 1, form)
-    first = warpgroup_mma_wait(1, deps=[first])
-    a = _added(a, first, state.alpha, form)
-    third = _begun(p, shared, slot, 2, form)
-    second = warpgroup_mma_wait(1, deps=[second])
-    b = _added(b, second, state.alpha, form)
-    fourth = _begun(p, shared, slot, 3, form)
-    third = warpgroup_mma_wait(1, deps=[third])
-    c = _added(c, third, state.alpha, form)
+    a, b, c, d, fourth = _rest(first, state.acc, p, state.alpha, shared, slot, form)
     fourth = warpgroup_mma_wait(0, deps=[fourth])
     d = _added(d, fourth, state.alpha, form)
     return _joined(a, b, c, d, form)
@@ -100,19 +122,10 @@ def _values_then_scores(state, q, ring, shared, group: gl.constexpr, form):
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
     if form.TURNS:
         sync(TURN + group, 256)
+    p = operand_bytes(state.held, form)
+    first = _begun(p, shared, ring.v_slot, 0, form)
+    a, b, c, d, fourth = _rest(first, state.acc, p, state.alpha, shared, ring.v_slot, form)
     if form.LATE:
-        p = operand_bytes(state.held, form)
-        a, b, c, d = _quarters(state.acc, form)
-        first = _begun(p, shared, ring.v_slot, 0, form)
-        second = _begun(p, shared, ring.v_slot, 1, form)
-        first = warpgroup_mma_wait(1, deps=[first])
-        a = _added(a, first, state.alpha, form)
-        third = _begun(p, shared, ring.v_slot, 2, form)
-        second = warpgroup_mma_wait(1, deps=[second])
-        b = _added(b, second, state.alpha, form)
-        fourth = _begun(p, shared, ring.v_slot, 3, form)
-        third = warpgroup_mma_wait(1, deps=[third])
-        c = _added(c, third, state.alpha, form)
         mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
         s = score_product(q, shared, ring, form)
         if form.TURNS:
@@ -120,17 +133,17 @@ def _values_then_scores(state, q, ring, shared, group: gl.constexpr, form):
         fourth = warpgroup_mma_wait(1, deps=[fourth])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         d = _added(d, fourth, state.alpha, form)
-        acc = _joined(a, b, c, d, form)
     else:
-        acc = values_by_columns(state, shared, ring.v_slot, form)
+        fourth = warpgroup_mma_wait(0, deps=[fourth])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
         s = score_product(q, shared, ring, form)
         if form.TURNS:
             arrive(TURN + (group + 1) % form.GROUPS, 256)
+        d = _added(d, fourth, state.alpha, form)
     s = warpgroup_mma_wait(0, deps=[s])
     arrive(FREE + ring.slot, form.PARTY)
-    return acc, s
+    return _joined(a, b, c, d, form), s
 
 
 @gluon.jit
@@ -141,18 +154,17 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     if form.EARLY:
         acc, s = _values_then_scores(state, q, ring, shared, group, form)
     else:
+        p_before = operand_bytes(state.held, form)
         mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
         if form.TURNS:
             sync(TURN + group, 256)
         s = score_product(q, shared, ring, form)
         mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-        p_before = operand_bytes(state.held, form)
         first = _begun(p_before, shared, ring.v_slot, 0, form)
         if form.TURNS:
             arrive(TURN + (group + 1) % form.GROUPS, 256)
         s = warpgroup_mma_wait(1, deps=[s])
-        if not form.KEPT:
-            arrive(FREE + ring.slot, form.PARTY)
+        arrive(FREE + ring.slot, form.PARTY)
     factor = scale
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
@@ -167,23 +179,11 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
     sums = lane_sum(p, form)
-    if form.KEPT and not form.EARLY:
-        returned(FREE + ring.slot, sums, form)
     row_sum = row_sum + sums
-    held = held_weights(p, shared, form)
     if not form.EARLY:
-        a, b, c, d = _quarters(acc, form)
-        second = _begun(p_before, shared, ring.v_slot, 1, form)
-        first = warpgroup_mma_wait(1, deps=[first])
-        a = _added(a, first, state.alpha, form)
-        third = _begun(p_before, shared, ring.v_slot, 2, form)
-        second = warpgroup_mma_wait(1, deps=[second])
-        b = _added(b, second, state.alpha, form)
-        fourth = _begun(p_before, shared, ring.v_slot, 3, form)
-        third = warpgroup_mma_wait(1, deps=[third])
-        c = _added(c, third, state.alpha, form)
+        a, b, c, d, fourth = _rest(first, acc, p_before, state.alpha, shared, ring.v_slot, form)
         fourth = warpgroup_mma_wait(0, deps=[fourth])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         d = _added(d, fourth, state.alpha, form)
         acc = _joined(a, b, c, d, form)
-    return State(acc, held, alpha, row_max, row_sum), advanced(ring, form)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
