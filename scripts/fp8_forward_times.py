@@ -28,7 +28,7 @@ import torch
 import portattn
 from portattn.tools.bench.peers.here import has_op
 
-WIDEST = 128  # columns of gluon_forward_fp8's heads
+WIDEST = 256  # columns of gluon_forward_fp8's heads
 TOKENS, COLUMNS, ROUNDS, CHECKED = 16384, 2048, 7, 256
 CASES = [(dim, length, causal) for dim in (128, 256) for length in (4096, 16384) for causal in (False, True)]
 TINY = [(64, 64, False), (64, 64, True)]

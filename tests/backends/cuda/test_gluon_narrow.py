@@ -34,7 +34,7 @@ FEW = (
 ALL = [
     (form, head_dim, causal)
     for form, fields in FORMS.items()
-    for head_dim in (64, 128)
+    for head_dim in (64, 128, 256)
     for causal in wide.CAUSAL
     if causal == "none" or "window_right" not in fields
 ]
@@ -126,7 +126,9 @@ def test_scales_that_are_not_there_are_no_arguments() -> None:
         ({"kv_format": "int8"}, "is for q, k and v of e4m3, not int8"),
         ({"head_dim": 72}, "takes heads of a multiple of 16 columns, not 72"),
         ({"head_dim_v": 120}, "takes heads of a multiple of 16 columns, not 120"),
-        ({"head_dim": 256}, "takes heads of at most 128 columns, not 256"),
+        ({"head_dim": 272}, "takes heads of at most 256 columns, not 272"),
+        ({"head_dim": 256, "head_dim_v": 512}, "takes heads of at most 256 columns, not 512"),
+        ({"head_dim": 192, "head_dim_v": 128}, "takes K and V of one width, not 192 and 128"),
         ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
         ({"batch": 65_536}, "takes at most 65535 sequences that are not packed"),
         ({"bias": True}, "takes no bias"),
