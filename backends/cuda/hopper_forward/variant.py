@@ -67,7 +67,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
-    Raises ValueError for reg_q or parts without own_out.
+    Raises ValueError for reg_q or parts without own_out, and for other columns than 0 and 64.
     """
 
     groups: int
@@ -88,6 +88,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not self.own_out and (self.reg_q or self.parts > 1):
             raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
+        if self.columns not in (0, 64):
+            raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
 
 
 class Choice(NamedTuple):
