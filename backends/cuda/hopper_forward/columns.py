@@ -80,29 +80,45 @@ def _added(acc, fresh, alpha, form):
 
 @gluon.jit
 def _rest(first, acc, p, alpha, shared, slot, form):
-    """The accumulator but for its last columns, whose product is under way. first: the first columns', under way."""
+    """The accumulator's quarters with the values of all columns but the last, and the last ones' product, under way.
+
+    first: the first columns' product, under way. Columns that are padding have no product.
+    """
     a, b, c, d = _quarters(acc, form)
     if form.KEPT:  # one product at a time
         first = warpgroup_mma_wait(0, deps=[first])
         second = _begun(p, shared, slot, 1, form)
         a = _added(a, first, alpha, form)
         second = warpgroup_mma_wait(0, deps=[second])
-        third = _begun(p, shared, slot, 2, form)
+        last = _begun(p, shared, slot, 2, form)
         b = _added(b, second, alpha, form)
-        third = warpgroup_mma_wait(0, deps=[third])
-        fourth = _begun(p, shared, slot, 3, form)
-        c = _added(c, third, alpha, form)
+        if form.USED == form.DIM:
+            third = warpgroup_mma_wait(0, deps=[last])
+            last = _begun(p, shared, slot, 3, form)
+            c = _added(c, third, alpha, form)
     else:
         second = _begun(p, shared, slot, 1, form)
         first = warpgroup_mma_wait(1, deps=[first])
         a = _added(a, first, alpha, form)
-        third = _begun(p, shared, slot, 2, form)
+        last = _begun(p, shared, slot, 2, form)
         second = warpgroup_mma_wait(1, deps=[second])
         b = _added(b, second, alpha, form)
-        fourth = _begun(p, shared, slot, 3, form)
-        third = warpgroup_mma_wait(1, deps=[third])
-        c = _added(c, third, alpha, form)
-    return a, b, c, d, fourth
+        if form.USED == form.DIM:
+            third = last
+            last = _begun(p, shared, slot, 3, form)
+            third = warpgroup_mma_wait(1, deps=[third])
+            c = _added(c, third, alpha, form)
+    return a, b, c, d, last
+
+
+@gluon.jit
+def _complete(a, b, c, d, last, alpha, form):
+    """The accumulator with the last columns' values too, whose product is there."""
+    if form.USED == form.DIM:
+        d = _added(d, last, alpha, form)
+    else:
+        c = _added(c, last, alpha, form)
+    return _joined(a, b, c, d, form)
 
 
 @gluon.jit
@@ -110,10 +126,9 @@ def values_by_columns(state, shared, slot, form):
     """The accumulator with the values of a tile, complete."""
     p = operand_bytes(state.held, form)
     first = _begun(p, shared, slot, 0, form)
-    a, b, c, d, fourth = _rest(first, state.acc, p, state.alpha, shared, slot, form)
-    fourth = warpgroup_mma_wait(0, deps=[fourth])
-    d = _added(d, fourth, state.alpha, form)
-    return _joined(a, b, c, d, form)
+    a, b, c, d, last = _rest(first, state.acc, p, state.alpha, shared, slot, form)
+    last = warpgroup_mma_wait(0, deps=[last])
+    return _complete(a, b, c, d, last, state.alpha, form)
 
 
 @gluon.jit
@@ -124,26 +139,27 @@ def _values_then_scores(state, q, ring, shared, group: gl.constexpr, form):
         sync(TURN + group, 256)
     p = operand_bytes(state.held, form)
     first = _begun(p, shared, ring.v_slot, 0, form)
-    a, b, c, d, fourth = _rest(first, state.acc, p, state.alpha, shared, ring.v_slot, form)
+    a, b, c, d, last = _rest(first, state.acc, p, state.alpha, shared, ring.v_slot, form)
     if form.LATE:
         mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
         s = score_product(q, shared, ring, form)
         if form.TURNS:
             arrive(TURN + (group + 1) % form.GROUPS, 256)
-        fourth = warpgroup_mma_wait(1, deps=[fourth])
+        # Of columns that are not all there the scores are two products.
+        last = warpgroup_mma_wait(1 if form.USED == form.DIM else 2, deps=[last])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        d = _added(d, fourth, state.alpha, form)
+        acc = _complete(a, b, c, d, last, state.alpha, form)
     else:
-        fourth = warpgroup_mma_wait(0, deps=[fourth])
+        last = warpgroup_mma_wait(0, deps=[last])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
         mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
         s = score_product(q, shared, ring, form)
         if form.TURNS:
             arrive(TURN + (group + 1) % form.GROUPS, 256)
-        d = _added(d, fourth, state.alpha, form)
+        acc = _complete(a, b, c, d, last, state.alpha, form)
     s = warpgroup_mma_wait(0, deps=[s])
     arrive(FREE + ring.slot, form.PARTY)
-    return _joined(a, b, c, d, form), s
+    return acc, s
 
 
 @gluon.jit
@@ -181,9 +197,8 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     sums = lane_sum(p, form)
     row_sum = row_sum + sums
     if not form.EARLY:
-        a, b, c, d, fourth = _rest(first, acc, p_before, state.alpha, shared, ring.v_slot, form)
-        fourth = warpgroup_mma_wait(0, deps=[fourth])
+        a, b, c, d, last = _rest(first, acc, p_before, state.alpha, shared, ring.v_slot, form)
+        last = warpgroup_mma_wait(0, deps=[last])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        d = _added(d, fourth, state.alpha, form)
-        acc = _joined(a, b, c, d, form)
+        acc = _complete(a, b, c, d, last, state.alpha, form)
     return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)

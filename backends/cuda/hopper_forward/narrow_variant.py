@@ -158,7 +158,8 @@ class NarrowLauncher(Launcher):
 
     def constants(self) -> dict[str, Any]:
         """What is compiled in."""
+        p, dim, columns = self.problem, width(self.problem.head_dim), self.schedule.columns
         return super().constants() | {
-            "FP8": True, "KEPT": self.schedule.kept,
-            "COLUMNS": self.schedule.columns or width(self.problem.head_dim),
+            "FP8": True, "KEPT": self.schedule.kept, "COLUMNS": columns or dim,
+            "USED": ceil_div(max(p.head_dim, p.head_dim_v), columns) * columns if columns else dim,
         }  # fmt: skip

@@ -21,7 +21,16 @@ def score_product(q, shared, ring, form):
     if form.FP8:
         k = stored(k, [form.KEYS, form.DIM])
     k = k.permute((1, 0))
-    return warpgroup_mma(q, k, gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES), use_acc=False, is_async=True)
+    zeros = gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES)
+    if form.USED < form.DIM:  # three quarters: a half, and half of the other
+        gl.static_assert(not form.REG_Q)
+        half: gl.constexpr = form.DIM // 2
+        rest: gl.constexpr = form.USED - half
+        found = warpgroup_mma(q.slice(0, half, dim=1), k.slice(0, half, dim=0), zeros, use_acc=False, is_async=True)
+        found = warpgroup_mma(q.slice(half, rest, dim=1), k.slice(half, rest, dim=0), found, is_async=True)
+    else:
+        found = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    return found
 
 
 @gluon.jit
