@@ -65,6 +65,12 @@ def test_heads_between_the_kernel_s_widths(chip: Device, head_dim: int) -> None:
         assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
 
 
+@pytest.mark.parametrize("widths", [(80, 112), (144, 208), (192, 144)], ids=str)
+def test_keys_and_values_of_two_widths(chip: Device, widths: tuple[int, int]) -> None:
+    p = problem(head_dim=widths[0], head_dim_v=widths[1], causal="bottom_right")
+    assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", wide.CAUSAL)
 @pytest.mark.parametrize("name", wide.ROWS)

@@ -10,6 +10,7 @@ import test_gluon_forms as wide
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.narrow_variant import NarrowVariant
+from portattn.backends.cuda.hopper_forward.variant import choice
 from portattn.compile.ensure import compile_in
 from portattn.config import Settings
 from portattn.launch import meta_call
@@ -111,6 +112,32 @@ def test_a_launch_transposes_and_one_attends() -> None:
     assert tuple(map(int, buffers["transposed"][0])) == (1, 8, 128, 15 * 64)
 
 
+@pytest.mark.parametrize(
+    ("widths", "constants"),
+    [
+        ((128, 128), (128, 128, 128)),
+        ((144, 144), (256, 64, 192)),
+        ((192, 176), (256, 64, 192)),
+        ((144, 208), (256, 64, 256)),
+        ((256, 256), (256, 64, 256)),
+    ],
+)
+def test_wide_heads_have_products_of_some_columns(widths: tuple[int, int], constants: tuple[int, ...]) -> None:
+    """And none of columns that are padding of both q and v."""
+    pytest.importorskip("triton.experimental.gluon")
+    p = msgspec.structs.replace(problem("plain"), head_dim=widths[0], head_dim_v=widths[1])
+    assert VARIANT.rejects(p, SM_90) is None
+    forward = signatures(VARIANT, meta_call(p))[1]
+    assert tuple(forward.constants[name] for name in ("DIM", "COLUMNS", "USED")) == constants
+
+
+def test_columns_of_a_product_are_a_quarter_of_the_widest_head() -> None:
+    chosen = choice(problem("plain", 256), SM_90.toolchain, VARIANT.entries)
+    assert chosen is not None
+    with pytest.raises(ValueError, match="columns is 32, but must be 0"):
+        msgspec.structs.replace(chosen.schedule, columns=32)
+
+
 def test_scales_that_are_not_there_are_no_arguments() -> None:
     pytest.importorskip("triton.experimental.gluon")
     forward = signatures(VARIANT, meta_call(problem("no scales")))[1]
@@ -145,8 +172,9 @@ def test_what_it_does_not_take_is_said(fields: dict[str, Any], reason: str) -> N
     assert made.path != VARIANT.name
 
 
-def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone() -> None:
-    p = problem("packed", 128, "bottom_right")
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone(head_dim: int) -> None:
+    p = problem("packed", head_dim, "bottom_right")
     made = plan(p, SM_90, settings=Settings(backend=VARIANT.name))
     assert made.path == VARIANT.name
     made = plan(p, SM_90, settings=Settings())
