@@ -156,23 +156,16 @@ def test_schedules(chip: Device, turns: bool, keys: int, kept: bool) -> None:
     assert facts["lse_error"] <= facts["lse_budget"]
 
 
-ORDERS: dict[str, dict[str, Any]] = {
-    "values, then scores": {"early": True, "late": False},
-    "scores before the last columns": {"early": True, "late": True},
-    "scores beside the first columns": {"early": False, "late": False},
-}
-
-
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("keys", [64, 128])
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_of_wide_heads(chip: Device, order: str, keys: int, turns: bool) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+def test_schedules_of_wide_heads(chip: Device, turns: bool, keys: int, queries: int) -> None:
     for fields in (wide.SIZES["many tiles"], {"causal": "bottom_right", "seq_q": 700, "seq_k": 1900}):
         call = random_call(problem(head_dim=256, head_dim_v=256, **fields), 3, device=chip.name)
         launcher = VARIANT.described(call)
         assert isinstance(launcher, NarrowLauncher)
         schedule = msgspec.structs.replace(
-            launcher.schedule, keys=keys, stages=256 // keys, turns=turns, **ORDERS[order]
+            launcher.schedule, keys=keys, stages=256 // keys, turns=turns, queries=queries, parts=queries
         )
         with nan_filled_memory():
             tensors = launch_tensors(call)

@@ -4,9 +4,9 @@ A tile's sums of values stand apart from those of all tiles (narrow.py). Of 256 
 thread, all that it can have. So a product is of 64 columns, whose sums are 32 registers, and are added while the next
 ones are under way.
 
-With EARLY the values of the tile before come first, then the scores, and the exponentials have no product beside them
-but another consumer's; then 128 keys fit. With LATE the scores begin before the last columns are added. Without EARLY
-the scores and the first columns begin together, and the other columns follow after the exponentials.
+A step multiplies the values of the tile before, then its own scores, and has no product under way while it computes the
+softmax: the other consumer has, since they take turns. So the scores, the weights and the sums need not fit beside each
+other, and a tile has 128 keys.
 """
 
 from triton.experimental import gluon
@@ -79,36 +79,26 @@ def _added(acc, fresh, alpha, form):
 
 
 @gluon.jit
-def _rest(first, acc, p, alpha, shared, slot, form):
-    """The accumulator's quarters with the values of all columns but the last, and the last ones' product, under way.
+def _products(state, shared, slot, form):
+    """The accumulator's quarters with a tile's values but for the last columns', and those, which are complete.
 
-    first: the first columns' product, under way. Columns that are padding have no product.
+    Columns that are padding have no product.
     """
-    a, b, c, d = _quarters(acc, form)
-    if form.KEPT:  # one product at a time
-        first = warpgroup_mma_wait(0, deps=[first])
-        second = _begun(p, shared, slot, 1, form)
-        a = _added(a, first, alpha, form)
-        second = warpgroup_mma_wait(0, deps=[second])
-        last = _begun(p, shared, slot, 2, form)
-        b = _added(b, second, alpha, form)
-        if form.USED == form.DIM:
-            third = warpgroup_mma_wait(0, deps=[last])
-            last = _begun(p, shared, slot, 3, form)
-            c = _added(c, third, alpha, form)
-    else:
-        second = _begun(p, shared, slot, 1, form)
-        first = warpgroup_mma_wait(1, deps=[first])
-        a = _added(a, first, alpha, form)
-        last = _begun(p, shared, slot, 2, form)
-        second = warpgroup_mma_wait(1, deps=[second])
-        b = _added(b, second, alpha, form)
-        if form.USED == form.DIM:
-            third = last
-            last = _begun(p, shared, slot, 3, form)
-            third = warpgroup_mma_wait(1, deps=[third])
-            c = _added(c, third, alpha, form)
-    return a, b, c, d, last
+    a, b, c, d = _quarters(state.acc, form)
+    p = operand_bytes(state.held, form)
+    first = _begun(p, shared, slot, 0, form)
+    second = _begun(p, shared, slot, 1, form)
+    first = warpgroup_mma_wait(1, deps=[first])
+    a = _added(a, first, state.alpha, form)
+    last = _begun(p, shared, slot, 2, form)
+    second = warpgroup_mma_wait(1, deps=[second])
+    b = _added(b, second, state.alpha, form)
+    if form.USED == form.DIM:
+        third = last
+        last = _begun(p, shared, slot, 3, form)
+        third = warpgroup_mma_wait(1, deps=[third])
+        c = _added(c, third, state.alpha, form)
+    return a, b, c, d, warpgroup_mma_wait(0, deps=[last])
 
 
 @gluon.jit
@@ -122,65 +112,30 @@ def _complete(a, b, c, d, last, alpha, form):
 
 
 @gluon.jit
-def values_by_columns(state, shared, slot, form):
-    """The accumulator with the values of a tile, complete."""
-    p = operand_bytes(state.held, form)
-    first = _begun(p, shared, slot, 0, form)
-    a, b, c, d, last = _rest(first, state.acc, p, state.alpha, shared, slot, form)
-    last = warpgroup_mma_wait(0, deps=[last])
-    return _complete(a, b, c, d, last, state.alpha, form)
-
-
-@gluon.jit
-def _values_then_scores(state, q, ring, shared, group: gl.constexpr, form):
-    """The accumulator with the values of the tile before, and this tile's scores, both complete."""
+def last_values_by_columns(state, ring, shared, form):
+    """The accumulator with the last tile's values."""
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-    if form.TURNS:
-        sync(TURN + group, 256)
-    p = operand_bytes(state.held, form)
-    first = _begun(p, shared, ring.v_slot, 0, form)
-    a, b, c, d, last = _rest(first, state.acc, p, state.alpha, shared, ring.v_slot, form)
-    if form.LATE:
-        mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
-        s = score_product(q, shared, ring, form)
-        if form.TURNS:
-            arrive(TURN + (group + 1) % form.GROUPS, 256)
-        # Of columns that are not all there the scores are two products.
-        last = warpgroup_mma_wait(1 if form.USED == form.DIM else 2, deps=[last])
-        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        acc = _complete(a, b, c, d, last, state.alpha, form)
-    else:
-        last = warpgroup_mma_wait(0, deps=[last])
-        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
-        s = score_product(q, shared, ring, form)
-        if form.TURNS:
-            arrive(TURN + (group + 1) % form.GROUPS, 256)
-        acc = _complete(a, b, c, d, last, state.alpha, form)
-    s = warpgroup_mma_wait(0, deps=[s])
-    arrive(FREE + ring.slot, form.PARTY)
-    return acc, s
+    a, b, c, d, last = _products(state, shared, ring.v_slot, form)
+    arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+    return _complete(a, b, c, d, last, state.alpha, form)
 
 
 @gluon.jit
 def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked: gl.constexpr,
                     group: gl.constexpr, form):  # fmt: skip
-    """One more key tile: its scores and softmax, and the values of the tile before."""
-    acc = state.acc
-    if form.EARLY:
-        acc, s = _values_then_scores(state, q, ring, shared, group, form)
-    else:
-        p_before = operand_bytes(state.held, form)
-        mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
-        if form.TURNS:
-            sync(TURN + group, 256)
-        s = score_product(q, shared, ring, form)
-        mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-        first = _begun(p_before, shared, ring.v_slot, 0, form)
-        if form.TURNS:
-            arrive(TURN + (group + 1) % form.GROUPS, 256)
-        s = warpgroup_mma_wait(1, deps=[s])
-        arrive(FREE + ring.slot, form.PARTY)
+    """One more key tile: the values of the tile before, then its scores and softmax."""
+    mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
+    if form.TURNS:
+        sync(TURN + group, 256)
+    a, b, c, d, last = _products(state, shared, ring.v_slot, form)
+    arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+    mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
+    s = score_product(q, shared, ring, form)
+    if form.TURNS:
+        arrive(TURN + (group + 1) % form.GROUPS, 256)
+    acc = _complete(a, b, c, d, last, state.alpha, form)
+    s = warpgroup_mma_wait(0, deps=[s])
+    arrive(FREE + ring.slot, form.PARTY)
     factor = scale
     if form.SOFTCAP:
         s = capped(s, scale, softcap, form)
@@ -194,11 +149,5 @@ def step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, share
     p = weights(s, factor, base, form)
     alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
-    sums = lane_sum(p, form)
-    row_sum = row_sum + sums
-    if not form.EARLY:
-        a, b, c, d, last = _rest(first, acc, p_before, state.alpha, shared, ring.v_slot, form)
-        last = warpgroup_mma_wait(0, deps=[last])
-        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        acc = _complete(a, b, c, d, last, state.alpha, form)
+    row_sum = row_sum + lane_sum(p, form)
     return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portattn.backends.cuda.gluon_names import store
-from portattn.backends.cuda.hopper_forward.columns import step_by_columns, values_by_columns
+from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
 from portattn.backends.cuda.hopper_forward.narrow import (
@@ -188,9 +188,7 @@ def _last_values(state, ring, shared, form):
     """The accumulator with the last tile's P V."""
     acc = state.acc
     if form.COLUMNS < form.DIM:
-        mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-        acc = values_by_columns(state, shared, ring.v_slot, form)
-        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+        acc = last_values_by_columns(state, ring, shared, form)
     else:
         if form.LATE and not form.FP8:
             acc = rescaled(acc, state.alpha, form)
