@@ -36,6 +36,8 @@ NARROW_FORWARD = (
     Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=128, dtype="bf16", window_left=70),
     Problem(**_COMMON, **_NARROW, seq_q=77, seq_k=1541, head_dim=128, dtype="bf16", softcap=True),
     Problem(**_COMMON, **_NARROW, **_PACKED, head_dim=128, dtype="bf16", causal="bottom_right", sinks=True),
+    Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=256, dtype="bf16", causal="bottom_right"),
+    Problem(**_COMMON, **_NARROW, **_LENGTHS, seq_q=277, seq_k=541, head_dim=192, dtype="bf16", window_left=70),
 )
 LATENT = (
     Problem(**_LATENT, seq_q=1, dtype="bf16", num_splits=2),

@@ -40,7 +40,7 @@ def chip(device: Device) -> Device:
     return device_for(VARIANT, BASE, device)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", wide.CAUSAL)
 @pytest.mark.parametrize("name", wide.SIZES)
 def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
@@ -49,7 +49,7 @@ def test_numbers(chip: Device, name: str, causal: str, head_dim: int) -> None:
         assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", wide.WINDOWS, ids=str)
 def test_windows(chip: Device, window: tuple[int, int], head_dim: int) -> None:
     left, right = window
@@ -58,14 +58,20 @@ def test_windows(chip: Device, window: tuple[int, int], head_dim: int) -> None:
         assert_variant_right(VARIANT, random_call(p, 3, device=chip.name))
 
 
-@pytest.mark.parametrize("head_dim", [16, 48, 80, 96])
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 144, 160, 192, 240])
 def test_heads_between_the_kernel_s_widths(chip: Device, head_dim: int) -> None:
     for causal in wide.CAUSAL:
         p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal)
         assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("widths", [(80, 112), (144, 208), (192, 144)], ids=str)
+def test_keys_and_values_of_two_widths(chip: Device, widths: tuple[int, int]) -> None:
+    p = problem(head_dim=widths[0], head_dim_v=widths[1], causal="bottom_right")
+    assert_variant_right(VARIANT, random_call(p, 5, device=chip.name))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", wide.CAUSAL)
 @pytest.mark.parametrize("name", wide.ROWS)
 def test_packed(chip: Device, name: str, causal: str, head_dim: int) -> None:
@@ -78,7 +84,7 @@ def test_packed(chip: Device, name: str, causal: str, head_dim: int) -> None:
         assert_variant_right(VARIANT, with_lengths(random_call(p, 7, device=chip.name), keys, queries))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", wide.FEW_TILES)
 def test_keys_of_few_tiles_are_split(chip: Device, name: str, head_dim: int) -> None:
     fields = {"batch": 1, "heads_q": 2, "heads_k": 1} | wide.FEW_TILES[name]
@@ -90,7 +96,7 @@ def test_a_scale_of_nothing(chip: Device) -> None:
     assert_variant_right(VARIANT, random_call(problem(causal="bottom_right"), 2, device=chip.name, scale=0.0))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", wide.UNSEEN)
 def test_what_no_row_sees_may_be_anything(chip: Device, name: str, head_dim: int) -> None:
     fields, keys = wide.UNSEEN[name]
@@ -101,7 +107,7 @@ def test_what_no_row_sees_may_be_anything(chip: Device, name: str, head_dim: int
         assert torch.equal(run_variant(VARIANT, call)[1], expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_neighbours_may_hold_anything(chip: Device, head_dim: int) -> None:
     queries, keys = (100, 1, 130, 69), (70, 33, 200, 97)
     p = problem(PACKED, head_dim=head_dim, head_dim_v=head_dim, total_q=303, total_k=403, seq_q=130, seq_k=200)
@@ -150,9 +156,30 @@ def test_schedules(chip: Device, turns: bool, keys: int, kept: bool) -> None:
     assert facts["lse_error"] <= facts["lse_budget"]
 
 
-def test_sums_of_values_that_have_a_mean_are_kept_in_float32(chip: Device) -> None:
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("turns", [False, True])
+def test_schedules_of_wide_heads(chip: Device, turns: bool, keys: int, queries: int) -> None:
+    for fields in (wide.SIZES["many tiles"], {"causal": "bottom_right", "seq_q": 700, "seq_k": 1900}):
+        call = random_call(problem(head_dim=256, head_dim_v=256, **fields), 3, device=chip.name)
+        launcher = VARIANT.described(call)
+        assert isinstance(launcher, NarrowLauncher)
+        schedule = msgspec.structs.replace(
+            launcher.schedule, keys=keys, stages=256 // keys, turns=turns, queries=queries, parts=queries
+        )
+        with nan_filled_memory():
+            tensors = launch_tensors(call)
+        NarrowLauncher(call, schedule)(tensors)
+        facts = judge(call, tensors["out"], tensors["lse"], probabilities=VARIANT.probabilities)
+        assert not facts["wrong"]
+        assert facts["error"] <= facts["budget"]
+        assert facts["lse_error"] <= facts["lse_budget"]
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_sums_of_values_that_have_a_mean_are_kept_in_float32(chip: Device, head_dim: int) -> None:
     """In the chip's own sums 16,384 keys of mean 2 lose 7 per cent."""
-    q, k, v = INPUTS["normal"](128, 16384)
+    q, k, v = INPUTS["normal"](head_dim, 16384)
     call = narrow_call((q, k, v + 2.0), chip.name)
     out = run_variant(VARIANT, call)[1].cpu().double()
     exact, _ = oracle(on_cpu(call))
@@ -172,10 +199,11 @@ def narrow_call(inputs: tuple[torch.Tensor, ...], device: str) -> Call:
     return call
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("what", INPUTS)
-def test_rounding_probabilities_is_all_that_is_lost(chip: Device, what: str) -> None:
+def test_rounding_probabilities_is_all_that_is_lost(chip: Device, what: str, head_dim: int) -> None:
     """The error is at most 1.2 times that of exact attention whose probabilities are rounded so."""
-    call = narrow_call(INPUTS[what](128, 4096), chip.name)
+    call = narrow_call(INPUTS[what](head_dim, 4096), chip.name)
     out = run_variant(VARIANT, call)[1].cpu().double()
     exact, _ = oracle(on_cpu(call))
     modelled = modelled_output(on_cpu(call))

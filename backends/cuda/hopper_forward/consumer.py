@@ -11,18 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from portattn.backends.cuda.gluon_names import store
+from portattn.backends.cuda.hopper_forward.columns import last_values_by_columns, step_by_columns
 from portattn.backends.cuda.hopper_forward.form import Keys, Ring, State
 from portattn.backends.cuda.hopper_forward.mail import BOXES, read
 from portattn.backends.cuda.hopper_forward.narrow import (
-    SHIFT,
     UNSHIFTED,
-    hold_bytes,
-    narrow_values,
     result_factor,
     returned,
     score_factor,
@@ -33,78 +30,28 @@ from portattn.backends.cuda.hopper_forward.parts import (
     clear,
     following,
     here,
-    hold,
     lane_sum,
     line_numbers,
     masked_scores,
-    operand,
     rescaled,
     row_maximum,
+)
+from portattn.backends.cuda.hopper_forward.products import (
+    FREE,
+    TURN,
+    added,
+    advanced,
+    held_weights,
+    score_product,
+    value_product,
+    weights,
 )
 from portattn.backends.cuda.hopper_forward.work import key_tiles, last_seen, position_of, tile_keys
 from portattn.backends.cuda.named_barriers import arrive, sync
 from portattn.backends.cuda.sizes import GROUP_ROWS
 
-TURN: gl.constexpr = gl.constexpr(5)  # 5..7   named barriers: consumer w may issue its products: TURN + w
-FREE: gl.constexpr = gl.constexpr(8)  # 8..15  key buffer b may be loaded again: FREE + b; values: FREE + STAGES + b
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 _LN2: gl.constexpr = gl.constexpr(math.log(2))
-
-
-@gluon.jit
-def _scores(q, shared, ring, form):
-    """Q Kᵀ of this tile, begun."""
-    k = shared.k.index(ring.slot).reshape([form.KEYS, form.DIM])
-    if form.FP8:
-        k = stored(k, [form.KEYS, form.DIM])
-    k = k.permute((1, 0))
-    return warpgroup_mma(q, k, gl.zeros([_ROWS, form.KEYS], gl.float32, form.SCORES), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _values(state, shared, ring, form):
-    """acc += P V of the tile before, begun."""
-    if form.FP8:
-        found = narrow_values(state.held, shared, ring.v_slot, form)
-    else:
-        v = shared.v.index(ring.v_slot).reshape([form.KEYS, form.DIM])
-        found = warpgroup_mma(operand(state.held, form, shared.v.dtype), v, state.acc, is_async=True)
-    return found
-
-
-@gluon.jit
-def _weights(s, factor, base, form):
-    """Probabilities from scores, the largest 1, or with FP8 2^SHIFT."""
-    if form.FP8:
-        p = gl.exp2(s * factor - gl.expand_dims(base - SHIFT, 1))
-    else:
-        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    return p
-
-
-@gluon.jit
-def _held(p, shared, form):
-    if form.FP8:
-        found = hold_bytes(p, form)
-    else:
-        found = hold(p, form, shared.v.dtype)
-    return found
-
-
-@gluon.jit
-def _added(acc, fresh, alpha, form):
-    """What a product of values leaves: its accumulator, or with FP8 that of all tiles."""
-    if form.FP8:
-        found = rescaled(acc, alpha, form) + fresh
-    else:
-        found = fresh
-    return found
-
-
-@gluon.jit
-def _advanced(ring, form):
-    slot, phase = following(ring.slot, ring.phase, form.STAGES)
-    return Ring(slot, phase, ring.slot, ring.phase)
 
 
 @gluon.jit
@@ -147,7 +94,7 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)
-    s = _scores(q, shared, ring, form)
+    s = score_product(q, shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -169,10 +116,10 @@ def _first_state(s, row_start, row_end, n, scale, softcap, shared, form):
     base = row_max
     if masked:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    p = _weights(s, factor, base, form)
+    p = weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
     alpha = gl.full([_ROWS], 1.0, gl.float32, form.ROW)
-    return State(acc, _held(p, shared, form), alpha, row_max, lane_sum(p, form))
+    return State(acc, held_weights(p, shared, form), alpha, row_max, lane_sum(p, form))
 
 
 @gluon.jit
@@ -183,12 +130,12 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     mbarrier.wait(shared.k_full.index(ring.slot), ring.phase)
     if form.TURNS:
         sync(TURN + group, 256)
-    s = _scores(q, shared, ring, form)
+    s = score_product(q, shared, ring, form)
     acc = state.acc
     if form.LATE and not form.FP8:
         acc = rescaled(acc, here(state.alpha), form)
     mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-    fresh = _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
+    fresh = value_product(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
     if form.TURNS:
         arrive(TURN + (group + 1) % form.GROUPS, 256)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -208,9 +155,9 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
         alpha = gl.exp2(state.row_max - base)
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        p = _weights(s, factor, base, form)
+        p = weights(s, factor, base, form)
     else:
-        p = _weights(s, factor, base, form)
+        p = weights(s, factor, base, form)
         alpha = gl.exp2(state.row_max - base)
     row_sum = state.row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout)), 1)
     sums = lane_sum(p, form)
@@ -220,20 +167,38 @@ def _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked:
     if not form.EARLY:
         fresh = warpgroup_mma_wait(0, deps=[fresh])
         arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-    acc = _added(acc, fresh, state.alpha, form)
+    acc = added(acc, fresh, state.alpha, form)
     if not form.LATE and not form.FP8:
         acc = rescaled(acc, alpha, form)
-    return State(acc, _held(p, shared, form), alpha, row_max, row_sum), _advanced(ring, form)
+    return State(acc, held_weights(p, shared, form), alpha, row_max, row_sum), advanced(ring, form)
+
+
+@gluon.jit
+def _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked: gl.constexpr, group: gl.constexpr,
+          form):  # fmt: skip
+    if form.COLUMNS < form.DIM:
+        found = step_by_columns(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked, group, form)
+    else:
+        found = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, masked, group, form)
+    return found
 
 
 @gluon.jit
 def _last_values(state, ring, shared, form):
-    """acc += P V of the last tile, begun."""
+    """The accumulator with the last tile's P V."""
     acc = state.acc
-    if form.LATE and not form.FP8:
-        acc = rescaled(acc, state.alpha, form)
-    mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
-    return _values(State(acc, state.held, state.alpha, state.row_max, state.row_sum), shared, ring, form)
+    if form.COLUMNS < form.DIM:
+        acc = last_values_by_columns(state, ring, shared, form)
+    else:
+        if form.LATE and not form.FP8:
+            acc = rescaled(acc, state.alpha, form)
+        mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
+        before = State(acc, state.held, state.alpha, state.row_max, state.row_sum)
+        fresh = value_product(before, shared, ring, form)
+        fresh = warpgroup_mma_wait(0, deps=[fresh])
+        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
+        acc = added(state.acc, fresh, state.alpha, form)
+    return acc
 
 
 @gluon.jit
@@ -318,17 +283,17 @@ def _rest(state, ring, row_start, row_end, keys, q, scale, softcap, shared, grou
     if form.RIGHT:
         for _ in range(n - gl.maximum(keys.unclean, keys.begin)):
             n -= 1
-            state, ring = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
+            state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
     stop = keys.begin
     if form.LEFT:
         stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
     for _ in range(n - stop):
-        state, ring = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, False, group, form)
+        state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, False, group, form)
     if form.LEFT:
         n = stop
         for _ in range(stop - keys.begin):
             n -= 1
-            state, ring = _step(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
+            state, ring = _next(state, q, ring, row_start, row_end, n, scale, softcap, shared, True, group, form)
     return state, ring
 
 
@@ -369,7 +334,7 @@ def consume(
                 mbarrier.wait(shared.v_full.index(ring.slot), ring.phase)
                 v = shared.v.index(ring.slot).reshape([form.KEYS, form.DIM])
                 clear(v, 0, seen - (keys.end - 1) * form.KEYS, form)
-        ring = _advanced(ring, form)
+        ring = advanced(ring, form)
         state, ring = _rest(state, ring, row_start, row_end, keys, q, factor, softcap, shared, group, form)
         if form.LEFT and not form.FP8:
             first = gl.maximum(position - sizes.left, 0) - keys.begin * form.KEYS
@@ -379,12 +344,8 @@ def consume(
         if form.OWN_OUT:
             if not form.REG_Q:  # the queries have been read for the last time
                 mbarrier.arrive(shared.q_free.index(place), count=1)
-        acc = state.acc
-        fresh = _last_values(state, ring, shared, form)
         # What is this tile's is read again below, not kept in registers over the loops, which need all that there are.
-        fresh = warpgroup_mma_wait(0, deps=[fresh])
-        arrive(FREE + form.STAGES + ring.v_slot, form.PARTY)
-        acc = _added(acc, fresh, state.alpha, form)
+        acc = _last_values(state, ring, shared, form)
         ring = _passed(keys.after, ring, shared, group, form)
         _write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared, group, form)
         if not form.OWN_OUT:  # staged where the queries were

@@ -36,6 +36,8 @@ class Form:
     FP8           q, k, v and probabilities are e4m3; V lies transposed (transposed.py). With OWN_OUT, not over pages
     SCALED        with FP8: there are scales
     KEPT          with FP8: keys' buffers are returned after the exponentials, not after the scores (narrow.returned)
+    COLUMNS       with FP8: columns of a product of values; fewer than DIM where sums of all do not fit (columns.py)
+    USED          with fewer COLUMNS: those that are not all padding; else DIM
     """
 
     GROUPS: gl.constexpr
@@ -65,6 +67,8 @@ class Form:
     FP8: gl.constexpr
     SCALED: gl.constexpr
     KEPT: gl.constexpr
+    COLUMNS: gl.constexpr
+    USED: gl.constexpr
     BYTES: gl.constexpr  # of a number of q, k and v
     PACKED: gl.constexpr  # queries of all sequences lie one after the other
     LINES: gl.constexpr  # queries of a warp group: its rows, by HEADS
@@ -72,6 +76,7 @@ class Form:
     PARTY: gl.constexpr  # threads that meet at FREE: the consumers and the producer
     SCORES: gl.constexpr  # layouts: of scores,
     OUTPUT: gl.constexpr  # of the accumulator,
+    PART: gl.constexpr  # of COLUMNS of it,
     QROWS: gl.constexpr  # of Q as an operand in registers,
     PROBS: gl.constexpr  # of P as an operand,
     ROW: gl.constexpr  # of what there is once a row
@@ -80,7 +85,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, KEPT):  # fmt: skip
+                 FP8, SCALED, KEPT, COLUMNS, USED):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -90,14 +95,16 @@ class Form:
         self.PACKED, self.LINES = gl.constexpr(VARYING in ("packed", "packed_q")), gl.constexpr(GROUP_ROWS // HEADS)
         self.PIECE, self.PIECES, self.WIDE = map(gl.constexpr, (PIECE, KEYS // PIECE, WIDE))
         self.FP8, self.SCALED, self.KEPT = map(gl.constexpr, (FP8, SCALED, KEPT))
+        self.COLUMNS, self.USED = map(gl.constexpr, (COLUMNS, USED))
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES = gl.constexpr(size)
         scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, deep])
         output = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, deep])
+        part = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, deep])
         self.PARTY = gl.constexpr(GROUPS * 128 + 32)
-        self.SCORES, self.OUTPUT = gl.constexpr(scores), gl.constexpr(output)
+        self.SCORES, self.OUTPUT, self.PART = map(gl.constexpr, (scores, output, part))
         self.QROWS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=wide))
-        self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=output, k_width=wide))
+        self.PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=part, k_width=wide))
         self.ROW = gl.constexpr(gl.SliceLayout(1, scores))
         self.TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from portattn.schema.target import Target
 
 FORMAT = "e4m3"
-# Of wider heads a tile's sums of values and those of all tiles do not fit into a thread's registers together.
-WIDEST = 128
+WIDEST = 256
 COLUMN_STEP = 16  # columns of a head: a multiple of so many, 16 bytes
 TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
 MOST_BATCHES = 65_535  # blocks of a grid along its third axis, which counts the batches of the values
@@ -159,4 +158,8 @@ class NarrowLauncher(Launcher):
 
     def constants(self) -> dict[str, Any]:
         """What is compiled in."""
-        return super().constants() | {"FP8": True, "KEPT": self.schedule.kept}
+        p, dim, columns = self.problem, width(self.problem.head_dim), self.schedule.columns
+        return super().constants() | {
+            "FP8": True, "KEPT": self.schedule.kept, "COLUMNS": columns or dim,
+            "USED": ceil_div(max(p.head_dim, p.head_dim_v), columns) * columns if columns else dim,
+        }  # fmt: skip

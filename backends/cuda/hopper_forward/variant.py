@@ -63,11 +63,11 @@ FEW_TILES = 45
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the kernel is scheduled; kernel.Form says what each means.
 
-    kept  of e4m3 operands alone (narrow_variant.py)
+    kept, columns  of e4m3 operands alone (narrow_variant.py); columns 0: all that a head has
     in_turn  of causal and of packed rows, tiles of many heads in turn (kernel_specs.heads_together), not of one after
              the other
 
-    Raises ValueError for reg_q or parts without own_out.
+    Raises ValueError for reg_q or parts without own_out, and for other columns than 0 and 64.
     """
 
     groups: int
@@ -79,6 +79,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pairs: bool
     own_out: bool
     kept: bool = False
+    columns: int = 0
     queries: int = 1
     reg_q: bool = False
     parts: int = 1
@@ -87,6 +88,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not self.own_out and (self.reg_q or self.parts > 1):
             raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
+        if self.columns not in (0, 64):
+            raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
 
 
 class Choice(NamedTuple):
@@ -354,5 +357,5 @@ class Launcher(StepLauncher):
             "TURNS": s.turns, "LATE": s.late, "EARLY": s.early, "PAIRS": s.pairs, "OWN_OUT": s.own_out,
             "QUERIES": s.queries, "REG_Q": s.reg_q, "PARTS": s.parts,
             "PAGE": operator.index(p.page_size), "HEADS": heads_of(p),
-            "FP8": False, "KEPT": False,
+            "FP8": False, "KEPT": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
         }  # fmt: skip
