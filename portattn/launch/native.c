@@ -391,6 +391,7 @@ typedef struct {
   int64_t *outputs;                                     /* of the last call */
   int used;
   PyObject *noted;                                      /* what says the plan of the last call */
+  PyObject *ask_out, *ask_lse, *ask_memory;             /* arguments that allocate for the last call; NULL: to be made */
 } Sized;
 
 static int take_integers(Integers *to, PyObject *from) {
@@ -463,6 +464,9 @@ static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) 
 static void sized_free(Sized *self) {
   SIZED(DROP)
   Py_XDECREF(self->noted);
+  Py_XDECREF(self->ask_out);
+  Py_XDECREF(self->ask_lse);
+  Py_XDECREF(self->ask_memory);
   PyMem_Free(self->code);
   PyMem_Free(self->constants);
   PyMem_Free(self->planned);
@@ -482,6 +486,9 @@ static int sized_takes(Sized *self, const int64_t *inputs, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < self->registers.count; i++) self->outputs[i] = r[self->registers.at[i]];
   memcpy(self->seen, inputs, count * sizeof *inputs);
   Py_CLEAR(self->noted);
+  Py_CLEAR(self->ask_out);
+  Py_CLEAR(self->ask_lse);
+  Py_CLEAR(self->ask_memory);
   self->used = 1;
   return 1;
 }
@@ -722,17 +729,32 @@ static PyObject *some(const Sized *sized, const Integers *places, Py_ssize_t fir
   return found;
 }
 
-/* A result's or a buffer's memory: `place` where the caller gives it, else allocated. */
-static PyObject *memory_for(Kind *self, const Sized *sized, const Integers *places, PyObject *dtype, PyObject *place) {
+/* A result's or a buffer's memory: `place` where the caller gives it, else allocated. *ask: the arguments, kept while
+   sizes stay the same. */
+static PyObject *memory_for(Kind *self, const Sized *sized, const Integers *places, PyObject *dtype, PyObject *place,
+                            PyObject **ask) {
   if (place != Py_None) return Py_NewRef(place);
-  Py_ssize_t rank = places->count / 2;
-  PyObject *sizes = places->count > 1 ? some(sized, places, 0, rank) : some(sized, places, 0, 1);
-  PyObject *strides = places->count > 1 ? some(sized, places, rank, rank) : Py_BuildValue("(i)", 1);
-  PyObject *arguments[] = {sizes, strides, dtype};
-  PyObject *found = sizes && strides ? PyObject_Vectorcall(self->empty, arguments, 3, NULL) : NULL;
-  Py_XDECREF(sizes);
-  Py_XDECREF(strides);
-  return found;
+  if (!*ask) {
+    Py_ssize_t rank = places->count / 2;
+    PyObject *sizes = places->count > 1 ? some(sized, places, 0, rank) : some(sized, places, 0, 1);
+    PyObject *strides = places->count > 1 ? some(sized, places, rank, rank) : Py_BuildValue("(i)", 1);
+    if (sizes && strides) *ask = PyTuple_Pack(3, sizes, strides, dtype);
+    Py_XDECREF(sizes);
+    Py_XDECREF(strides);
+    if (!*ask) return NULL;
+  }
+  return PyObject_Call(self->empty, *ask, NULL);
+}
+
+/* Note what says the plan of a call: 0, or -1 with an exception. Repeated calls find their own note there. */
+static int note(Kind *self, PyObject *what) {
+  PyObject *there = NULL, *token;
+  if (PyContextVar_Get(self->noted, NULL, &there) < 0) return -1;
+  Py_XDECREF(there); /* only compared */
+  if (there == what) return 0;
+  if (!(token = PyContextVar_Set(self->noted, what))) return -1;
+  Py_DECREF(token);
+  return 0;
 }
 
 /* kind(tensors, values, lengths, settings, out, lse, memory): the results; None where the call is of another kind;
@@ -770,18 +792,19 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   Py_INCREF(sized);   /* which could be forgotten meanwhile */
 
   Py_ssize_t place = self->given.count, own = 0;
-  PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4]), *lse = NULL;
+  PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4], &sized->ask_out), *lse = NULL;
   if (!out) goto end;
   kept[own++] = out;
   if (address_of(self, out, &addresses[place++], 0) < 0) goto end;
   if (sized->lse.count) {
-    if (!(lse = memory_for(self, sized, &sized->lse, sized->lse_dtype, args[5]))) goto end;
+    if (!(lse = memory_for(self, sized, &sized->lse, sized->lse_dtype, args[5], &sized->ask_lse))) goto end;
     kept[own++] = lse;
     if (address_of(self, lse, &addresses[place++], 0) < 0) goto end;
   }
   uint64_t base = 0;
   if (sized->memory.count && sized->outputs[sized->memory.at[0]] > 0) {
-    if (!(kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6]))) goto end;
+    kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6], &sized->ask_memory);
+    if (!kept[own]) goto end;
     if (address_of(self, kept[own++], &base, 0) < 0) goto end;
   }
   for (Py_ssize_t i = 0; i < sized->offsets.count; i++)
@@ -805,9 +828,8 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
     found = PyObject_CallFunction(self->refused, "i", error); /* raises */
     Py_XDECREF(found);
   }
-  PyObject *note = error ? NULL : sized_note(sized);
-  if (!note || !(found = PyContextVar_Set(self->noted, note))) goto end;
-  Py_DECREF(found);
+  PyObject *plan = error ? NULL : sized_note(sized);
+  if (!plan || note(self, plan) < 0) goto end;
   result = lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 end:
   launches->busy = 0;
