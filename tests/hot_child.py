@@ -110,6 +110,29 @@ def held(op: str, arguments: dict[str, Any]) -> list[str]:
     return [n for n, one in watched.items() if one() is not None]
 
 
+def wrong_places(out: torch.Tensor, lse: torch.Tensor) -> dict[str, tuple[Any, Any]]:
+    """Pairs of places of which one is not as the call would allocate it, with the name of that one."""
+    twice = out.new_zeros(*out.shape, 2)
+    shifted = out.new_zeros(out.numel() + 1)[1:].view(out.shape)
+    longer = out.new_zeros(2, *out.shape)[0:, ...].flatten(0, 1)
+    return {
+        "out of another dtype": (out.double(), lse), "out of another shape": (out.flatten(), lse),
+        "out of another size": (longer, lse), "out not contiguous": (twice[..., 0], lse),
+        "out off by an element": (shifted, lse), "out elsewhere": (out.to("meta"), lse), "out no tensor": ([1.0], lse),
+        "lse of another dtype": (out, lse.half()), "lse of another shape": (out, lse.flatten()),
+    }  # fmt: skip
+
+
+def wrongly_placed(handle: portattn.Prepared, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
+    """What a handle says of such places, and how many launches it made."""
+    fake.library.fake_clear()
+    try:
+        handle.run(**arguments, out=out, lse=lse)
+    except portattn.ArgumentError as error:
+        return [error.argument, len(fake.launches())]
+    return ["", len(fake.launches())]
+
+
 def compare(name: str, path: str) -> None:
     op, arguments = calls(name, path)
     with portattn.settings(isolate="never", canary="never"):
@@ -140,6 +163,11 @@ def compare(name: str, path: str) -> None:
             "launches": len(ran_with := fake.launches()), "path": handle.plan.path,
             "out": all(any(_holds(one, t) for one in ran_with) for t in places),
         }  # fmt: skip
+        refused = {n: wrongly_placed(handle, arguments, o, e) for n, (o, e) in wrong_places(*places).items()}
+        chip.allocated.clear()
+        kept = torch.nn.Parameter(places[0], requires_grad=False)  # no plain tensor: checked, and launched, by Python
+        prepared["odd"] = handle.run(**arguments, out=kept, lse=places[1])[0] is kept
+        prepared["odd"] &= any(_holds(one, kept) for one in fake.launches())
         fake.library.fake_clear()
         chip.allocated.clear()
         placed = into(places[0], op, **{**arguments, "return_lse": False})  # of no known kind: copied
@@ -161,7 +189,7 @@ def compare(name: str, path: str) -> None:
             "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),
             "ours": all(by_c[2]), "asked": by_c == by_asking,
             "moved": moved == moved_by_python, "named": sorted({n for one in by_c[0] for n in one[6]}),
-            "last": portattn.last_plan() is entry.classes[0].plan, "prepared": prepared,
+            "last": portattn.last_plan() is entry.classes[0].plan, "prepared": prepared, "refused": refused,
         }  # fmt: skip
 
 

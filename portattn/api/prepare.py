@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch
-from portattn.api.binding import Parts, arguments_as_parts, named_arguments
+from portattn.api.binding import arguments_as_parts, named_arguments
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.perform import admitted, carried_out, trained_or_not
 from portattn.api.request import Caching, Request, Result, request_of
@@ -19,6 +19,7 @@ from portattn.errors import ArgumentError, UnknownArgument
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import CachedLaunch, results
 from portattn.launch.run import DescriptorMemory, device_guard
+from portattn.launch.tensor_memory import reader
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -57,13 +58,15 @@ class Prepared:
             raise ArgumentError("prepare", "dropout_seed", None, limit)
         call = request.build()
         self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
-        self._row = ROWS[request.op]
+        self._row, self._parts = ROWS[request.op], arguments_as_parts(request.op)
+        self._hit: Any = None  # launches in C what is as it was prepared, places for results included
         self._cached: CachedLaunch | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
         self._name = f"prepare({self.plan.problem.op!r}).run"  # in errors
         self._description = _description(request)
         self._out_shape, self._lse_shape = results(self.plan.problem)
+        self._returns_lse = self.plan.problem.return_lse
         q = request.tensors["q"]
         self._dtype, self._device = call.dtype, q.device
         ours = self.plan.kernel or variants.variant_of(self.plan) is not None
@@ -83,7 +86,8 @@ class Prepared:
         if request.cacheable():
             caching.kind.add(self._cached)
             self._kind = caching.kind
-            self._parts = arguments_as_parts(self._op)
+            if reader() is not None and not self._row.writes:
+                self._hit = caching.kind.hit
 
     def __repr__(self) -> str:
         """Op with problem, target and path."""
@@ -116,12 +120,13 @@ class Prepared:
         if torch.compiler.is_dynamo_compiling():
             return left_out["run"](self, args, kwargs)
         try:
-            if self._kind is not None:  # what its kind takes of a call, and no more, is made of the arguments first
-                parts = self._parts(*args, **kwargs)
-                if not self._row.writes or (out is None and lse is None):
-                    found = self._try_cached(parts, out, lse)
-                    if found is not None:
-                        return None if self._row.writes else found
+            hit = self._hit
+            if hit is not None and (lse is None or self._returns_lse):
+                # What its kind takes of a call is made of the arguments, and no more. A bad `out` is found there.
+                tensors, values, lengths = self._parts(*args, **kwargs)
+                found = hit(tensors, values, lengths, current(), out, lse, self._memory)
+                if found is not None and found is not NotImplemented:
+                    return found
             given = self._bind(*args, **kwargs)
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too
             unknown = [name for name in kwargs if name not in names_of(error.op)]
@@ -134,10 +139,9 @@ class Prepared:
         return None if self._row.writes else found
 
     def _run(self, given: dict[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
-        if self._row.arguments and self._kind is not None:
-            found = self._try_cached(self._replaced(given), out, lse)
-            if found is not None:
-                return found
+        found = self._try_cached(given, out, lse)
+        if found is not None:
+            return found
         request = request_of(self._op, given)
         shapes = admitted(request)
         self._check(request)
@@ -159,24 +163,21 @@ class Prepared:
         ]
         return (places[0], places[1]) if request.return_lse else places[0]
 
-    def _replaced(self, given: dict[str, Any]) -> Parts:
-        """The parts of arguments, with tensors in place of what stands for several (a PageTable)."""
-        row, given = self._row, dict(given)  # a Request is made of what was given
-        row.load("arguments")(given)
-        values = (*[given[name] for name in row.fixed], given["backend"], given["validate"])
-        return tuple([given[name] for name in row.parameters]), values, tuple([given[name] for name in row.lengths])
-
-    def _try_cached(self, parts: Parts, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result | None:
+    def _try_cached(self, given: dict[str, Any], out: torch.Tensor | None, lse: torch.Tensor | None) -> Result | None:
         """The result where everything is as it was prepared; None where something is to be looked at. No Request is
         made: that would take longer than all else here."""
         kind = self._kind
         if kind is None or (lse is not None and self.plan.problem.return_lse is False):
             return None
-        tensors, values, lengths = parts
-        settings = current()
+        row, settings = self._row, current()
+        if row.arguments:  # a PageTable, say: as tensors. A Request is made of what was given
+            given = dict(given)
+            row.load("arguments")(given)
+        tensors = tuple([given[name] for name in row.parameters])
+        values = (*[given[name] for name in row.fixed], given["backend"], given["validate"])
+        lengths = tuple([given[name] for name in row.lengths])
         if kind.hit is not None and isinstance(tensors[0], torch.Tensor):
-            if out is not None or lse is not None:
-                self._check_results(out, lse)
+            self._check_results(out, lse)
             done: Any = kind.hit(tensors, values, lengths, settings, out, lse, self._memory)
             if done is not NotImplemented:
                 return done
@@ -214,15 +215,6 @@ class Prepared:
 
     def _check_result(self, name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         try:
-            if (
-                type(tensor) is torch.Tensor
-                and tensor.dtype is dtype
-                and tensor.shape == shape
-                and tensor.device == self._device
-                and tensor.is_contiguous()
-                and tensor.data_ptr() % POINTER_ALIGNMENT == 0
-            ):
-                return  # as nearly all are: what is wrong is found below, in order
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
                 check_dense(self._name, name, tensor)
                 given = (

@@ -387,6 +387,7 @@ typedef struct {
   int64_t *constants;
   Integers registers;                                   /* of the outputs */
   Integers out, lse, memory, offsets;                   /* places among the outputs: sizes and then strides; bytes */
+  Integers codes;                                       /* torch's numbers of the dtypes of out and the LSE */
   int64_t *planned, *seen;                              /* inputs: of `plan`, and of the last call */
   int64_t *outputs;                                     /* of the last call */
   int used;
@@ -429,10 +430,10 @@ static int sized_fits(Sized *self) {
     for (Py_ssize_t i = 0; i < all[k]->count; i++)
       if (all[k]->at[i] < 0 || all[k]->at[i] >= self->registers.count) return 0;
   if (((Launches *)self->launches)->output_count > self->registers.count) return 0;
-  return self->out.count % 2 == 0 && self->lse.count % 2 == 0 && self->memory.count <= 1;
+  return self->codes.count == 2 && self->out.count % 2 == 0 && self->lse.count % 2 == 0 && self->memory.count <= 1;
 }
 
-/* Sized(inputs=…, constants=…, code=…, registers=…, out=…, lse=…, memory=…, offsets=…, and the names of SIZED) */
+/* Sized(inputs=…, constants=…, code=…, registers=…, out=…, lse=…, memory=…, offsets=…, codes=…, and the names of SIZED) */
 static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) {
   Sized *self = (Sized *)type->tp_alloc(type, 0);
   PyObject *item = NULL;
@@ -441,6 +442,7 @@ static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) 
 #define TAKE_INTEGERS(name) \
   right = right && (item = PyDict_GetItemString(named, #name)) && !take_integers(&self->name, item);
   TAKE_INTEGERS(registers) TAKE_INTEGERS(out) TAKE_INTEGERS(lse) TAKE_INTEGERS(memory) TAKE_INTEGERS(offsets)
+  TAKE_INTEGERS(codes)
   right = right && (self->planned = take_array(PyDict_GetItemString(named, "inputs"), &self->inputs));
   right = right && (self->constants = take_array(PyDict_GetItemString(named, "constants"), &self->constant_count));
   right = right && (self->seen = PyMem_Calloc(self->inputs + 1, sizeof *self->seen));
@@ -472,7 +474,7 @@ static void sized_free(Sized *self) {
   PyMem_Free(self->planned);
   PyMem_Free(self->seen);
   PyMem_Free(self->outputs);
-  FREE(registers) FREE(out) FREE(lse) FREE(memory) FREE(offsets)
+  FREE(registers) FREE(out) FREE(lse) FREE(memory) FREE(offsets) FREE(codes)
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -529,19 +531,21 @@ static PyObject *sized_note(Sized *self) {
 #define COUNTED(name) Integers name;
 /* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/tensor_memory.py. */
 typedef int (*Ask)(void *tensor, void *answer);
-typedef struct { PyObject *type; Py_ssize_t offset; uint64_t plain; Ask dim, sizes, strides, address; } Reader;
+typedef struct { PyObject *type; Py_ssize_t offset; uint64_t plain; Ask dim, sizes, strides, address, dtype, device, index; } Reader;
 typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; Reader reads; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;
 
 static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names);
 
-/* None, or (type, offset, plain, dim, sizes, strides, address): 1, or 0 where it is neither */
+/* None, or (type, offset, plain, and the functions in the order of Reader): 1, or 0 where it is neither */
 static int take_reader(Reader *reads, PyObject *given) {
   if (given == Py_None) return 1;
-  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 7) return 0;
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 10) return 0;
   reads->type = PyTuple_GET_ITEM(given, 0); /* kept by the Kind */
   reads->offset = (Py_ssize_t)integer(given, 1), reads->plain = number(given, 2);
   reads->dim = (Ask)(uintptr_t)number(given, 3), reads->sizes = (Ask)(uintptr_t)number(given, 4);
   reads->strides = (Ask)(uintptr_t)number(given, 5), reads->address = (Ask)(uintptr_t)number(given, 6);
+  reads->dtype = (Ask)(uintptr_t)number(given, 7), reads->device = (Ask)(uintptr_t)number(given, 8);
+  reads->index = (Ask)(uintptr_t)number(given, 9);
   return !PyErr_Occurred() && reads->offset > 0;
 }
 
@@ -729,6 +733,29 @@ static PyObject *some(const Sized *sized, const Integers *places, Py_ssize_t fir
   return found;
 }
 
+/* Whether a caller's tensor is a place for a result as it would be allocated: plain, of its sizes, dtype and device,
+   contiguous and aligned. 0 also where that cannot be read here. like: a tensor of the call */
+static int fits(const Kind *self, const Sized *sized, const Integers *places, int64_t code, PyObject *tensor,
+                PyObject *like) {
+  if ((PyObject *)Py_TYPE(tensor) != self->reads.type) return 0;
+  void *at = inside(self, tensor), *other = inside(self, like);
+  const int64_t *sizes, *strides;
+  int64_t rank, step = 1;
+  int32_t dtype, device[2], index[2];
+  uint64_t address;
+  if (!at || !other || self->reads.dim(at, &rank) || 2 * rank != places->count || self->reads.sizes(at, &sizes) ||
+      self->reads.strides(at, &strides) || self->reads.address(at, &address) || self->reads.dtype(at, &dtype) ||
+      self->reads.device(at, &device[0]) || self->reads.device(other, &device[1]) ||
+      self->reads.index(at, &index[0]) || self->reads.index(other, &index[1]))
+    return 0;
+  if (dtype != code || device[0] != device[1] || index[0] != index[1] || !address || address & self->low_bits) return 0;
+  for (int64_t i = rank - 1; i >= 0; i--) {
+    if (sizes[i] != sized->outputs[places->at[i]] || (sizes[i] != 1 && strides[i] != step)) return 0;
+    step *= sizes[i];
+  }
+  return step > 0;
+}
+
 /* A result's or a buffer's memory: `place` where the caller gives it, else allocated. *ask: the arguments, kept while
    sizes stay the same. */
 static PyObject *memory_for(Kind *self, const Sized *sized, const Integers *places, PyObject *dtype, PyObject *place,
@@ -759,8 +786,8 @@ static int note(Kind *self, PyObject *what) {
 
 /* kind(tensors, values, lengths, settings, out, lse, memory): the results; None where the call is of another kind;
    NotImplemented where it must go by Python: no class has its sizes, another device is current, a hook of Triton's is
-   set, another thread is in here, or the thread has no context. The last three arguments are None where they are to be
-   allocated. */
+   set, another thread is in here, or the thread has no context; and where out or lse, as far as tensors can be read
+   here, is not as it would be allocated. The last three arguments are None where they are to be allocated. */
 static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
   Kind *self = (Kind *)callable;
   PyObject *given[MOST], *kept[MOST], *result = NULL;
@@ -783,6 +810,10 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   if (!here || hooked) Py_RETURN_NOTIMPLEMENTED;
   Sized *sized = class_of(self, inputs, count);
   if (!sized) Py_RETURN_NOTIMPLEMENTED;
+  if (self->reads.offset && self->given.count) {
+    if (args[4] != Py_None && !fits(self, sized, &sized->out, sized->codes.at[0], args[4], given[0])) Py_RETURN_NOTIMPLEMENTED;
+    if (args[5] != Py_None && !fits(self, sized, &sized->lse, sized->codes.at[1], args[5], given[0])) Py_RETURN_NOTIMPLEMENTED;
+  }
   Launches *launches = (Launches *)sized->launches;
   const Py_ssize_t own_count = PyTuple_GET_SIZE(sized->each);
   if (launches->role_count != self->given.count + 1 + !!sized->lse.count + sized->offsets.count + own_count ||

@@ -73,7 +73,18 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
     for name, found in made.items():
         assert found["prepared"] == {
             "allocated": 0, "given": True, "launches": found["launches"], "path": found["path"], "out": True,
+            "odd": True,
         }, name  # fmt: skip
+
+
+@pytest.mark.compiles
+def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> None:
+    """native.c sees that it is none, and Python says which."""
+    made = {name: found["refused"] for name, found in seen.items() if isinstance(found, dict) and "refused" in found}
+    assert len(made) >= len(OPS)
+    for name, refused in made.items():
+        assert len(refused) == 9, name
+        assert refused == {what: [what.split()[0], 0] for what in refused}, name
 
 
 @pytest.mark.compiles
