@@ -8,6 +8,7 @@ calls by Python, and what warm-up and monitor do.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import sys
@@ -28,7 +29,7 @@ from fakechip import Chip
 
 import portattn
 from portattn.api.into import into
-from portattn.launch import cache, native, triton_compat
+from portattn.launch import cache, cached_launch, native, triton_compat
 from portattn.testing.random_calls import random_call
 
 chip = Chip(fake)
@@ -239,6 +240,59 @@ def concurrent() -> None:
     found["threads"] = [len(launches), len(firsts), wrong]
 
 
+def taken() -> None:
+    """Partial results in memory that an allocator gives by its address: what is taken is given back, after launches and
+    after errors."""
+    plain, held, seen = cached_launch.runtime, dict[int, torch.Tensor](), dict[str, Any]()
+    given, full = list[list[Any]](), [False]
+
+    def take(count: int, stream: int) -> int:
+        if full[0]:
+            raise MemoryError("no more")
+        memory = torch.zeros(count + 256, dtype=torch.uint8)
+        address = -(-memory.data_ptr() // 256) * 256
+        held[address] = memory
+        seen["took"] = [count, stream]
+        return address
+
+    def give(address: int) -> None:
+        del held[address]
+        launches = fake.launches()
+        given.append([len(launches), all(address.to_bytes(8, "little") in one.parameters for one in launches)])
+
+    def error(work: Any) -> str:
+        try:
+            work()
+        except (RuntimeError, MemoryError) as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return ""
+
+    cached_launch.runtime = lambda device: dataclasses.replace(plain(device), take=take, give=give)
+    op, arguments = calls("decode", "triton")
+    try:
+        with portattn.settings(isolate="never", canary="never"):
+            cache.forget()
+            opcalls.perform(op, arguments)  # by Python, which allocates a tensor
+            fake.launches()
+            chip.allocated.clear()
+            seen["before"] = list(given)
+            opcalls.perform(op, arguments)
+            seen |= {"given": list(given), "tensors": [t.dtype == torch.uint8 for t in chip.allocated]}
+            given.clear()
+            fake.library.fake_refuse(1)
+            seen["refused"] = [error(lambda: opcalls.perform(op, arguments)), list(given)]
+            given.clear()
+            full[0] = True
+            seen["full"] = [error(lambda: opcalls.perform(op, arguments)), list(given), len(fake.launches())]
+            handle = portattn.prepare(op, **arguments)
+            handle.run(**arguments)
+            seen["prepared"] = [list(given), len(fake.launches())]
+    finally:
+        cached_launch.runtime = plain
+        cache.forget()
+    found["taken"] = [seen | {"left": len(held)}]
+
+
 def warm() -> None:
     """warmup, then the first call; and the monitor's warnings, each by what brought it about."""
     from portattn.api import monitor, warmup
@@ -299,6 +353,7 @@ if triton_compat.version() >= (3, 6):
     compare("attention gluon", "auto")
     compare("mla gluon", "auto")
 concurrent()
+taken()
 warm()
 if "--time" in sys.argv:
     with portattn.settings(isolate="never", canary="never"):

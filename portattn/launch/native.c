@@ -524,8 +524,9 @@ static PyObject *sized_note(Sized *self) {
 /* ------------------------------------------------------------------------------------------------------------- Kind */
 
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
-   classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None */
-#define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(hooked) \
+   classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None; take, give: of a launch's memory,
+   None where `empty` makes it */
+#define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(take) X(give) X(hooked) \
   X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
@@ -784,6 +785,17 @@ static int note(Kind *self, PyObject *what) {
   return 0;
 }
 
+/* Give memory back: also where an exception is on its way, which stays. */
+static void give_back(Kind *self, PyObject *taken) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *done = PyObject_Vectorcall(self->give, &taken, 1, NULL);
+  if (!done) PyErr_WriteUnraisable(self->give);
+  Py_XDECREF(done);
+  Py_DECREF(taken);
+  PyErr_Restore(type, value, trace);
+}
+
 /* kind(tensors, values, lengths, settings, out, lse, memory): the results; None where the call is of another kind;
    NotImplemented where it must go by Python: no class has its sizes, another device is current, a hook of Triton's is
    set, another thread is in here, or the thread has no context; and where out or lse, as far as tensors can be read
@@ -823,6 +835,10 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   Py_INCREF(sized);   /* which could be forgotten meanwhile */
 
   Py_ssize_t place = self->given.count, own = 0;
+  PyObject *taken = NULL, *stream_of = PyObject_Vectorcall(self->stream, &self->index, 1, NULL);
+  if (!stream_of) goto end;
+  uint64_t stream = PyLong_AsUnsignedLongLong(stream_of);
+  if (stream == (uint64_t)-1 && PyErr_Occurred()) goto end;
   PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4], &sized->ask_out), *lse = NULL;
   if (!out) goto end;
   kept[own++] = out;
@@ -834,9 +850,17 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   }
   uint64_t base = 0;
   if (sized->memory.count && sized->outputs[sized->memory.at[0]] > 0) {
-    kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6], &sized->ask_memory);
-    if (!kept[own]) goto end;
-    if (address_of(self, kept[own++], &base, 0) < 0) goto end;
+    if (args[6] == Py_None && self->take != Py_None) { /* no tensor: an address, given back below */
+      if (!sized->ask_memory) sized->ask_memory = PyLong_FromLongLong(sized->outputs[sized->memory.at[0]]);
+      PyObject *asked[] = {sized->ask_memory, stream_of};
+      if (!sized->ask_memory || !(taken = PyObject_Vectorcall(self->take, asked, 2, NULL))) goto end;
+      base = PyLong_AsUnsignedLongLong(taken);
+      if (base == (uint64_t)-1 && PyErr_Occurred()) goto end;
+    } else {
+      kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6], &sized->ask_memory);
+      if (!kept[own]) goto end;
+      if (address_of(self, kept[own++], &base, 0) < 0) goto end;
+    }
   }
   for (Py_ssize_t i = 0; i < sized->offsets.count; i++)
     addresses[place++] = base + (uint64_t)sized->outputs[sized->offsets.at[i]];
@@ -844,10 +868,6 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
     if (!(kept[own] = PyObject_CallNoArgs(PyTuple_GET_ITEM(sized->each, i)))) goto end;
     if (address_of(self, kept[own++], &addresses[place++], 0) < 0) goto end;
   }
-  if (!(found = PyObject_Vectorcall(self->stream, &self->index, 1, NULL))) goto end;
-  uint64_t stream = PyLong_AsUnsignedLongLong(found);
-  Py_DECREF(found);
-  if (stream == (uint64_t)-1 && PyErr_Occurred()) goto end;
 
   Py_ssize_t first = 0;
   int error = launch_all(launches, stream, addresses, sized->outputs, &first);
@@ -866,6 +886,8 @@ end:
   launches->busy = 0;
   Py_DECREF(sized);
   for (Py_ssize_t i = 0; i < own; i++) Py_DECREF(kept[i]);
+  Py_XDECREF(stream_of);
+  if (taken) give_back(self, taken);
   if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "CUDA's driver refused a launch");
   return result;
 }

@@ -98,6 +98,22 @@ def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) 
 
 
 @pytest.mark.compiles
+def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) -> None:
+    """Once all is launched, and where the driver refuses; where there is no more nothing is launched."""
+    taken = seen["taken"][0]
+    assert taken["before"] == [], "by Python it is a tensor"
+    assert taken["took"][0] > 0
+    assert taken["took"][1] == 7, "the stream that is launched on"
+    assert taken["given"] == [[2, True]], "after both launches, which have its address"
+    assert taken["tensors"] == [False] * len(taken["tensors"]), "results alone are tensors"
+    assert taken["refused"][0].startswith("RuntimeError: CUDA's driver refused a launch")
+    assert taken["refused"][1] == [[0, True]]
+    assert taken["full"] == ["MemoryError: no more", [], 0]
+    assert taken["prepared"] == [[], 2], "a handle has memory of its own"
+    assert taken["left"] == 0
+
+
+@pytest.mark.compiles
 def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
     launches, firsts, wrong = seen["threads"]
     assert (launches, firsts, wrong) == (300, 150, [])
