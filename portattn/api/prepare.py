@@ -59,7 +59,7 @@ class Prepared:
         call = request.build()
         self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
         self._row, self._parts = ROWS[request.op], arguments_as_parts(request.op)
-        self._hit: Any = None  # launches in C what is as it was prepared, places for results included
+        self._in_c: cache.Kind | None = None  # its `hit` looks at all of a run, places for results included
         self._cached: CachedLaunch | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
@@ -87,7 +87,7 @@ class Prepared:
             caching.kind.add(self._cached)
             self._kind = caching.kind
             if reader() is not None and not self._row.writes:
-                self._hit = caching.kind.hit
+                self._in_c = caching.kind
 
     def __repr__(self) -> str:
         """Op with problem, target and path."""
@@ -120,11 +120,11 @@ class Prepared:
         if torch.compiler.is_dynamo_compiling():
             return left_out["run"](self, args, kwargs)
         try:
-            hit = self._hit
-            if hit is not None and (lse is None or self._returns_lse):
+            kind = self._in_c
+            if kind is not None and kind.hit is not None and (lse is None or self._returns_lse):
                 # What its kind takes of a call is made of the arguments, and no more. A bad `out` is found there.
                 tensors, values, lengths = self._parts(*args, **kwargs)
-                found = hit(tensors, values, lengths, current(), out, lse, self._memory)
+                found = kind.hit(tensors, values, lengths, current(), out, lse, self._memory)
                 if found is not None and found is not NotImplemented:
                     return found
             given = self._bind(*args, **kwargs)
