@@ -86,7 +86,8 @@ def child() -> None:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """What is called, by name. Decode and paged decode split their keys: two launches."""
+    """What is called, by name. Decode and paged decode split their keys: two launches. Prepared ones have a place for
+    their result."""
     import torch
 
     import portattn
@@ -99,6 +100,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     several, pages = some(8, 32, 1, 128), [some(600, 16, 8, 128) for _ in range(2)]
     table = torch.arange(512, dtype=torch.int32).view(8, 64)
     keys, long = torch.full((8,), 1000, dtype=torch.int32), torch.full((1,), 8192, dtype=torch.int32)
+    decode = portattn.prepare("decode_attention", one, *cache, long)
+    paged = portattn.prepare("paged_attention", several, *pages, table, keys)
+    place, places = torch.empty_like(one), torch.empty_like(several)
     trained = [some(1, 4, 32, 64).requires_grad_() for _ in range(3)]
     small = [torch.zeros(1, 1, 1, 8).requires_grad_() for _ in range(3)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -111,6 +115,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "attention": lambda: portattn.attention(q, k, v, causal=True),
         "decode_attention": lambda: portattn.decode_attention(one, *cache, long),
         "paged_attention": lambda: portattn.paged_attention(several, *pages, table, keys),
+        "decode, prepared": lambda: decode.run(one, *cache, long, out=place),
+        "paged, prepared": lambda: paged.run(several, *pages, table, keys, out=places),
         "attention, trained": lambda: portattn.attention(*trained, causal=True),
         "… and its gradients": lambda: gradients(portattn.attention, trained, causal=True),
         "SDPA of a CPU": lambda: sdpa(*small),

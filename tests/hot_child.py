@@ -8,6 +8,7 @@ calls by Python, and what warm-up and monitor do.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import sys
@@ -28,7 +29,7 @@ from fakechip import Chip
 
 import portattn
 from portattn.api.into import into
-from portattn.launch import cache, native, triton_compat
+from portattn.launch import cache, cached_launch, native, triton_compat
 from portattn.testing.random_calls import random_call
 
 chip = Chip(fake)
@@ -110,6 +111,29 @@ def held(op: str, arguments: dict[str, Any]) -> list[str]:
     return [n for n, one in watched.items() if one() is not None]
 
 
+def wrong_places(out: torch.Tensor, lse: torch.Tensor) -> dict[str, tuple[Any, Any]]:
+    """Pairs of places of which one is not as the call would allocate it, with the name of that one."""
+    twice = out.new_zeros(*out.shape, 2)
+    shifted = out.new_zeros(out.numel() + 1)[1:].view(out.shape)
+    longer = out.new_zeros(2, *out.shape)[0:, ...].flatten(0, 1)
+    return {
+        "out of another dtype": (out.double(), lse), "out of another shape": (out.flatten(), lse),
+        "out of another size": (longer, lse), "out not contiguous": (twice[..., 0], lse),
+        "out off by an element": (shifted, lse), "out elsewhere": (out.to("meta"), lse), "out no tensor": ([1.0], lse),
+        "lse of another dtype": (out, lse.half()), "lse of another shape": (out, lse.flatten()),
+    }  # fmt: skip
+
+
+def wrongly_placed(handle: portattn.Prepared, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
+    """What a handle says of such places, and how many launches it made."""
+    fake.library.fake_clear()
+    try:
+        handle.run(**arguments, out=out, lse=lse)
+    except portattn.ArgumentError as error:
+        return [error.argument, len(fake.launches())]
+    return ["", len(fake.launches())]
+
+
 def compare(name: str, path: str) -> None:
     op, arguments = calls(name, path)
     with portattn.settings(isolate="never", canary="never"):
@@ -140,6 +164,11 @@ def compare(name: str, path: str) -> None:
             "launches": len(ran_with := fake.launches()), "path": handle.plan.path,
             "out": all(any(_holds(one, t) for one in ran_with) for t in places),
         }  # fmt: skip
+        refused = {n: wrongly_placed(handle, arguments, o, e) for n, (o, e) in wrong_places(*places).items()}
+        chip.allocated.clear()
+        kept = torch.nn.Parameter(places[0], requires_grad=False)  # no plain tensor: checked, and launched, by Python
+        prepared["odd"] = handle.run(**arguments, out=kept, lse=places[1])[0] is kept
+        prepared["odd"] &= any(_holds(one, kept) for one in fake.launches())
         fake.library.fake_clear()
         chip.allocated.clear()
         placed = into(places[0], op, **{**arguments, "return_lse": False})  # of no known kind: copied
@@ -161,7 +190,7 @@ def compare(name: str, path: str) -> None:
             "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),
             "ours": all(by_c[2]), "asked": by_c == by_asking,
             "moved": moved == moved_by_python, "named": sorted({n for one in by_c[0] for n in one[6]}),
-            "last": portattn.last_plan() is entry.classes[0].plan, "prepared": prepared,
+            "last": portattn.last_plan() is entry.classes[0].plan, "prepared": prepared, "refused": refused,
         }  # fmt: skip
 
 
@@ -209,6 +238,59 @@ def concurrent() -> None:
         if len(owners) != 1:
             wrong.append(str(owners))
     found["threads"] = [len(launches), len(firsts), wrong]
+
+
+def taken() -> None:
+    """Partial results in memory that an allocator gives by its address: what is taken is given back, after launches and
+    after errors."""
+    plain, held, seen = cached_launch.runtime, dict[int, torch.Tensor](), dict[str, Any]()
+    given, full = list[list[Any]](), [False]
+
+    def take(count: int, stream: int) -> int:
+        if full[0]:
+            raise MemoryError("no more")
+        memory = torch.zeros(count + 256, dtype=torch.uint8)
+        address = -(-memory.data_ptr() // 256) * 256
+        held[address] = memory
+        seen["took"] = [count, stream]
+        return address
+
+    def give(address: int) -> None:
+        del held[address]
+        launches = fake.launches()
+        given.append([len(launches), all(address.to_bytes(8, "little") in one.parameters for one in launches)])
+
+    def error(work: Any) -> str:
+        try:
+            work()
+        except (RuntimeError, MemoryError) as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return ""
+
+    cached_launch.runtime = lambda device: dataclasses.replace(plain(device), take=take, give=give)
+    op, arguments = calls("decode", "triton")
+    try:
+        with portattn.settings(isolate="never", canary="never"):
+            cache.forget()
+            opcalls.perform(op, arguments)  # by Python, which allocates a tensor
+            fake.launches()
+            chip.allocated.clear()
+            seen["before"] = list(given)
+            opcalls.perform(op, arguments)
+            seen |= {"given": list(given), "tensors": [t.dtype == torch.uint8 for t in chip.allocated]}
+            given.clear()
+            fake.library.fake_refuse(1)
+            seen["refused"] = [error(lambda: opcalls.perform(op, arguments)), list(given)]
+            given.clear()
+            full[0] = True
+            seen["full"] = [error(lambda: opcalls.perform(op, arguments)), list(given), len(fake.launches())]
+            handle = portattn.prepare(op, **arguments)
+            handle.run(**arguments)
+            seen["prepared"] = [list(given), len(fake.launches())]
+    finally:
+        cached_launch.runtime = plain
+        cache.forget()
+    found["taken"] = [seen | {"left": len(held)}]
 
 
 def warm() -> None:
@@ -271,6 +353,7 @@ if triton_compat.version() >= (3, 6):
     compare("attention gluon", "auto")
     compare("mla gluon", "auto")
 concurrent()
+taken()
 warm()
 if "--time" in sys.argv:
     with portattn.settings(isolate="never", canary="never"):

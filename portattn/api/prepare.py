@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portattn.api import dispatch
-from portattn.api.binding import named_arguments
+from portattn.api.binding import arguments_as_parts, named_arguments
 from portattn.api.left_out import leave_out, left_out
 from portattn.api.perform import admitted, carried_out, trained_or_not
 from portattn.api.request import Caching, Request, Result, request_of
@@ -19,6 +19,7 @@ from portattn.errors import ArgumentError, UnknownArgument
 from portattn.launch import cache, has_rows
 from portattn.launch.cached_launch import CachedLaunch, results
 from portattn.launch.run import DescriptorMemory, device_guard
+from portattn.launch.tensor_memory import reader
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -57,13 +58,15 @@ class Prepared:
             raise ArgumentError("prepare", "dropout_seed", None, limit)
         call = request.build()
         self._op, self._bind, self._settings = request.op, named_arguments(request.op), request.settings
-        self._row = ROWS[request.op]
+        self._row, self._parts = ROWS[request.op], arguments_as_parts(request.op)
+        self._in_c: cache.Kind | None = None  # its `hit` looks at all of a run, places for results included
         self._cached: CachedLaunch | None = None
         self._kind: cache.Kind | None = None
         self.plan: Plan = dispatch.plan_call(call, request.settings)
         self._name = f"prepare({self.plan.problem.op!r}).run"  # in errors
         self._description = _description(request)
         self._out_shape, self._lse_shape = results(self.plan.problem)
+        self._returns_lse = self.plan.problem.return_lse
         q = request.tensors["q"]
         self._dtype, self._device = call.dtype, q.device
         ours = self.plan.kernel or variants.variant_of(self.plan) is not None
@@ -83,6 +86,8 @@ class Prepared:
         if request.cacheable():
             caching.kind.add(self._cached)
             self._kind = caching.kind
+            if reader() is not None and not self._row.writes:
+                self._in_c = caching.kind
 
     def __repr__(self) -> str:
         """Op with problem, target and path."""
@@ -115,6 +120,13 @@ class Prepared:
         if torch.compiler.is_dynamo_compiling():
             return left_out["run"](self, args, kwargs)
         try:
+            kind = self._in_c
+            if kind is not None and kind.hit is not None and (lse is None or self._returns_lse):
+                # What its kind takes of a call is made of the arguments, and no more. A bad `out` is found there.
+                tensors, values, lengths = self._parts(*args, **kwargs)
+                found = kind.hit(tensors, values, lengths, current(), out, lse, self._memory)
+                if found is not None and found is not NotImplemented:
+                    return found
             given = self._bind(*args, **kwargs)
         except UnknownArgument as error:  # says that `out` and `lse` are taken, too
             unknown = [name for name in kwargs if name not in names_of(error.op)]

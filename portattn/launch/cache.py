@@ -161,8 +161,8 @@ class Kind:
             return direct.native.Kind(
                 values=self.values, settings=self.settings, guard=self._guard, levels=vars(forward_ad),
                 level_name="_current_level", modes=mode_depth, index=cached._index, current=at.current,
-                stream=at.stream, empty=at.empty, hooked=direct.hooked, address=_address, types=self._types,
-                shape="shape", strides=_strides, lengths=self._lengths,
+                stream=at.stream, empty=at.empty, take=at.take, give=at.give, hooked=direct.hooked, address=_address,
+                types=self._types, shape="shape", strides=_strides, lengths=self._lengths,
                 classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
                 noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS, reader=reader(),
                 absent=self._absent, given=self._present, twins=tuple(i for pair in self._twins for i in pair),

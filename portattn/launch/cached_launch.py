@@ -16,6 +16,7 @@ from portattn.launch import KernelCall, load_kernels, native
 from portattn.launch.devices import contiguous, runtime
 from portattn.launch.driver_launch import SCRATCH, Direct
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
+from portattn.launch.tensor_memory import dtype_codes
 from portattn.launch.triton_compat import Unsupported
 from portattn.schema.call import TENSORS
 from portattn.schema.plan import Plan
@@ -201,7 +202,8 @@ class CachedLaunch:
             return module.Sized(
                 inputs=self.inputs, constants=self.program.constants, code=self.program.encoded(module.OPERATIONS),
                 registers=self.program.outputs, out=self._out, lse=self._lse, memory=self._memory,
-                offsets=self._offsets, dtype=self._dtype, lse_dtype=torch.float32, memory_dtype=torch.uint8,
+                offsets=self._offsets, codes=dtype_codes(self._dtype, torch.float32), dtype=self._dtype,
+                lse_dtype=torch.float32, memory_dtype=torch.uint8,
                 each=self._each, launches=direct.block().launch, plan=self.plan, planner=self.planner,
             )  # fmt: skip
         except (TypeError, ValueError, OverflowError):  # more than it has room for

@@ -19,11 +19,16 @@ class Runtime:
     current  () -> index of the current device
     stream   (index) -> the current stream as the driver knows it
     empty    (shape, strides, dtype) -> a tensor without contents on the current device
+    take     (bytes, stream) -> the address of memory on the current device for work on a stream, from the allocator
+             that `empty` has it from: a tensor's own objects cost more than the memory. None where there is no such
+    give     (address): gives it back; work on the stream that was enqueued before may use it still
     """
 
     current: Callable[[], int | None]
     stream: Callable[[Any], int]
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+    take: Callable[[int, int], int] | None = None
+    give: Callable[[int], None] | None = None
 
 
 @functools.lru_cache(maxsize=8)
@@ -37,9 +42,14 @@ def runtime(device_type: str) -> Runtime:
     )
     if device_type != "cuda" or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         return plain
+    # What torch.cuda.caching_allocator_alloc and …_delete call.
+    take = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
+    give = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
+    known = take is not None and give is not None
     return Runtime(
-        current=torch._C._cuda_getDevice, stream=torch._C._cuda_getCurrentRawStream, empty=_shortest(plain.empty)
-    )
+        current=torch._C._cuda_getDevice, stream=torch._C._cuda_getCurrentRawStream, empty=_shortest(plain.empty),
+        take=take if known else None, give=give if known else None,
+    )  # fmt: skip
 
 
 def _shortest(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

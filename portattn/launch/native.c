@@ -391,10 +391,12 @@ typedef struct {
   int64_t *constants;
   Integers registers;                                   /* of the outputs */
   Integers out, lse, memory, offsets;                   /* places among the outputs: sizes and then strides; bytes */
+  Integers codes;                                       /* torch's numbers of the dtypes of out and the LSE */
   int64_t *planned, *seen;                              /* inputs: of `plan`, and of the last call */
   int64_t *outputs;                                     /* of the last call */
   int used;
   PyObject *noted;                                      /* what says the plan of the last call */
+  PyObject *ask_out, *ask_lse, *ask_memory;             /* arguments that allocate for the last call; NULL: to be made */
 } Sized;
 
 static int take_integers(Integers *to, PyObject *from) {
@@ -432,10 +434,10 @@ static int sized_fits(Sized *self) {
     for (Py_ssize_t i = 0; i < all[k]->count; i++)
       if (all[k]->at[i] < 0 || all[k]->at[i] >= self->registers.count) return 0;
   if (((Launches *)self->launches)->output_count > self->registers.count) return 0;
-  return self->out.count % 2 == 0 && self->lse.count % 2 == 0 && self->memory.count <= 1;
+  return self->codes.count == 2 && self->out.count % 2 == 0 && self->lse.count % 2 == 0 && self->memory.count <= 1;
 }
 
-/* Sized(inputs=…, constants=…, code=…, registers=…, out=…, lse=…, memory=…, offsets=…, and the names of SIZED) */
+/* Sized(inputs=…, constants=…, code=…, registers=…, out=…, lse=…, memory=…, offsets=…, codes=…, and the names of SIZED) */
 static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) {
   Sized *self = (Sized *)type->tp_alloc(type, 0);
   PyObject *item = NULL;
@@ -444,6 +446,7 @@ static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) 
 #define TAKE_INTEGERS(name) \
   right = right && (item = PyDict_GetItemString(named, #name)) && !take_integers(&self->name, item);
   TAKE_INTEGERS(registers) TAKE_INTEGERS(out) TAKE_INTEGERS(lse) TAKE_INTEGERS(memory) TAKE_INTEGERS(offsets)
+  TAKE_INTEGERS(codes)
   right = right && (self->planned = take_array(PyDict_GetItemString(named, "inputs"), &self->inputs));
   right = right && (self->constants = take_array(PyDict_GetItemString(named, "constants"), &self->constant_count));
   right = right && (self->seen = PyMem_Calloc(self->inputs + 1, sizeof *self->seen));
@@ -467,12 +470,15 @@ static PyObject *sized_new(PyTypeObject *type, PyObject *args, PyObject *named) 
 static void sized_free(Sized *self) {
   SIZED(DROP)
   Py_XDECREF(self->noted);
+  Py_XDECREF(self->ask_out);
+  Py_XDECREF(self->ask_lse);
+  Py_XDECREF(self->ask_memory);
   PyMem_Free(self->code);
   PyMem_Free(self->constants);
   PyMem_Free(self->planned);
   PyMem_Free(self->seen);
   PyMem_Free(self->outputs);
-  FREE(registers) FREE(out) FREE(lse) FREE(memory) FREE(offsets)
+  FREE(registers) FREE(out) FREE(lse) FREE(memory) FREE(offsets) FREE(codes)
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -486,6 +492,9 @@ static int sized_takes(Sized *self, const int64_t *inputs, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < self->registers.count; i++) self->outputs[i] = r[self->registers.at[i]];
   memcpy(self->seen, inputs, count * sizeof *inputs);
   Py_CLEAR(self->noted);
+  Py_CLEAR(self->ask_out);
+  Py_CLEAR(self->ask_lse);
+  Py_CLEAR(self->ask_memory);
   self->used = 1;
   return 1;
 }
@@ -519,26 +528,29 @@ static PyObject *sized_note(Sized *self) {
 /* ------------------------------------------------------------------------------------------------------------- Kind */
 
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
-   classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None */
-#define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(hooked) \
+   classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None; take, give: of a launch's memory,
+   None where `empty` makes it */
+#define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(take) X(give) X(hooked) \
   X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
 /* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/tensor_memory.py. */
 typedef int (*Ask)(void *tensor, void *answer);
-typedef struct { PyObject *type; Py_ssize_t offset; uint64_t plain; Ask dim, sizes, strides, address; } Reader;
+typedef struct { PyObject *type; Py_ssize_t offset; uint64_t plain; Ask dim, sizes, strides, address, dtype, device, index; } Reader;
 typedef struct { PyObject_HEAD vectorcallfunc call; uint64_t low_bits; Reader reads; OBJECTS(MEMBER) INTEGERS(COUNTED) } Kind;
 
 static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names);
 
-/* None, or (type, offset, plain, dim, sizes, strides, address): 1, or 0 where it is neither */
+/* None, or (type, offset, plain, and the functions in the order of Reader): 1, or 0 where it is neither */
 static int take_reader(Reader *reads, PyObject *given) {
   if (given == Py_None) return 1;
-  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 7) return 0;
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 10) return 0;
   reads->type = PyTuple_GET_ITEM(given, 0); /* kept by the Kind */
   reads->offset = (Py_ssize_t)integer(given, 1), reads->plain = number(given, 2);
   reads->dim = (Ask)(uintptr_t)number(given, 3), reads->sizes = (Ask)(uintptr_t)number(given, 4);
   reads->strides = (Ask)(uintptr_t)number(given, 5), reads->address = (Ask)(uintptr_t)number(given, 6);
+  reads->dtype = (Ask)(uintptr_t)number(given, 7), reads->device = (Ask)(uintptr_t)number(given, 8);
+  reads->index = (Ask)(uintptr_t)number(given, 9);
   return !PyErr_Occurred() && reads->offset > 0;
 }
 
@@ -726,23 +738,72 @@ static PyObject *some(const Sized *sized, const Integers *places, Py_ssize_t fir
   return found;
 }
 
-/* A result's or a buffer's memory: `place` where the caller gives it, else allocated. */
-static PyObject *memory_for(Kind *self, const Sized *sized, const Integers *places, PyObject *dtype, PyObject *place) {
+/* Whether a caller's tensor is a place for a result as it would be allocated: plain, of its sizes, dtype and device,
+   contiguous and aligned. 0 also where that cannot be read here. like: a tensor of the call */
+static int fits(const Kind *self, const Sized *sized, const Integers *places, int64_t code, PyObject *tensor,
+                PyObject *like) {
+  if ((PyObject *)Py_TYPE(tensor) != self->reads.type) return 0;
+  void *at = inside(self, tensor), *other = inside(self, like);
+  const int64_t *sizes, *strides;
+  int64_t rank, step = 1;
+  int32_t dtype, device[2], index[2];
+  uint64_t address;
+  if (!at || !other || self->reads.dim(at, &rank) || 2 * rank != places->count || self->reads.sizes(at, &sizes) ||
+      self->reads.strides(at, &strides) || self->reads.address(at, &address) || self->reads.dtype(at, &dtype) ||
+      self->reads.device(at, &device[0]) || self->reads.device(other, &device[1]) ||
+      self->reads.index(at, &index[0]) || self->reads.index(other, &index[1]))
+    return 0;
+  if (dtype != code || device[0] != device[1] || index[0] != index[1] || !address || address & self->low_bits) return 0;
+  for (int64_t i = rank - 1; i >= 0; i--) {
+    if (sizes[i] != sized->outputs[places->at[i]] || (sizes[i] != 1 && strides[i] != step)) return 0;
+    step *= sizes[i];
+  }
+  return step > 0;
+}
+
+/* A result's or a buffer's memory: `place` where the caller gives it, else allocated. *ask: the arguments, kept while
+   sizes stay the same. */
+static PyObject *memory_for(Kind *self, const Sized *sized, const Integers *places, PyObject *dtype, PyObject *place,
+                            PyObject **ask) {
   if (place != Py_None) return Py_NewRef(place);
-  Py_ssize_t rank = places->count / 2;
-  PyObject *sizes = places->count > 1 ? some(sized, places, 0, rank) : some(sized, places, 0, 1);
-  PyObject *strides = places->count > 1 ? some(sized, places, rank, rank) : Py_BuildValue("(i)", 1);
-  PyObject *arguments[] = {sizes, strides, dtype};
-  PyObject *found = sizes && strides ? PyObject_Vectorcall(self->empty, arguments, 3, NULL) : NULL;
-  Py_XDECREF(sizes);
-  Py_XDECREF(strides);
-  return found;
+  if (!*ask) {
+    Py_ssize_t rank = places->count / 2;
+    PyObject *sizes = places->count > 1 ? some(sized, places, 0, rank) : some(sized, places, 0, 1);
+    PyObject *strides = places->count > 1 ? some(sized, places, rank, rank) : Py_BuildValue("(i)", 1);
+    if (sizes && strides) *ask = PyTuple_Pack(3, sizes, strides, dtype);
+    Py_XDECREF(sizes);
+    Py_XDECREF(strides);
+    if (!*ask) return NULL;
+  }
+  return PyObject_Call(self->empty, *ask, NULL);
+}
+
+/* Note what says the plan of a call: 0, or -1 with an exception. Repeated calls find their own note there. */
+static int note(Kind *self, PyObject *what) {
+  PyObject *there = NULL, *token;
+  if (PyContextVar_Get(self->noted, NULL, &there) < 0) return -1;
+  Py_XDECREF(there); /* only compared */
+  if (there == what) return 0;
+  if (!(token = PyContextVar_Set(self->noted, what))) return -1;
+  Py_DECREF(token);
+  return 0;
+}
+
+/* Give memory back: also where an exception is on its way, which stays. */
+static void give_back(Kind *self, PyObject *taken) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *done = PyObject_Vectorcall(self->give, &taken, 1, NULL);
+  if (!done) PyErr_WriteUnraisable(self->give);
+  Py_XDECREF(done);
+  Py_DECREF(taken);
+  PyErr_Restore(type, value, trace);
 }
 
 /* kind(tensors, values, lengths, settings, out, lse, memory): the results; None where the call is of another kind;
    NotImplemented where it must go by Python: no class has its sizes, another device is current, a hook of Triton's is
-   set, another thread is in here, or the thread has no context. The last three arguments are None where they are to be
-   allocated. */
+   set, another thread is in here, or the thread has no context; and where out or lse, as far as tensors can be read
+   here, is not as it would be allocated. The last three arguments are None where they are to be allocated. */
 static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
   Kind *self = (Kind *)callable;
   PyObject *given[MOST], *kept[MOST], *result = NULL;
@@ -765,6 +826,10 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   if (!here || hooked) Py_RETURN_NOTIMPLEMENTED;
   Sized *sized = class_of(self, inputs, count);
   if (!sized) Py_RETURN_NOTIMPLEMENTED;
+  if (self->reads.offset && self->given.count) {
+    if (args[4] != Py_None && !fits(self, sized, &sized->out, sized->codes.at[0], args[4], given[0])) Py_RETURN_NOTIMPLEMENTED;
+    if (args[5] != Py_None && !fits(self, sized, &sized->lse, sized->codes.at[1], args[5], given[0])) Py_RETURN_NOTIMPLEMENTED;
+  }
   Launches *launches = (Launches *)sized->launches;
   const Py_ssize_t own_count = PyTuple_GET_SIZE(sized->each);
   if (launches->role_count != self->given.count + 1 + !!sized->lse.count + sized->offsets.count + own_count ||
@@ -774,19 +839,32 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   Py_INCREF(sized);   /* which could be forgotten meanwhile */
 
   Py_ssize_t place = self->given.count, own = 0;
-  PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4]), *lse = NULL;
+  PyObject *taken = NULL, *stream_of = PyObject_Vectorcall(self->stream, &self->index, 1, NULL);
+  if (!stream_of) goto end;
+  uint64_t stream = PyLong_AsUnsignedLongLong(stream_of);
+  if (stream == (uint64_t)-1 && PyErr_Occurred()) goto end;
+  PyObject *out = memory_for(self, sized, &sized->out, sized->dtype, args[4], &sized->ask_out), *lse = NULL;
   if (!out) goto end;
   kept[own++] = out;
   if (address_of(self, out, &addresses[place++], 0) < 0) goto end;
   if (sized->lse.count) {
-    if (!(lse = memory_for(self, sized, &sized->lse, sized->lse_dtype, args[5]))) goto end;
+    if (!(lse = memory_for(self, sized, &sized->lse, sized->lse_dtype, args[5], &sized->ask_lse))) goto end;
     kept[own++] = lse;
     if (address_of(self, lse, &addresses[place++], 0) < 0) goto end;
   }
   uint64_t base = 0;
   if (sized->memory.count && sized->outputs[sized->memory.at[0]] > 0) {
-    if (!(kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6]))) goto end;
-    if (address_of(self, kept[own++], &base, 0) < 0) goto end;
+    if (args[6] == Py_None && self->take != Py_None) { /* no tensor: an address, given back below */
+      if (!sized->ask_memory) sized->ask_memory = PyLong_FromLongLong(sized->outputs[sized->memory.at[0]]);
+      PyObject *asked[] = {sized->ask_memory, stream_of};
+      if (!sized->ask_memory || !(taken = PyObject_Vectorcall(self->take, asked, 2, NULL))) goto end;
+      base = PyLong_AsUnsignedLongLong(taken);
+      if (base == (uint64_t)-1 && PyErr_Occurred()) goto end;
+    } else {
+      kept[own] = memory_for(self, sized, &sized->memory, sized->memory_dtype, args[6], &sized->ask_memory);
+      if (!kept[own]) goto end;
+      if (address_of(self, kept[own++], &base, 0) < 0) goto end;
+    }
   }
   for (Py_ssize_t i = 0; i < sized->offsets.count; i++)
     addresses[place++] = base + (uint64_t)sized->outputs[sized->offsets.at[i]];
@@ -794,10 +872,6 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
     if (!(kept[own] = PyObject_CallNoArgs(PyTuple_GET_ITEM(sized->each, i)))) goto end;
     if (address_of(self, kept[own++], &addresses[place++], 0) < 0) goto end;
   }
-  if (!(found = PyObject_Vectorcall(self->stream, &self->index, 1, NULL))) goto end;
-  uint64_t stream = PyLong_AsUnsignedLongLong(found);
-  Py_DECREF(found);
-  if (stream == (uint64_t)-1 && PyErr_Occurred()) goto end;
 
   Py_ssize_t first = 0;
   int error = launch_all(launches, stream, addresses, sized->outputs, &first);
@@ -809,14 +883,15 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
     found = PyObject_CallFunction(self->refused, "i", error); /* raises */
     Py_XDECREF(found);
   }
-  PyObject *note = error ? NULL : sized_note(sized);
-  if (!note || !(found = PyContextVar_Set(self->noted, note))) goto end;
-  Py_DECREF(found);
+  PyObject *plan = error ? NULL : sized_note(sized);
+  if (!plan || note(self, plan) < 0) goto end;
   result = lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 end:
   launches->busy = 0;
   Py_DECREF(sized);
   for (Py_ssize_t i = 0; i < own; i++) Py_DECREF(kept[i]);
+  Py_XDECREF(stream_of);
+  if (taken) give_back(self, taken);
   if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "CUDA's driver refused a launch");
   return result;
 }

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_FUNCTIONS = ("dim", "sizes", "strides", "data_ptr")
+_FUNCTIONS = ("dim", "sizes", "strides", "data_ptr", "dtype", "device_type", "device_index")
 # (type, offset, class, and the addresses of the functions): what native.c's Kind takes as `reader`.
-Reader = tuple[type, int, int, int, int, int, int]
+Reader = tuple[type, int, int, int, int, int, int, int, int, int]
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,7 +31,7 @@ def reader() -> Reader | None:
     """What native.c reads tensors of exactly these types by: torch.Tensor, torch.nn.Parameter; None where it must not.
 
     (torch.Tensor, bytes from an object's address to its at::Tensor, first word of a plain tensor's implementation,
-    addresses of the four functions)
+    addresses of the seven functions)
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), mode=_LOADED)
@@ -43,12 +43,26 @@ def reader() -> Reader | None:
             return None
         offset: int = offsets.pop()  # type: ignore[assignment]
         classes = {_word(tensor._cdata) for tensor in tensors}
-        if len(classes) != 1 or not all(_read(functions, tensor, offset) == _said(tensor) for tensor in tensors):
+        if len(classes) != 1 or not all(_read(functions[:4], tensor, offset) == _said(tensor) for tensor in tensors):
+            return None
+        read = {(tensor.dtype, *_numbers(functions[4:], tensor, offset)) for tensor in tensors}
+        if not len(read) == len({one[0] for one in read}) == len({one[1] for one in read}):
             return None
     except (OSError, AttributeError, RuntimeError, TypeError):
         return None
     places = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
     return (torch.Tensor, offset, classes.pop(), *places)  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=64)
+def dtype_codes(*dtypes: torch.dtype) -> tuple[int, ...]:
+    """The numbers that the functions say of dtypes; 0 where there is no reader."""
+    found = reader()
+    if found is None:
+        return (0,) * len(dtypes)
+    ask = [ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(place) for place in found[7:]]
+    with torch.device("cpu"):
+        return tuple(_numbers(ask, torch.empty(0, dtype=dtype), found[1])[0] for dtype in dtypes)
 
 
 _LOADED = getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_NOW", 0)  # torch has loaded it
@@ -92,3 +106,11 @@ def _read(functions: Sequence[Any], tensor: torch.Tensor, offset: int) -> tuple[
     axes = ctypes.c_int64 * count.value
     listed = [tuple(axes.from_address(one.value)) if one.value else () for one in found[:2]]
     return listed[0], listed[1], found[2].value or 0
+
+
+def _numbers(functions: Sequence[Any], tensor: torch.Tensor, offset: int) -> tuple[int, ...]:
+    """What functions that give one number each say of a tensor: its dtype, and its device's type and index."""
+    place, found = ctypes.c_void_p(id(tensor) + offset), [ctypes.c_int32() for _ in functions]
+    if any(ask(place, ctypes.byref(to)) for ask, to in zip(functions, found, strict=True)):
+        raise RuntimeError("torch does not say a tensor's dtype or device")
+    return tuple(one.value for one in found)

@@ -14,7 +14,10 @@ from support import Device, poisoned, random_call
 import portattn
 from portattn import PageTable
 from portattn.api import candidate, dispatch
+from portattn.api.binding import arguments_as_parts, named_arguments
+from portattn.api.unknown_arguments import names_of, positional_of
 from portattn.schema.call import Call
+from portattn.schema.ops import PUBLIC, ROWS
 
 NAN = float("nan")
 
@@ -141,6 +144,21 @@ def test_partial_results_are_the_handles(device: Device, monkeypatch: pytest.Mon
         handle.run(**arguments, out=out, lse=lse)
     same((out, lse), expected)
     assert all(buffer.any() and not buffer.isnan().any() for buffer in buffers.values()), "the same memory again"
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_arguments_are_sorted_into_the_parts_of_a_kind(op: str) -> None:
+    """As from a dict of them, defaults and wrong names included."""
+    row, parts = ROWS[op], arguments_as_parts(op)
+    named: dict[str, Any] = {name: object() for name in names_of(op)}
+    for arguments in (named, {name: named[name] for name in positional_of(op)}):
+        bound = named_arguments(op)(**arguments)
+        tensors, values, lengths = parts(**arguments)
+        assert tensors == tuple(bound.get(name) for name in row.parameters)
+        assert values == (*[bound.get(name) for name in row.fixed], bound["backend"], bound["validate"])
+        assert lengths == tuple(bound[name] for name in row.lengths)
+    with pytest.raises(portattn.UnknownArgument, match="no_such_name"):
+        parts(**named, no_such_name=1)
 
 
 def test_two_handles_share_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,18 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
     for name, found in made.items():
         assert found["prepared"] == {
             "allocated": 0, "given": True, "launches": found["launches"], "path": found["path"], "out": True,
+            "odd": True,
         }, name  # fmt: skip
+
+
+@pytest.mark.compiles
+def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> None:
+    """native.c sees that it is none, and Python says which."""
+    made = {name: found["refused"] for name, found in seen.items() if isinstance(found, dict) and "refused" in found}
+    assert len(made) >= len(OPS)
+    for name, refused in made.items():
+        assert len(refused) == 9, name
+        assert refused == {what: [what.split()[0], 0] for what in refused}, name
 
 
 @pytest.mark.compiles
@@ -84,6 +95,22 @@ def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) 
     for name, found in made.items():
         assert found["copied"], name
         assert found["into"] == [{"returned": True, "held": True, "allocated": []}] * 2, name
+
+
+@pytest.mark.compiles
+def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) -> None:
+    """Once all is launched, and where the driver refuses; where there is no more nothing is launched."""
+    taken = seen["taken"][0]
+    assert taken["before"] == [], "by Python it is a tensor"
+    assert taken["took"][0] > 0
+    assert taken["took"][1] == 7, "the stream that is launched on"
+    assert taken["given"] == [[2, True]], "after both launches, which have its address"
+    assert taken["tensors"] == [False] * len(taken["tensors"]), "results alone are tensors"
+    assert taken["refused"][0].startswith("RuntimeError: CUDA's driver refused a launch")
+    assert taken["refused"][1] == [[0, True]]
+    assert taken["full"] == ["MemoryError: no more", [], 0]
+    assert taken["prepared"] == [[], 2], "a handle has memory of its own"
+    assert taken["left"] == 0
 
 
 @pytest.mark.compiles

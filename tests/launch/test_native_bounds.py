@@ -57,7 +57,7 @@ def test_a_launch_brings_every_output_that_is_named(module: Any) -> None:
 def sized(module: Any, launches: Any, program: Any) -> Any:
     return module.Sized(
         inputs=(0,) * program.inputs, constants=program.constants, code=program.encoded(module.OPERATIONS),
-        registers=program.outputs, out=(), lse=(), memory=(), offsets=(), dtype=None, lse_dtype=None,
+        registers=program.outputs, out=(), lse=(), memory=(), offsets=(), codes=(0, 0), dtype=None, lse_dtype=None,
         memory_dtype=None, each=(), launches=launches, plan=None, planner=None,
     )  # fmt: skip
 

@@ -33,7 +33,27 @@ def test_this_torch_is_read_by_its_own_functions() -> None:
     base = torch.zeros(3, 5, 7, dtype=torch.float16)
     for tensor in (base, base[:, 1:, ::2], base.permute(2, 0, 1), torch.zeros(0), torch.nn.Parameter(base.float())):
         assert tensor_memory._word(tensor._cdata) == plain
-        assert tensor_memory._read(asks, tensor, offset) == (tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
+        assert tensor_memory._read(asks[:4], tensor, offset) == (
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.data_ptr(),
+        )
+
+
+@linux
+def test_dtypes_and_devices_are_read() -> None:
+    """Each dtype has a number of its own, whatever the tensor's shape."""
+    found = tensor_memory.reader()
+    assert found is not None
+    asks = [ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(place) for place in found[7:]]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn)
+    codes = tensor_memory.dtype_codes(*dtypes)
+    assert len(set(codes)) == len(dtypes)
+    for dtype, code in zip(dtypes, codes, strict=True):
+        for shape in ((), (2, 3), (0,)):
+            here = tensor_memory._numbers(asks, torch.empty(shape, dtype=dtype), found[1])
+            assert here[0] == code
+            assert here[1:] != tensor_memory._numbers(asks, torch.empty(shape, device="meta"), found[1])[1:]
 
 
 @linux
@@ -63,6 +83,7 @@ def test_the_default_device_does_not_count() -> None:
         ("_offset", lambda tensor: 16 + 8 * (tensor.ndim == 0)),  # or not always in the same place
         ("_said", lambda tensor: (tuple(tensor.shape), tensor.stride(), 0)),  # the functions say something else
         ("_word", id),  # tensors of several classes
+        ("_numbers", lambda *asked: (1, 0, 0)),  # dtypes that are not told apart
     ],
 )
 def test_what_is_not_as_it_must_be_is_not_used(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def in_c(program: Any, inputs: Sequence[int]) -> Any:
     launches = module.Launches(b"", 0, 0, 0, (), (), ())
     return module.Sized(
         inputs=(0,) * program.inputs, constants=program.constants, code=program.encoded(module.OPERATIONS),
-        registers=program.outputs, out=(), lse=(), memory=(), offsets=(), dtype=None, lse_dtype=None,
+        registers=program.outputs, out=(), lse=(), memory=(), offsets=(), codes=(0, 0), dtype=None, lse_dtype=None,
         memory_dtype=None, each=(), launches=launches, plan=None, planner=None,
     )(tuple(inputs))  # fmt: skip
 
@@ -202,8 +202,8 @@ def test_a_program_that_does_not_fit_is_refused() -> None:
     program, _ = traced(lambda a, b: [a + b], 1, 2)
     right: dict[str, Any] = {
         "inputs": (0, 0), "constants": program.constants, "code": program.encoded(module.OPERATIONS),
-        "registers": program.outputs, "out": (), "lse": (), "memory": (), "offsets": (), "dtype": None,
-        "lse_dtype": None, "memory_dtype": None, "each": (), "plan": None, "planner": None,
+        "registers": program.outputs, "out": (), "lse": (), "memory": (), "offsets": (), "codes": (0, 0),
+        "dtype": None, "lse_dtype": None, "memory_dtype": None, "each": (), "plan": None, "planner": None,
         "launches": module.Launches(b"", 0, 0, 0, (), (), ()),
     }  # fmt: skip
     assert module.Sized(**right)((3, 4)) == (7,)
@@ -211,7 +211,7 @@ def test_a_program_that_does_not_fit_is_refused() -> None:
 
     add = module.OPERATIONS.index("add")
     bad: list[dict[str, Any]] = [
-        {"registers": (3,)}, {"registers": (-1,)}, {"out": (0,)}, {"out": (0, 1)}, {"memory": (1,)},
+        {"registers": (3,)}, {"registers": (-1,)}, {"out": (0,)}, {"out": (0, 1)}, {"memory": (1,)}, {"codes": (0,)},
         {"code": array.array("i", [add, 0]).tobytes()}, {"code": array.array("i", [add, 0, 2]).tobytes()},
         {"code": array.array("i", [99, 0, 0]).tobytes()}, {"code": b"123"}, {"inputs": (0,) * 300},
         {"launches": module.Launches(b"", 0, 0, 0, (), (), ((0, 4, 5),))},
