@@ -1,8 +1,8 @@
 """attend_words: attend's loop over a quantised cache whose rows are read as 16-bit words.
 
-A word holds two numbers of a byte, or four of int4 or nvfp4. Each of these places has tiles of its own: a score is the sum of
-their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers are, and
-numbers are widened by themselves, to float16, in which every number of every format is exact.
+A word holds two numbers of a byte, or four of int4 or nvfp4. Each of these places has tiles of its own: a score is the
+sum of their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers
+are, and numbers are widened by themselves, to float16, in which every number of every format is exact.
 """
 
 import triton
@@ -19,7 +19,7 @@ STEP_OF_LOGS: tl.constexpr = tl.constexpr(2.0**-23)  # see value_logs
 BIAS_OF_LOGS: tl.constexpr = tl.constexpr(127.0)
 LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
 NV_RAISED: tl.constexpr = tl.constexpr(16384.0)  # 2^14: by what nvfp4 numbers in float16's bits are too small
-NV_WORDS: tl.constexpr = tl.constexpr(NV_BLOCK.value // 4)  # words of a row that share a scale
+NV_WORDS: tl.constexpr = tl.constexpr(NV_BLOCK.value // 2)  # words of a row whose two scales are one word
 
 
 @triton.jit
@@ -228,42 +228,46 @@ def four_differences(words, zeros, UNPACK: tl.constexpr):
 
 
 @triton.jit
-def load_block_scales(rows, there, BLOCKS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr, BOUNDED: tl.constexpr):
-    """Tile [BLOCK_N, BLOCK_BLOCKS] of the bytes of blocks' scales; of those that are not there 0 when BOUNDED.
+def halves_of_words(source, WORDS: tl.constexpr, UNPACK: tl.constexpr):
+    """Which half of its word the scale of each word of a row is in [WORDS * NV_WORDS], int16: 0 or 1.
 
-    rows    a byte pointer for each key [BLOCK_N], a multiple of 4, or of 2 or 1 where rows are no multiple of 4 long
-    BLOCKS  scales of a row
+    With `ptx` they are what stands for a load that is never made. Triton 3.6.0 brings what a product's operand is made
+    of into the operand's layout as it was loaded, before it is widened; but nothing of an operand that is made of a
+    range, which takes 5 times the instructions for shared memory.
+
+    source  any pointer: nothing is read there
     """
-    ALIGNED: tl.constexpr = 4 if BLOCKS % 4 == 0 else (2 if BLOCKS % 2 == 0 else 1)
-    c = tl.arange(0, BLOCK_BLOCKS)
-    firsts = tl.multiple_of(rows[:, None], [ALIGNED, ALIGNED])
-    pointers = firsts + c[None, :]
-    if BOUNDED and BLOCKS != BLOCK_BLOCKS:
-        scales = tl.load(pointers, mask=there[:, None] & (c < BLOCKS)[None, :], other=0)
-    elif BOUNDED:
-        scales = tl.load(pointers, mask=there[:, None], other=0)
-    elif BLOCKS != BLOCK_BLOCKS:
-        scales = tl.load(pointers, mask=(c < BLOCKS)[None, :], other=0)
-    else:
-        scales = tl.load(pointers)
-    return scales
+    halves = (tl.arange(0, WORDS * NV_WORDS) * 2 // NV_WORDS % 2).to(tl.int16)
+    if UNPACK == "ptx":
+        pointers = source.to(tl.pointer_type(tl.int16)) + tl.arange(0, WORDS * NV_WORDS)
+        halves = tl.load(pointers, mask=halves < 0, other=halves)
+    return halves
 
 
 @triton.jit
-def scales_of_words(scales, BLOCK_N: tl.constexpr, BLOCK_BLOCKS: tl.constexpr, UNPACK: tl.constexpr):
-    """The scale of each word [BLOCK_N, BLOCK_BLOCKS * NV_WORDS], float16, of the bytes of blocks' scales."""
+def scales_of_words(scales, halves, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, UNPACK: tl.constexpr):
+    """The scale of each word [BLOCK_N, WORDS * NV_WORDS] of a row of nvfp4, float16, of words of two scales of blocks.
+
+    Scales are read as words too: where what goes into a product was read in bytes, compilers lay all of it out for
+    bytes.
+    """
+    COLS: tl.constexpr = WORDS * NV_WORDS
+    pairs = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, WORDS, NV_WORDS]), [BLOCK_N, COLS])
+    places = halves[None, :]
     if UNPACK == "ptx":
+        pairs, places = tl.broadcast(pairs, places)
         factors = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high; }""",
-            "=r,=r,r", [scales], dtype=tl.float16, is_pure=True, pack=4,
+            """{ .reg .b32 which, both; .reg .b16 pair, rest;
+            shr.u32 which, $2, 12;
+            lop3.b32 which, which, $2, 0x20, 0xfe;
+            prmt.b32 both, $1, 0, which;
+            mov.b32 {pair, rest}, both;
+            cvt.rn.f16x2.e4m3x2 $0, pair; }""",
+            "=r,r,r", [pairs, places], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        factors = widened(scales, tl.full([1], 0.0, tl.float16), "e4m3")
-    factors = tl.broadcast_to(factors[:, :, None], [BLOCK_N, BLOCK_BLOCKS, NV_WORDS])
-    return tl.reshape(factors, [BLOCK_N, BLOCK_BLOCKS * NV_WORDS])
+        factors = widened(pairs >> (places * 8), tl.full([1], 0.0, tl.float16), "e4m3")
+    return factors
 
 
 @triton.jit
@@ -435,6 +439,9 @@ def attend_words(
     if PLACES == 4:
         acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
         acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    if BLOCKS:
+        k_halves = halves_of_words(k_scales, WIDE // NV_WORDS, UNPACK)
+        v_halves = halves_of_words(v_scales, WIDE_V // NV_WORDS, UNPACK)
     # Two passes: key tiles that every row attends whole, then those at the edges.
     for edge in tl.static_range(2):
         if edge == 0:
@@ -470,13 +477,13 @@ def attend_words(
             values = load_words(at_v, there, COLS_V, WIDE_V, edge == 1, ALIGNED)
             logs = None
             if BLOCKS:
-                k_blocks = load_block_scales(
+                k_blocks = load_words(
                     key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
-                    there, COLS // NV_WORDS, WIDE // NV_WORDS, edge == 1,
+                    there, COLS // NV_WORDS, WIDE // NV_WORDS, edge == 1, 4 if COLS // NV_WORDS % 2 == 0 else 2,
                 )  # fmt: skip
-                v_blocks = load_block_scales(
+                v_blocks = load_words(
                     key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
-                    there, COLS_V // NV_WORDS, WIDE_V // NV_WORDS, edge == 1,
+                    there, COLS_V // NV_WORDS, WIDE_V // NV_WORDS, edge == 1, 4 if COLS_V // NV_WORDS % 2 == 0 else 2,
                 )  # fmt: skip
             if TOKENS:
                 of_keys = load_scales(
@@ -493,7 +500,7 @@ def attend_words(
                 logs = value_logs(of_values, EXP, NATURAL)
             if PLACES == 4:
                 if BLOCKS:
-                    k_factors = scales_of_words(k_blocks, BLOCK_N, WIDE // NV_WORDS, UNPACK)
+                    k_factors = scales_of_words(k_blocks, k_halves, BLOCK_N, WIDE // NV_WORDS, UNPACK)
                     k_1, k_2, k_3, k_4 = four_scaled(keys, k_factors, UNPACK)
                 else:
                     k_1, k_2, k_3, k_4 = four_places(keys, UNPACK)
@@ -520,7 +527,7 @@ def attend_words(
             )  # fmt: skip
             if BLOCKS:
                 if MASKS or (EDGE_UNUSED and edge == 1):  # nothing but a scale is NaN
-                    v_blocks = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, v_blocks).to(tl.int8)
+                    v_blocks = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, v_blocks).to(tl.int16)
                 p = p * NV_RAISED
             elif MASKS or (EDGE_UNUSED and edge == 1):
                 values = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, values).to(tl.int16)
@@ -540,7 +547,7 @@ def attend_words(
                     middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
                 v_1, v_2, v_3, v_4 = four_differences(values, middle, UNPACK)
             if BLOCKS:
-                v_factors = scales_of_words(v_blocks, BLOCK_N, WIDE_V // NV_WORDS, UNPACK)
+                v_factors = scales_of_words(v_blocks, v_halves, BLOCK_N, WIDE_V // NV_WORDS, UNPACK)
                 v_1, v_2, v_3, v_4 = four_scaled(values, v_factors, UNPACK)
             if PLACES == 4:
                 acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)

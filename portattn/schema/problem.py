@@ -285,7 +285,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def words(self) -> bool:
         """Whether rows of a quantised cache are whole 16-bit words (kernels/words.py) at aligned addresses."""
-        whole = self.head_dim % self.numbers_of_word == 0 and self.head_dim_v % self.numbers_of_word == 0
+        number = 2 * NV_BLOCK if self.kv_format == NVFP4 else self.numbers_of_word  # a row's scales are words too
+        whole = self.head_dim % number == 0 and self.head_dim_v % number == 0
         # What is aligned says nothing of the scales of nvfp4's blocks.
         aligned = self.word_aligned or (self.aligned and self.kv_format != NVFP4)
         return self.kv_format != "as_q" and whole and aligned
