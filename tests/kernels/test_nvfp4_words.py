@@ -44,8 +44,7 @@ def test_words_are_right(device: Device, cache: str, scales: str) -> None:
 def test_any_strides_of_whole_words(device: Device, strides: str) -> None:
     """Also those of a page [K | scales of K | V | scales of V]."""
     cache = "paged_small_pages" if strides == "combined" else "decode_fp16_bshd"
-    fields = {"head_dim": 64, "head_dim_v": 64}
-    call = quantised(device.name, cache, "head", strides, **fields)
+    call = quantised(device.name, cache, "head", strides, head_dim=64, head_dim_v=64, aligned=False)
     assert call.problem.words
     for unpack in unpackings(device):
         assert_right(call, *on(device, call, unpack))
