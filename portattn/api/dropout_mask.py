@@ -35,9 +35,10 @@ def dropout_mask(
 
     Returns bool (batch, heads, seq_q, seq_k).
 
-    Element (b, h, i, j) is kept where word 0 of Philox4x32-10 with the key `seed` and the counter (j, i, b·heads + h,
-    0) is no less than round(dropout_p·2³²) (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). So a
-    larger mask with as many heads contains a smaller one.
+    Element (b, h, i, j) is kept where word 0 of Philox2x32-10 with the key a and the counter (j, i ^ c) is no less than
+    round(dropout_p·2³²); a and c are words 0 and 1 of Philox4x32-10 with the key `seed` and the counter (b·heads + h,
+    0, 0, 0) (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). So a larger mask with as many heads
+    contains a smaller one.
 
     Memory: the mask, and on a device other than the CPU a few int64 tensors of its shape.
 

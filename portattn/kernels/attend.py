@@ -6,7 +6,7 @@ Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base 
 import triton
 import triton.language as tl
 
-from portattn.kernels.dropout import kept_scores
+from portattn.kernels.dropout import head_words, kept_scores
 from portattn.kernels.operands import operand, products, query_tile, split_product
 from portattn.kernels.stored import (
     NV_BLOCK,
@@ -109,11 +109,11 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
 
 
 @triton.jit
-def drop_out(p, seed, rows, start, head, threshold, BLOCK_N: tl.constexpr, MULHI: tl.constexpr):
+def drop_out(p, key, rows, start, threshold, BLOCK_N: tl.constexpr, MULHI: tl.constexpr):
     """Probabilities [BLOCK_M, BLOCK_N] of the keys from `start` on, 0 where they are dropped. What is kept is scaled
-    once, at the end; the row's sum is of all of them."""
+    once, at the end; the row's sum is of all of them. `key` and `rows` are as kept_scores has them."""
     keys = start + tl.arange(0, BLOCK_N)
-    return tl.where(kept_scores(seed, keys[None, :], rows[:, None], head, threshold, MULHI), p, 0.0)
+    return tl.where(kept_scores(key, keys[None, :], rows[:, None], threshold, MULHI), p, 0.0)
 
 
 @triton.jit
@@ -252,6 +252,9 @@ def attend(
                             Q_FORMAT, OPERANDS)  # fmt: skip
     else:
         q_tail = None
+    if dropout_seed is not None:
+        drop_word, drop_turn = head_words(dropout_seed, drop_head, MULHI)
+        drop_rows = drop_rows ^ drop_turn
     if PIPELINE == "single":
         # Without a loop there is half as much code, and registers are those of one step.
         PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
@@ -269,7 +272,7 @@ def attend(
             EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
         )  # fmt: skip
         if dropout_seed is not None:
-            p = drop_out(p, dropout_seed, drop_rows, origin - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
+            p = drop_out(p, drop_word, drop_rows, origin - drop_origin, threshold, BLOCK_N, MULHI)
         acc = add_values(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
@@ -303,7 +306,7 @@ def attend(
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
                 )  # fmt: skip
                 if dropout_seed is not None:
-                    p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
+                    p = drop_out(p, drop_word, drop_rows, start - drop_origin, threshold, BLOCK_N, MULHI)
                 if Q_OPERAND == "reload":
                     q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
                     if BLOCK_TAIL != 0:
@@ -328,7 +331,7 @@ def attend(
             EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
         )  # fmt: skip
         if dropout_seed is not None:
-            p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
+            p = drop_out(p, drop_word, drop_rows, start - drop_origin, threshold, BLOCK_N, MULHI)
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
@@ -368,7 +371,7 @@ def attend(
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
                 )  # fmt: skip
                 if dropout_seed is not None:
-                    p = drop_out(p, dropout_seed, drop_rows, start - drop_origin, drop_head, threshold, BLOCK_N, MULHI)
+                    p = drop_out(p, drop_word, drop_rows, start - drop_origin, threshold, BLOCK_N, MULHI)
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import key_steps
-from portattn.kernels.dropout import kept_scores
+from portattn.kernels.dropout import head_words, kept_scores
 from portattn.kernels.gradients import (
     load_numbers,
     load_row_numbers,
@@ -174,6 +174,8 @@ def backward_keys(
                     alibi_slopes + tl.minimum(batch, batches - 1).to(tl.int64) * alibi_stride_b + head,
                     mask=batch < batches, other=0,
                 )  # fmt: skip
+            if dropout_seed is not None:
+                drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
             for edge in tl.static_range(2):
                 if edge == 0:
                     count = full_end - full_begin
@@ -238,8 +240,8 @@ def backward_keys(
                         do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
                     p_kept = p
                     if dropout_seed is not None:
-                        kept = kept_scores(dropout_seed, keys[:, None] - drop_key, rows[None, :] - drop_row,
-                                           batch * heads_q + head, threshold, MULHI)  # fmt: skip
+                        kept = kept_scores(drop_word, keys[:, None] - drop_key, (rows - drop_row ^ drop_turn)[None, :],
+                                           threshold, MULHI)  # fmt: skip
                         p_kept = tl.where(kept, p * keep_scale, 0.0)
                     dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
                     if dropout_seed is not None:
@@ -375,6 +377,8 @@ def backward_rows(
                 alibi_slopes + tl.minimum(batch, batches - 1).to(tl.int64) * alibi_stride_b + head,
                 mask=batch < batches, other=0,
             )  # fmt: skip
+        if dropout_seed is not None:
+            drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
         dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         by_distance = tl.full([BLOCK_M], 0.0, tl.float32)
         for edge in tl.static_range(2):
@@ -415,8 +419,8 @@ def backward_rows(
                     slope, added, shown, scale, softcap, edge == 1, WINDOW, SOFTCAP, EXP,
                 )  # fmt: skip
                 if dropout_seed is not None:
-                    kept = kept_scores(dropout_seed, keys[None, :] - drop_key, rows[:, None] - drop_row,
-                                       batch * heads_q + head, threshold, MULHI)  # fmt: skip
+                    kept = kept_scores(drop_word, keys[None, :] - drop_key, (rows - drop_row ^ drop_turn)[:, None],
+                                       threshold, MULHI)  # fmt: skip
                     dp = tl.where(kept, dp * keep_scale, 0.0)
                 ds = p * (dp - row_delta[:, None])
                 if edge == 1 or (bias is not None or mask is not None):

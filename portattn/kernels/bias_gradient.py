@@ -7,7 +7,7 @@ one element, so that results repeat bit by bit.
 import triton
 import triton.language as tl
 
-from portattn.kernels.dropout import kept_scores
+from portattn.kernels.dropout import head_words, kept_scores
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.tiles import load_query_rows, sequence_bounds
 
@@ -106,7 +106,8 @@ def backward_bias(
                 added, shown, scale, softcap, True, WINDOW, SOFTCAP, EXP,
             )  # fmt: skip
             if dropout_seed is not None:
-                kept = kept_scores(dropout_seed, keys[None, :], rows[:, None], batch * heads_q + head, threshold, MULHI)
+                word, turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
+                kept = kept_scores(word, keys[None, :], (rows ^ turn)[:, None], threshold, MULHI)
                 dp = tl.where(kept, dp * keep_scale, 0.0)
             acc += tl.where(keep, p * (dp - row_delta[:, None]), 0.0)
         base = grad_bias + (own_batch * own_heads + own_head).to(tl.int64) * own_rows * own_keys

@@ -1,7 +1,7 @@
 """Which probabilities dropout keeps: random numbers of a counter, so that any block of them can be made at any time.
 
-Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), as triton.language.philox and
-curand compute it, in int64 tensors: torch has no product of uint32 with its upper half.
+Philox4x32-10 and Philox2x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), in int64
+tensors: torch has no product of uint32 with its upper half. The first is that of triton.language.philox and curand.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 ROUNDS = 10
 FACTORS = (0xD2511F53, 0xCD9E8D57)  # of the first and the third counter word
+FACTOR = 0xD256D193  # of Philox2x32
 WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two key words after every round: the golden ratio, and √3 − 1
 WORD = 0xFFFFFFFF
 # Numbers made at a time on a CPU: 128 KiB a tensor stay in its caches, ten times faster than whole blocks.
@@ -33,6 +34,16 @@ def philox(seed: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, ..
         c2, c3 = (first >> 32).bitwise_and_(WORD) ^ c3 ^ k1, first & WORD
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return c0, c1, c2, c3
+
+
+def philox_of_two(key: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two output words of Philox2x32-10, each int64 in [0, 2³²), of a key word and two counter words; as philox."""
+    c0, c1 = counter
+    for _ in range(ROUNDS):
+        product = c0 * FACTOR
+        c0, c1 = (product >> 32).bitwise_and_(WORD) ^ c1 ^ key, product & WORD
+        key = (key + WEYL[0]) & WORD
+    return c0, c1
 
 
 def threshold(probability: float) -> int:
@@ -66,7 +77,8 @@ def keep_mask(
         ]
         return torch.cat(parts, dim=axis)
     nothing = torch.zeros((), dtype=torch.long, device=keys.device)
-    return philox(seed, keys, rows, batch_heads, nothing)[0] >= threshold(probability)
+    key, turn, _, _ = philox(seed, batch_heads, nothing, nothing, nothing)
+    return philox_of_two(key, keys, rows ^ turn)[0] >= threshold(probability)
 
 
 def _part(indices: torch.Tensor, axes: int, axis: int, begin: int, size: int) -> torch.Tensor:

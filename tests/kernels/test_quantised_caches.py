@@ -191,9 +191,21 @@ def test_small_scales_lose_nothing_in_float16(device: Device, scales: str) -> No
 @pytest.mark.parametrize("cache", ["decode", "paged_packed_hpd"])
 @pytest.mark.parametrize("kind", ["e4m3", "int4"])
 def test_each_way_to_load_tiles(device: Device, load: str, cache: str, kind: str) -> None:
-    lowering = {"load": load, "k_tile": "row"} | ({"page_loop": "per_page"} if cache.startswith("paged") else {})
+    lowering, pages = {"load": load, "k_tile": "row"}, {}
+    if cache.startswith("paged"):
+        lowering["page_loop"] = "per_page"
+        pages = {"page_size": 32, "seq_k": 64}  # whole tiles, on a chip as well
     call = quantised(
-        device.name, cache, kind, "token", page_layout="phd", heads_k=1, heads_q=2, head_dim=32, leftpad_k=False
+        device.name,
+        cache,
+        kind,
+        "token",
+        page_layout="phd",
+        heads_k=1,
+        heads_q=2,
+        head_dim=32,
+        leftpad_k=False,
+        **pages,
     )
     assert_right(call, *run_core(device, call, lowering=lowering))
 

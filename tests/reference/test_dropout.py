@@ -15,7 +15,7 @@ from support import no_interpreter
 from portattn.api.dropout_mask import dropout_mask
 from portattn.errors import ArgumentError
 from portattn.reference import dropout
-from portattn.reference.dropout import block_mask, keep_mask, philox, threshold
+from portattn.reference.dropout import block_mask, keep_mask, philox, philox_of_two, threshold
 
 # Counter, key and words: the known answers for philox4x32-10 of Random123 (kat_vectors), the authors' own library.
 # curand's Philox4_32_10 is the same generator. The last one's input is the digits of π.
@@ -23,6 +23,12 @@ KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+# The same for philox2x32-10.
+KNOWN_OF_TWO = [
+    ("00000000 00000000", "00000000", "ff1dae59 6cd10df2"),
+    ("ffffffff ffffffff", "ffffffff", "2c3f628b ab4fd7ad"),
+    ("243f6a88 85a308d3", "13198a2e", "dd7ce038 f62a4c12"),
 ]
 
 
@@ -42,14 +48,29 @@ def test_known_answers(counter: str, key: str, expected: str) -> None:
     assert [int(word) for word in found] == words(expected)
 
 
-def in_python(seed: int, counter: list[int]) -> int:
-    """Word 0, in Python's integers."""
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_OF_TWO)
+def test_known_answers_of_two_words(counter: str, key: str, expected: str) -> None:
+    found = philox_of_two(torch.tensor(words(key)), *(torch.tensor([word]) for word in words(counter)))
+    assert [int(word) for word in found] == words(expected)
+
+
+def in_python(seed: int, head: int, row: int, key: int) -> int:
+    """The word that decides about a score, in Python's integers."""
+    of_head, turn, _, _ = philox_in_python(seed, [head, 0, 0, 0])
+    c, k = [key, row ^ turn], of_head
+    for _ in range(10):
+        product = c[0] * 0xD256D193
+        c, k = [product >> 32 ^ k ^ c[1], product & dropout.WORD], (k + 0x9E3779B9) & dropout.WORD
+    return c[0]
+
+
+def philox_in_python(seed: int, counter: list[int]) -> list[int]:
     c, k = list(counter), [seed & dropout.WORD, seed >> 32 & dropout.WORD]
     for _ in range(10):
         first, third = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [third >> 32 ^ c[1] ^ k[0], third & dropout.WORD, first >> 32 ^ c[3] ^ k[1], first & dropout.WORD]
         k = [(k[0] + 0x9E3779B9) & dropout.WORD, (k[1] + 0xBB67AE85) & dropout.WORD]
-    return c[0]
+    return c
 
 
 @pytest.mark.interpreter
@@ -77,7 +98,7 @@ def test_a_mask_is_the_same_in_any_parts(monkeypatch: pytest.MonkeyPatch, elemen
     monkeypatch.setattr(dropout, "CPU_ELEMENTS", elements)
     mask = block_mask(seed, p, batch, heads, range(rows), range(keys))
     expected = [
-        in_python(int(seed), [j, i, bh, 0]) >= round(p * 2**32)
+        in_python(int(seed), bh, i, j) >= round(p * 2**32)
         for bh in range(batch * heads) for i in range(rows) for j in range(keys)
     ]  # fmt: skip
     assert mask.flatten().tolist() == expected
