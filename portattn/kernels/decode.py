@@ -236,7 +236,7 @@ def decode_split(
             acc, row_max, row_sum = attend_words(
                 row_max, row_sum, q_pointers, row_valid, q_stride_d,
                 k_base, v_base, table, pages, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-                k_token_scales, k_scale_stride_b, k_scale_stride_s, v_token_scales, v_scale_stride_b, v_scale_stride_s,
+                k_token_scales, k_scale_page, k_scale_row, v_token_scales, v_scale_page, v_scale_row,
                 k_first, first_step, full_begin, full_end, last_step, far,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k, score_scale,
                 softcap, tree_low, tree_high, tree_first,

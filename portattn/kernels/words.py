@@ -1,14 +1,14 @@
 """attend_words: attend's loop over a quantised cache whose rows are read as 16-bit words.
 
-A word holds two numbers of a byte, or four of int4. Each of these places has tiles of its own: a score is the sum of
-their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers are, and
-numbers are widened by themselves, to float16, in which every number of every format is exact.
+A word holds two numbers of a byte, or four of int4 or nvfp4. Each of these places has tiles of its own: a score is the
+sum of their products, and each has an accumulator. So tiles of the cache are copied and transposed as 16-bit numbers
+are, and numbers are widened by themselves, to float16, in which every number of every format is exact.
 """
 
 import triton
 import triton.language as tl
 
-from portattn.kernels.stored import MIDDLE, ZERO_BITS, widened, without_zero
+from portattn.kernels.stored import MIDDLE, NV_BLOCK, ZERO_BITS, widened, without_zero
 from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
 
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32
@@ -18,6 +18,8 @@ BITS_OF_2_23: tl.constexpr = tl.constexpr(0x4B000000)  # of a float32
 STEP_OF_LOGS: tl.constexpr = tl.constexpr(2.0**-23)  # see value_logs
 BIAS_OF_LOGS: tl.constexpr = tl.constexpr(127.0)
 LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
+NV_RAISED: tl.constexpr = tl.constexpr(16384.0)  # 2^14: by what nvfp4 numbers in float16's bits are too small
+NV_WORDS: tl.constexpr = tl.constexpr(NV_BLOCK.value // 2)  # words of a row whose two scales are one word
 
 
 @triton.jit
@@ -226,6 +228,96 @@ def four_differences(words, zeros, UNPACK: tl.constexpr):
 
 
 @triton.jit
+def halves_of_words(source, WORDS: tl.constexpr, UNPACK: tl.constexpr):
+    """Which half of its word the scale of each word of a row is in [WORDS * NV_WORDS], int16: 0 or 1.
+
+    With `ptx` they are what stands for a load that is never made. Triton 3.6.0 brings what a product's operand is made
+    of into the operand's layout as it was loaded, before it is widened; but nothing of an operand that is made of a
+    range, which takes 5 times the instructions for shared memory.
+
+    source  any pointer: nothing is read there
+    """
+    halves = (tl.arange(0, WORDS * NV_WORDS) * 2 // NV_WORDS % 2).to(tl.int16)
+    if UNPACK == "ptx":
+        pointers = source.to(tl.pointer_type(tl.int16)) + tl.arange(0, WORDS * NV_WORDS)
+        halves = tl.load(pointers, mask=halves < 0, other=halves)
+    return halves
+
+
+@triton.jit
+def scales_of_words(scales, halves, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, UNPACK: tl.constexpr):
+    """The scale of each word [BLOCK_N, WORDS * NV_WORDS] of a row of nvfp4, float16, of words of two scales of blocks.
+
+    Scales are read as words too: where what goes into a product was read in bytes, compilers lay all of it out for
+    bytes.
+    """
+    COLS: tl.constexpr = WORDS * NV_WORDS
+    pairs = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, WORDS, NV_WORDS]), [BLOCK_N, COLS])
+    places = halves[None, :]
+    if UNPACK == "ptx":
+        pairs, places = tl.broadcast(pairs, places)
+        factors = tl.inline_asm_elementwise(
+            """{ .reg .b32 which, both; .reg .b16 pair, rest;
+            shr.u32 which, $2, 12;
+            lop3.b32 which, which, $2, 0x20, 0xfe;
+            prmt.b32 both, $1, 0, which;
+            mov.b32 {pair, rest}, both;
+            cvt.rn.f16x2.e4m3x2 $0, pair; }""",
+            "=r,r,r", [pairs, places], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        factors = widened(pairs >> (places * 8), tl.full([1], 0.0, tl.float16), "e4m3")
+    return factors
+
+
+@triton.jit
+def e2m1(codes):
+    """Numbers of nvfp4 codes, of which other bits are ignored, 2^-14 times as large as they are, float16."""
+    # The exponent's two bits become the lowest of a float16's five.
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def four_scaled(words, factors, UNPACK: tl.constexpr):
+    """The four numbers of words of nvfp4 times their words' factors, float16 of the words' shape.
+
+    A product has 6 bits, from 2^-10 to 2688. With `ptx` all are times 2^-14, so that a number is its bits in other
+    places: the smallest is then float16's smallest, and products of matrices hold it exactly.
+    """
+    if UNPACK == "ptx":
+        # First the upper bytes of the float16 numbers, of all four upper halves of bytes together, and all four lower.
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{ .reg .b32 part, raised, upper, lower, one, two, three, four;
+            shr.u32 part, $4, 3;
+            and.b32 part, part, 0x0e0e0e0e;
+            lop3.b32 upper, $4, 0x80808080, part, 0xea;
+            shl.b32 raised, $4, 4;
+            shl.b32 part, $4, 1;
+            and.b32 part, part, 0x0e0e0e0e;
+            lop3.b32 lower, raised, 0x80808080, part, 0xea;
+            prmt.b32 one, lower, 0, 0x2404;
+            prmt.b32 two, upper, 0, 0x2404;
+            and.b32 three, lower, 0xff00ff00;
+            and.b32 four, upper, 0xff00ff00;
+            mul.rn.f16x2 $0, one, $5;
+            mul.rn.f16x2 $1, two, $5;
+            mul.rn.f16x2 $2, three, $5;
+            mul.rn.f16x2 $3, four, $5; }""",
+            "=&r,=&r,=&r,=r,r,r", [words, factors], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        codes = words.to(tl.int32)
+        wide = factors.to(tl.float32) * NV_RAISED
+        first = (e2m1(codes).to(tl.float32) * wide).to(tl.float16)
+        second = (e2m1(codes >> 4).to(tl.float32) * wide).to(tl.float16)
+        third = (e2m1(codes >> 8).to(tl.float32) * wide).to(tl.float16)
+        fourth = (e2m1(codes >> 12).to(tl.float32) * wide).to(tl.float16)
+    return first, second, third, fourth
+
+
+@triton.jit
 def largest_finite(tile):
     """The largest finite |number| of each row of a tile, float32."""
     size = tl.abs(tile.to(tl.float32))
@@ -286,11 +378,18 @@ def attend_words(
     float16 holds it, and rounds none of the largest shares of a result away. A softmax may be taken against any number
     that is near the largest score; this one stands for the maximum in all that follows.
 
+    Scales of nvfp4's blocks go into the numbers, in front of both products: they differ along a row. Probabilities are
+    times 2^14 then, so that a float16 of one is not small where a block's scale is.
+
     BLOCK_D, BLOCK_DV  columns of tiles before they are parted
+    k_scales, v_scales  a scale for each token, or of nvfp4 the bytes of its blocks' scales, a row for each token
 
     Returns acc [BLOCK_M, BLOCK_DV], row_max and row_sum.
     """
-    PLACES: tl.constexpr = 4 if KV_FORMAT == "int4" else 2  # numbers of a word
+    ZEROS: tl.constexpr = KV_FORMAT == "int4"  # a number that stands for 0
+    BLOCKS: tl.constexpr = KV_FORMAT == "nvfp4"  # scales of blocks
+    PLACES: tl.constexpr = 4 if ZEROS or BLOCKS else 2  # numbers of a word
+    TOKENS: tl.constexpr = k_scales is not None and not BLOCKS  # scales of tokens
     NATURAL: tl.constexpr = slopes is not None or bias_rows is not None
     MASKS: tl.constexpr = mask_rows is not None or bias_rows is not None
     EDGE_UNUSED: tl.constexpr = WINDOW or tree_low is not None  # see attend
@@ -309,9 +408,11 @@ def attend_words(
     # Of a probability: float16 results are rounded less. A second one that is 0 would make NaN of e5m2's infinity.
     FLOAT16: tl.constexpr = q_1.dtype == tl.float16  # by itself: no constexpr yet where Triton 3.2 combines it
     TERMS: tl.constexpr = 2 if FLOAT16 and KV_FORMAT != "e5m2" else 1
-    # int4: what a product of queries with keys' bits is to be multiplied by.
-    BITS: tl.constexpr = 1048576.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # 2^20
-    ABOVE: tl.constexpr = 16.0 if PLACES == 4 and UNPACK == "ptx" else 1.0  # of the first and third place beside it
+    # int4 and nvfp4: what a product of queries with keys' bits is to be multiplied by.
+    BITS_ZEROS: tl.constexpr = 1048576.0 if UNPACK == "ptx" else 1.0  # 2^20
+    BITS_BLOCKS: tl.constexpr = NV_RAISED if UNPACK == "ptx" else 1.0
+    BITS: tl.constexpr = BITS_ZEROS if ZEROS else (BITS_BLOCKS if BLOCKS else 1.0)
+    ABOVE: tl.constexpr = 16.0 if ZEROS and UNPACK == "ptx" else 1.0  # of the first and third place beside it
     SCALED: tl.constexpr = ABOVE != 1.0 or not FLOAT16
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
@@ -327,9 +428,10 @@ def attend_words(
         if PLACES == 4:
             q_3 = (q_3.to(tl.float32) * (inverse * ABOVE)).to(tl.float16)
             q_4 = (q_4.to(tl.float32) * inverse).to(tl.float16)
-    if PLACES == 4:
+    if ZEROS:
         q_sum = (tl.sum(q_1.to(tl.float32), 1) + tl.sum(q_3.to(tl.float32), 1)) * (1.0 / ABOVE)
         q_sum = (q_sum + tl.sum(q_2.to(tl.float32), 1) + tl.sum(q_4.to(tl.float32), 1)) * (1.0 / BITS)
+    if PLACES == 4:
         scale = scale * BITS
 
     acc_1 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
@@ -337,6 +439,9 @@ def attend_words(
     if PLACES == 4:
         acc_3 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
         acc_4 = tl.full([BLOCK_M, WIDE_V], 0.0, tl.float32)
+    if BLOCKS:
+        k_halves = halves_of_words(k_scales, WIDE // NV_WORDS, UNPACK)
+        v_halves = halves_of_words(v_scales, WIDE_V // NV_WORDS, UNPACK)
     # Two passes: key tiles that every row attends whole, then those at the edges.
     for edge in tl.static_range(2):
         if edge == 0:
@@ -371,7 +476,16 @@ def attend_words(
             keys = load_words(at_k, there, COLS, WIDE, edge == 1, ALIGNED)
             values = load_words(at_v, there, COLS_V, WIDE_V, edge == 1, ALIGNED)
             logs = None
-            if k_scales is not None:
+            if BLOCKS:
+                k_blocks = load_words(
+                    key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
+                    there, COLS // NV_WORDS, WIDE // NV_WORDS, edge == 1, 4 if COLS // NV_WORDS % 2 == 0 else 2,
+                )  # fmt: skip
+                v_blocks = load_words(
+                    key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
+                    there, COLS_V // NV_WORDS, WIDE_V // NV_WORDS, edge == 1, 4 if COLS_V // NV_WORDS % 2 == 0 else 2,
+                )  # fmt: skip
+            if TOKENS:
                 of_keys = load_scales(
                     key_pointers(k_scales, start, page, row, k_scale_stride_p, k_scale_stride_s, PAGE_SIZE),
                     there, edge == 1,
@@ -380,19 +494,23 @@ def attend_words(
                     key_pointers(v_scales, start, page, row, v_scale_stride_p, v_scale_stride_s, PAGE_SIZE),
                     there, edge == 1,
                 )  # fmt: skip
-                if PLACES == 4:
+                if ZEROS:
                     raw_k, raw_v = of_keys, of_values
                     of_keys, of_values = without_zero(raw_k), without_zero(raw_v)
                 logs = value_logs(of_values, EXP, NATURAL)
             if PLACES == 4:
-                k_1, k_2, k_3, k_4 = four_places(keys, UNPACK)
+                if BLOCKS:
+                    k_factors = scales_of_words(k_blocks, k_halves, BLOCK_N, WIDE // NV_WORDS, UNPACK)
+                    k_1, k_2, k_3, k_4 = four_scaled(keys, k_factors, UNPACK)
+                else:
+                    k_1, k_2, k_3, k_4 = four_places(keys, UNPACK)
                 scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
                 scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
                 scores = tl.dot(q_3, tl.trans(k_3), scores, input_precision="ieee")
                 scores = tl.dot(q_4, tl.trans(k_4), scores, input_precision="ieee")
-                if k_scales is None:
+                if ZEROS and k_scales is None:
                     scores -= q_sum[:, None] * MIDDLE
-                else:
+                elif ZEROS:
                     scores -= q_sum[:, None] * zero_numbers(raw_k)[None, :]
             else:
                 k_1, k_2 = two_places(keys, KV_FORMAT, UNPACK)
@@ -400,16 +518,20 @@ def attend_words(
                 scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
             if SCALED:
                 scores *= unit[:, None]
-            if k_scales is not None:
+            if TOKENS:
                 scores *= of_keys[None, :]
             p, correction, row_max, row_sum = softmax_step(
                 scores, start, end, row_start, row_end, row_max, row_sum, scale, softcap, slopes, positions,
                 bias_rows, bias_stride, mask_rows, mask_stride, row_valid, BLOCK_N, edge == 1, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first, logs,
             )  # fmt: skip
-            if MASKS or (EDGE_UNUSED and edge == 1):
+            if BLOCKS:
+                if MASKS or (EDGE_UNUSED and edge == 1):  # nothing but a scale is NaN
+                    v_blocks = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, v_blocks).to(tl.int16)
+                p = p * NV_RAISED
+            elif MASKS or (EDGE_UNUSED and edge == 1):
                 values = tl.where((tl.max(p, 0) == 0.0)[:, None], 0, values).to(tl.int16)
-            if v_scales is not None:
+            if TOKENS:
                 if MASKS or edge == 1:
                     p = tl.where(p == 0.0, 0.0, p * of_values[None, :])  # a masked key's scale may be NaN
                 else:
@@ -418,12 +540,16 @@ def attend_words(
             low = high
             if TERMS == 2:
                 low = (p - high.to(tl.float32)).to(tl.float16)
-            if PLACES == 4:
+            if ZEROS:
                 # Values have both signs, and their sums cancel: what stands for 0 is subtracted before, not after.
                 middle = tl.full([1, 1], MIDDLE, tl.int16)
                 if v_scales is not None:
                     middle = (raw_v.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
                 v_1, v_2, v_3, v_4 = four_differences(values, middle, UNPACK)
+            if BLOCKS:
+                v_factors = scales_of_words(v_blocks, v_halves, BLOCK_N, WIDE_V // NV_WORDS, UNPACK)
+                v_1, v_2, v_3, v_4 = four_scaled(values, v_factors, UNPACK)
+            if PLACES == 4:
                 acc_1 = add_product(acc_1, correction, high, low, v_1, TERMS)
                 acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
                 acc_3 = add_product(acc_3, correction, high, low, v_3, TERMS)
@@ -434,6 +560,8 @@ def attend_words(
                 acc_2 = add_product(acc_2, correction, high, low, v_2, TERMS)
     if PLACES == 4:
         acc = tl.interleave(tl.interleave(acc_1, acc_3), tl.interleave(acc_2, acc_4))
+        if BLOCKS and UNPACK != "ptx":
+            acc = acc * (1.0 / NV_RAISED)
     else:
         acc = tl.interleave(acc_1, acc_2)
     return acc, row_max, row_sum

@@ -66,7 +66,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bias_by_key, mask_by_key   they are the same for every head and query of a sequence
     num_splits    programs that share a row's keys, as the caller demands; 0 for as many as planning finds best
     aligned       rows are contiguous, and bases and outer strides are multiples of 16 bytes (what TMA asks for)
-    word_aligned  of a cache's rows the same, of 4 bytes: what a float32 scale inside of them asks for
+    word_aligned  of a cache's rows the same, of 4 bytes: what a float32 scale inside of them asks for. Of nvfp4 its
+                  blocks' scales too, or of 2 or 1 where a row's scales are no multiple of 4 bytes
     kv_format     format of the numbers that the cache holds: as_q (q's dtype), or a narrower one, which kernels widen
                   in registers. attention and varlen_attention have queries in it too (q_format), and values but for
                   int8 (v_format)
@@ -284,9 +285,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def words(self) -> bool:
         """Whether rows of a quantised cache are whole 16-bit words (kernels/words.py) at aligned addresses."""
-        whole = self.head_dim % self.numbers_of_word == 0 and self.head_dim_v % self.numbers_of_word == 0
-        read = self.kv_format not in ("as_q", NVFP4)  # the loop over words knows no scales of blocks
-        return read and whole and (self.aligned or self.word_aligned)
+        number = 2 * NV_BLOCK if self.kv_format == NVFP4 else self.numbers_of_word  # a row's scales are words too
+        whole = self.head_dim % number == 0 and self.head_dim_v % number == 0
+        # What is aligned says nothing of the scales of nvfp4's blocks.
+        aligned = self.word_aligned or (self.aligned and self.kv_format != NVFP4)
+        return self.kv_format != "as_q" and whole and aligned
 
     @property
     def packed(self) -> bool:

@@ -14,7 +14,7 @@ from portattn.schema.tensors import held
 from portattn.testing.random_features import DTYPES, attended_keys, choices, drawn_features
 from portattn.testing.random_lengths import drawn_lengths, key_storage, page_table, query_rows
 from portattn.testing.random_stored import in_blocks, stored
-from portattn.validate.checks import aligned
+from portattn.validate.checks import words_aligned
 
 SOFTCAP = 5.0  # scores are about normal: it bends the larger ones
 DROPPED = 0.1  # share of the probabilities that dropout sets to 0
@@ -122,7 +122,8 @@ def random_call(
         call.dropout_seed = torch.randint(2**62, (1,), generator=generator).to(device)
     known = {f"{name}_by_key": _same_for_all_rows(getattr(call, name)) for name in ("bias", "mask")}
     if p.kv_format != "as_q":
-        known["word_aligned"] = p.word_aligned and all(aligned(x, WORD_ALIGNMENT) for x in (call.k, call.v))
+        blocks = call.k_block_scale, call.v_block_scale
+        known["word_aligned"] = p.word_aligned and words_aligned((call.k, call.v), blocks)
     call.problem = msgspec.structs.replace(p, **known)
     return call
 

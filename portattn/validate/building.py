@@ -10,9 +10,9 @@ import torch
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import WORD_ALIGNMENT
-from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients
+from portattn.validate.checks import DTYPES, aligned, in_line, is_large, reachable, wants_gradients, words_aligned
 from portattn.validate.features import Features
+from portattn.validate.stored import BLOCKS
 
 
 def build(
@@ -46,7 +46,7 @@ def build(
         dtype=DTYPES[dtype or views["q"].dtype],  # type: ignore[arg-type]
         pages_in_line=paged and in_line(views["k"]) and in_line(views["v"]),
         aligned=all(aligned(tensor) for tensor in columns),
-        word_aligned=not stored or all(aligned(views[name], WORD_ALIGNMENT) for name in ("k", "v")),
+        word_aligned=not stored or words_aligned((views["k"], views["v"]), (call.get(name) for name in BLOCKS)),
         large=is_large(*columns),
         needs_grad=wants_gradients(*differentiable, *features.floating),
         negative_scale=scale < 0.0,

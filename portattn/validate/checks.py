@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import ROWS
-from portattn.schema.problem_limits import MAX_HEAD_DIM, MAX_SPLITS
+from portattn.schema.problem_limits import MAX_HEAD_DIM, MAX_SPLITS, WORD_ALIGNMENT
 from portattn.schema.sizes import is_size, most, next_power_of_two
 from portattn.schema.tensors import INT32_MAX, KV_FORMAT, PACKED, POINTER_ALIGNMENT, TORCH_DTYPE, TWO_GIB, spans
 
@@ -191,6 +191,16 @@ def aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:
         and starts_aligned(tensor, multiple)
         and all(stride * size % multiple == 0 for stride in outer)
     )
+
+
+def words_aligned(rows: Iterable[torch.Tensor], block_scales: Iterable[torch.Tensor | None] = ()) -> bool:
+    """Whether a quantised cache's rows, and those of its blocks' scales, are what Problem.word_aligned says."""
+    for scales in block_scales:
+        if scales is not None:
+            whole = next(size for size in (WORD_ALIGNMENT, 2, 1) if scales.shape[3] % size == 0)
+            if not aligned(scales, whole):
+                return False
+    return all(aligned(row, WORD_ALIGNMENT) for row in rows)
 
 
 def starts_aligned(tensor: torch.Tensor, multiple: int = POINTER_ALIGNMENT) -> bool:

@@ -105,7 +105,9 @@ def _check_pool(pool: Any, runner: Any) -> None:
         if pool.kv_cache_layout not in ("nhd", "hnd"):
             refuse("kv_cache_layout", pool.kv_cache_layout, "must be nhd or hnd")
         if pool.is_quantized_kv_cache:
-            refuse("--kv-cache-dtype", type(pool.quant_method).__name__, "must be auto, bf16 or one of float8")
+            # Of nvfp4 SGLang makes scales that lie as we read them only for a backend that its own table of FP4 names.
+            limit = "must be auto, bf16 or one of float8: SGLang has FP4 caches for backends of its own alone"
+            refuse("--kv-cache-dtype", type(pool.quant_method).__name__, limit)
         _check_width("head_dim of the pool", pool.head_dim)
         _check_width("v_head_dim of the pool", pool.v_head_dim)
     else:

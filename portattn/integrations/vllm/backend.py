@@ -17,7 +17,9 @@ class PortattnBackend(Capabilities):
     """Attention over vLLM's paged cache, and encoders' without one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*caches.PLAIN, *caches.FLOAT8, *caches.TOKEN_SCALES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *caches.PLAIN, *caches.FLOAT8, *caches.TOKEN_SCALES, *caches.BLOCK_SCALES,
+    ]  # fmt: skip
 
     @staticmethod
     def get_name() -> str:
@@ -33,7 +35,7 @@ class PortattnBackend(Capabilities):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return caches.with_token_scales(spec)
+        return caches.with_scales(spec)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -2,6 +2,10 @@
 
 A layer's cache is (blocks, Hk, block, content), of any strides: the physical orders that vLLM knows differ in them
 alone. A token's content is [K | V], or with scales for each token and head [K | float32 | V | float32].
+
+Of nvfp4 it is (blocks, 2 Hk, block, D / 2 + D / 16), whose blocks' bytes are [K | its scales | V | its scales]: each of
+the four (Hk, block, …) or (block, Hk, …), as the strides say. FlashInfer's backend of vLLM has the same, from 0.32 on,
+but on sm_100, where the scales of values are in another order.
 """
 
 from __future__ import annotations
@@ -14,22 +18,29 @@ from vllm.platforms import current_platform
 
 from portattn.api import ops
 from portattn.errors import ArgumentError
+from portattn.schema.problem_limits import NV_BLOCK
 
 # cache_dtype of vLLM -> how its numbers are read; None where they are of the dtype that the tensor has.
 PLAIN = ("auto", "float16", "bfloat16")
 FLOAT8 = {"fp8": None, "fp8_e4m3": None, "fp8_e5m2": torch.float8_e5m2}  # None: the platform's e4m3
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": None}
 SCALE_BYTES = 4  # a float32
+BLOCK_SCALES = ("nvfp4",)  # two e2m1 numbers a byte, and an e4m3 scale for each 16 of a row
 
 
 @dataclass
 class Views:
-    """One cache tensor as portattn takes it: pages (P, Hk, page, D) and, where tokens have scales, (P, Hk, page)."""
+    """One cache tensor as portattn takes it: pages (P, Hk, page, D), and scales (P, Hk, page) where tokens have them.
+
+    Of nvfp4 pages are (P, Hk, page, D / 2) bytes, with the scales (P, Hk, page, D / 16) of their blocks.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    k_block_scale: torch.Tensor | None = None
+    v_block_scale: torch.Tensor | None = None
 
 
 def stored(cache_dtype: str) -> torch.dtype | None:
@@ -44,6 +55,8 @@ def views(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
 
     Raises ArgumentError where the tensor is not what the dtype and the head size say.
     """
+    if cache_dtype in BLOCK_SCALES:
+        return _views_of_blocks(cache, cache_dtype, head_size)
     width = SCALE_BYTES if cache_dtype in TOKEN_SCALES else 0
     if cache.ndim != 4 or cache.shape[-1] <= head_size + 2 * width:
         limit = f"must be (blocks, heads, block, content) with a content of keys ({head_size}), values and scales"
@@ -63,9 +76,45 @@ def views(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
     return Views(k, v, k_scale, v_scale)
 
 
-def with_token_scales(spec: Any) -> Any:
-    """The cache's specification with room for scales behind keys and values, where its mode has them."""
-    if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
+def _views_of_blocks(cache: torch.Tensor, cache_dtype: str, head_size: int) -> Views:
+    content = bytes_in_blocks(head_size)
+    if cache.ndim != 4 or cache.shape[1] % 2 or cache.shape[3] != content or cache.element_size() != 1:
+        limit = f"must be (blocks, 2 * heads, block, {content}) of one byte for {cache_dtype} and heads of {head_size}"
+        raise ArgumentError("PORTATTN", "kv_cache.shape", tuple(cache.shape), limit)
+    blocks, slots, tokens, _ = cache.shape
+    heads, half = slots // 2, slots // 2 * tokens * content
+    by_head = cache.stride()[1:] == (tokens * content, content, 1)
+    if not by_head and cache.stride()[1:] != (content, slots * content, 1):
+        limit = f"must be those of blocks without gaps, by heads or by tokens, for {cache_dtype}"
+        raise ArgumentError("PORTATTN", "kv_cache.stride()", cache.stride(), limit)
+    memory = cache.view(torch.uint8).as_strided((blocks, 2 * half), (cache.stride(0), 1))
+    found = []
+    for side in memory.split(half, 1):
+        for part in side.split((heads * tokens * (head_size // 2), heads * tokens * (head_size // NV_BLOCK)), 1):
+            rows = part.unflatten(1, (heads, tokens, -1) if by_head else (tokens, heads, -1))
+            found.append(rows if by_head else rows.transpose(1, 2))
+    k, k_scales, v, v_scales = found
+    return Views(
+        k, v, k_block_scale=k_scales.view(torch.float8_e4m3fn), v_block_scale=v_scales.view(torch.float8_e4m3fn)
+    )
+
+
+def bytes_in_blocks(head_size: int) -> int:
+    """Bytes of a token's keys, or values, of one head in nvfp4, scales included."""
+    return head_size // 2 + head_size // NV_BLOCK
+
+
+def with_scales(spec: Any) -> Any:
+    """The cache's specification with room for the scales that its mode has for each token, or for blocks of a row."""
+    if spec.state_content_bytes is not None:
+        return spec
+    if spec.kv_quant_mode.is_nvfp4:
+        if spec.head_size_v != spec.head_size:
+            limit = f"must be that of keys, {spec.head_size}, with nvfp4"
+            raise ArgumentError("PORTATTN", "head_size_v", spec.head_size_v, limit)
+        content = bytes_in_blocks(spec.head_size)
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
+    if not spec.kv_quant_mode.is_per_token_head:
         return spec
     return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * SCALE_BYTES)
 
@@ -75,8 +124,9 @@ def write(key: torch.Tensor, value: torch.Tensor, to: Views, slots: torch.Tensor
     tokens = slots.shape[0]
     k_scale, v_scale = scales(to, layer)
     ops.write_pages(
-        key[:tokens], value[:tokens], to.k, to.v, slots, k_scale=k_scale, v_scale=v_scale, page_layout="hpd"
-    )
+        key[:tokens], value[:tokens], to.k, to.v, slots, k_scale=k_scale, v_scale=v_scale,
+        k_block_scale=to.k_block_scale, v_block_scale=to.v_block_scale, page_layout="hpd",
+    )  # fmt: skip
 
 
 def scales(of: Views, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -13,7 +13,7 @@ from portattn.integrations.vllm import caches
 from portattn.integrations.vllm.versions import untested
 from portattn.planning.chosen import wrong_settings
 from portattn.planning.registry import parse_target
-from portattn.schema.problem_limits import MAX_HEAD_DIM
+from portattn.schema.problem_limits import MAX_HEAD_DIM, NV_BLOCK
 
 BLOCK = 16  # tokens: kernels read pages of any size, but none smaller was tried with vLLM
 
@@ -71,6 +71,8 @@ class Capabilities(AttentionBackend):
             return f"a {cache} cache needs queries of float16 or bfloat16, and they are {dtype}"
         if cache in caches.TOKEN_SCALES and head_size % caches.SCALE_BYTES:
             return f"a {cache} cache needs a head size that is a multiple of {caches.SCALE_BYTES}, not {head_size}"
+        if cache in caches.BLOCK_SCALES and head_size % NV_BLOCK:
+            return f"a {cache} cache needs a head size that is a multiple of {NV_BLOCK}, not {head_size}"
         return None
 
     @classmethod

@@ -174,6 +174,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         shared: dict[str, Any] = {
             "k_scale": k_scale,
             "v_scale": v_scale,
+            "k_block_scale": of.k_block_scale,
+            "v_block_scale": of.v_block_scale,
             "scale": self.scale,
             "softcap": self.softcap,
             "alibi_slopes": self._slopes_on(query.device),

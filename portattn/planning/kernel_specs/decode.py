@@ -204,8 +204,6 @@ def no_words(problem: Problem) -> str:
     """Why a cache's rows cannot be read as 16-bit words (kernels/words.py); empty where they can."""
     if problem.kv_format == "as_q":
         return "the cache is not quantised"
-    if problem.kv_format == NVFP4:
-        return f"the loop over words knows no scales of blocks, which {NVFP4} has"
     if not problem.words:
         return f"rows are no whole words of {problem.numbers_of_word} numbers at multiples of {WORD_ALIGNMENT} bytes"
     if head_columns(problem)[1]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from served import Served
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
 
 from portattn import config
 from portattn.errors import ArgumentError, SettingError
@@ -44,6 +45,20 @@ def test_wide_latent_rows(refusal: Any) -> None:
     served = Served([4], latent=True)
     served.pool.kv_lora_rank = 576
     with refusal(ArgumentError, match=r"kv_lora_rank \+ qk_rope_head_dim of the pool is 592"):
+        _ = served.backend
+
+
+@feature("FP4 caches: nvfp4, fp4_mx_block16", refused=True)
+@pytest.mark.parametrize(
+    ("name", "method"), [("nvfp4", "NVFP4KVCacheMethod"), ("fp4_mx_block16", "FP4MXBlock16KVCacheMethod")]
+)
+def test_fp4_caches(name: str, method: str, refusal: Any) -> None:
+    """SGLang's own table of who reads such caches has no backend from outside: its pool makes no scales for one."""
+    served = Served([4])
+    served.pool.quant_method = get_kv_cache_quant_method(name, num_layers=1, device="cpu", page_size=1)
+    for phase in ("prefill", "decode"):
+        assert served.pool.quant_method.resolve_attention_access(phase, "portattn") is None
+    with refusal(ArgumentError, match=f"--kv-cache-dtype is '{method}', but must be auto, bf16 or one of float8"):
         _ = served.backend
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_batches import BLOCK, DECODE, DIM, KV_HEADS, MIXED, Batch, Layer, check
 
@@ -95,6 +96,63 @@ def test_views_are_views() -> None:
         assert of.k_scale.shape == (layer.blocks, KV_HEADS, BLOCK)
         layer.layer.kv_cache = layer.empty_cache()
         assert layer.layer.impl.views(layer.layer.kv_cache).k.data_ptr() == layer.layer.kv_cache.data_ptr()
+
+
+def read_blocks_back(layer: Layer, batch: Batch) -> None:
+    """As read_back, of nvfp4: by what vLLM's own function says of a block's bytes, and by e2m1 as OCP has it."""
+    cache = layer.layer.kv_cache
+    k, v = cache.split(KV_HEADS, dim=1)
+    if cache.stride(1) < cache.stride(2):  # by tokens: the sides are halves of a block nevertheless
+        whole = cache.as_strided((layer.blocks, 2, BLOCK, KV_HEADS, k.shape[-1]), (cache.stride(0), k.stride(2) // 2 *
+                                 BLOCK, k.stride(2) // 2, k.shape[-1], 1))  # fmt: skip
+        k, v = (whole[:, side].transpose(1, 2) for side in range(2))
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    levels = torch.cat([levels, -levels])
+    for values, side, scale in ((batch.k, k, layer.layer._k_scale), (batch.v, v, layer.layer._v_scale)):
+        numbers, factors = nvfp4_split_data_scale(side)
+        for b, (_, keys) in enumerate(batch.requests):
+            slots = batch.slots_of(b, 0, keys)
+            bytes_ = numbers[slots // BLOCK, :, slots % BLOCK].int()
+            codes = torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
+            of_blocks = factors[slots // BLOCK, :, slots % BLOCK].double().repeat_interleave(16, -1) * scale.double()
+            stored, asked = levels[codes] * of_blocks, values[b].double()
+            assert ((stored - asked).abs() <= of_blocks * 1.1 + 1e-3).all()  # a step of the largest numbers is 2
+            values[b] = stored
+
+
+@works("quantised caches: nvfp4, a scale for each 16 numbers")
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_scales_of_blocks(layout: str) -> None:
+    batch, layer = Batch(MIXED), Layer(cache_dtype="nvfp4", layout=layout)
+    layer.layer._k_scale.fill_(0.25)
+    layer.layer._v_scale.fill_(0.5)
+    out = layer.run(batch)
+    read_blocks_back(layer, batch)
+    check(out, batch)
+    assert portattn.last_plan().problem.kv_format == "nvfp4"
+    of, cache = layer.layer.impl.views(layer.layer.kv_cache), layer.layer.kv_cache
+    begin, half = cache.data_ptr(), KV_HEADS * BLOCK * (DIM // 2 + DIM // 16)
+    places = [one.data_ptr() - begin for one in (of.k, of.k_block_scale, of.v, of.v_block_scale)]
+    assert places == [0, KV_HEADS * BLOCK * DIM // 2, half, half + KV_HEADS * BLOCK * DIM // 2]
+
+
+@works("kernels, interpreted")
+def test_kernels_over_scales_of_blocks() -> None:
+    batch, layer = Batch([(1, 20), (3, 18)]), Layer(cache_dtype="nvfp4")
+    with portattn.settings(backend="interpreter"):
+        out = layer.run(batch)
+    read_blocks_back(layer, batch)
+    check(out, batch)
+
+
+def test_caches_in_blocks_of_another_shape_are_refused() -> None:
+    for layout in ("LHBNC", "BHLNC"):  # heads apart: a block's bytes are not one piece
+        layer = Layer(cache_dtype="nvfp4", layout=layout)
+        with pytest.raises(ArgumentError, match=r"kv_cache.stride\(\) is .* blocks without gaps, .* for nvfp4"):
+            layer.layer.impl.views(layer.layer.kv_cache)
+    cache = torch.zeros(4, 3, 16, 18, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match=r"kv_cache.shape is \(4, 3, 16, 18\), but must be \(blocks, 2 \* heads"):
+        caches.views(cache, "nvfp4", 32)
 
 
 def test_a_cache_of_another_shape_is_refused() -> None:

@@ -71,6 +71,7 @@ def test_an_older_registry_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: 
         {"head_size": 80, "has_sliding_window": True, "has_sink": True},
         {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16},
         {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_dtype": "nvfp4"},
         {"kv_cache_dtype": "bfloat16"},
         {"attn_type": "encoder_only"},
         {"attn_type": "encoder_decoder"},
@@ -116,8 +117,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sparse attention", {"use_sparse": True}, "sparse not supported"),
     ("scales for each head from a checkpoint", {"use_per_head_quant_scales": True}, "per-head quant scales not supp"),
     ("reference sliding window", {"use_rswa": True}, "R-SWA not supported"),
-    ("caches: nvfp4, int4, turboquant", {"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
-    ("caches: nvfp4, int4, turboquant", {"kv_cache_dtype": "int4_per_token_head"}, "kv_cache_dtype not supported"),
+    ("caches: nvfp4_4over6, int4, turboquant", {"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype not supported"),
+    (
+        "caches: nvfp4_4over6, int4, turboquant",
+        {"kv_cache_dtype": "int4_per_token_head"},
+        "kv_cache_dtype not supported",
+    ),
     ("float32 queries over a quantised cache", {"dtype": torch.float32, "kv_cache_dtype": "fp8"}, "needs queries of"),
     ("a cache of another 16-bit dtype", {"kv_cache_dtype": "float16"}, "a float16 cache needs queries of float16"),
     ("head sizes above 576", {"head_size": 640}, "head_size not supported"),
@@ -147,6 +152,9 @@ def test_alibi_sqrt_is_refused(refusal: Callable[..., Any]) -> None:
 def test_head_sizes_of_scales_in_the_cache() -> None:
     assert reasons(head_size=66, kv_cache_dtype="int8_per_token_head") == [
         "a int8_per_token_head cache needs a head size that is a multiple of 4, not 66"
+    ]
+    assert reasons(head_size=72, kv_cache_dtype="nvfp4") == [
+        "a nvfp4 cache needs a head size that is a multiple of 16, not 72"
     ]
 
 

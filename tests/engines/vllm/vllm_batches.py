@@ -94,7 +94,7 @@ class Layer:
         strides = compute_layout_strides(self.spec, self.blocks, layers, layout)
         content = self.spec.state_content_size_bytes
         raw = torch.zeros(layers * self.blocks * self.spec.page_size_bytes, dtype=torch.int8)
-        shape = (layers, self.blocks, self.kv_heads, self.spec.block_size, content)
+        shape = (layers, self.blocks, self.spec.num_heads, self.spec.block_size, content)
         cache = torch.as_strided(raw, shape, strides)[1].view(self.spec.dtype)
         return cache.fill_(math.nan) if cache.dtype.is_floating_point else cache.fill_(0x7F)
 
