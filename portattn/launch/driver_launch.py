@@ -273,7 +273,8 @@ class _Maps(dict[tuple[int, ...], bytes]):
         """What native.c makes the maps of; None where what it makes is not what Triton makes."""
         how = (cudadriver.encode_function(), *self._made.encoding)
         address = 4096  # nothing is read there: any aligned one
-        if native.tensor_map(how, address, self._sample) != self._bytes((address, *self._sample)):
+        expected = self._bytes((address, *self._sample))  # first: it gives the thread a context where it has none
+        if native.tensor_map(how, address, self._sample) != expected:
             return None
         return how
 
