@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from portattn.backends.cuda.hopper_backward.order import in_turns
 from portattn.backends.cuda.schedules import scheduled
 
 if TYPE_CHECKING:
@@ -26,12 +27,15 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     messages: int
     late: bool = False
     stagger: int = 0
+    turns: bool = False
 
     def __post_init__(self) -> None:
         if self.late and not self.messages:
             raise ValueError("late is about dQ that is added: messages must not be 0")
         if self.messages and self.keys != 128:
             raise ValueError("dQ is added by blocks of 128 keys")
+        if self.turns and (not self.messages or self.stagger):
+            raise ValueError("turns are about dQ that is added: messages must not be 0, and stagger must be")
 
 
 class Choice(NamedTuple):
@@ -62,6 +66,8 @@ def choice(problem: Problem, toolchain: Toolchain) -> Choice:
         raise LookupError(f"gluon_backward has no schedule for {problem}: backends/cuda/tuning/sm_90.toml")
     schedule, timed_with = msgspec.convert(found[0], Schedule), found[1]
     if problem.deterministic and schedule.messages:
-        # Repeatable bit by bit: dK and dV with two buffers, dQ by its own kernel, which nobody has timed so.
+        # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel.
+        if in_turns(problem, schedule.keys):
+            return Choice(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
         return Choice(Schedule(keys=schedule.keys, stages=2, messages=0), "")
     return Choice(schedule, timed_with)

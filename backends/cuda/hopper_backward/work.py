@@ -61,7 +61,7 @@ def work_of(block, sizes, form, size: gl.constexpr, by_keys: gl.constexpr, WARPS
     heads = sizes.heads
     if form.VARYING != "packed":
         heads = heads * sizes.batches
-    if form.RIGHT or form.VARYING == "packed":
+    if form.RIGHT or form.TURNS or form.VARYING == "packed":
         number, head = in_turn(block, sizes.tiles, heads, sizes)
     else:
         number, head = block % sizes.tiles, block // sizes.tiles
@@ -137,6 +137,8 @@ def query_tiles(work, sizes, form):
 def tile_at(place, tiles, block, form):
     """The query tile that is visited in this place: in order, those without a mask turned by the block's number."""
     tile = tiles.begin + place
+    if form.TURNS:  # from the last one back
+        tile = tiles.end - 1 - place
     if form.STAGGER:
         among = tile - tiles.clean
         count = tiles.unclean - tiles.clean
