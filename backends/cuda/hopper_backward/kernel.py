@@ -4,11 +4,12 @@ A block per tile of keys and key head, for all query heads of the head's group:
 
     producer   one warp: brings K and V, then tile after tile of Q, its statistics and dO, through TMA
     consumer   eight warps: the products (consumer.py); dK and dV stay in its registers
-    writer     one warp: adds tiles of dQ to float32 sums in memory, by TMA's reduction
+    writer     one warp, or two in turns: adds tiles of dQ to float32 sums in memory, by TMA's reduction
 
-The sums' order is not the same every time, so that dQ is not repeatable bit by bit. With 256 columns the additions
-would be bound by the L2 (some 2 TB/s on an H200); there, and where repeatable results are asked for, dQ has a kernel of
-its own (queries.py), for two products more. rows.py has the kernels before and after.
+The sums' order is not the same every time, so that dQ is not repeatable bit by bit. Where that is asked for, blocks add
+to a tile of dQ in turns, by two writers (turns.py). With 256 columns additions would be bound by the L2 (some 2 TB/s on
+an H200); there, and where blocks would wait too long for their turn (order.py), dQ has a kernel of its own
+(queries.py), for two products more. rows.py has the kernels before and after.
 
 Rows that do not count may be NaN, and 0·NaN is NaN. K and V are cleared in shared memory where no query sees them.
 Tiles of Q and dO with rows that attend nothing, or that are behind a sequence's last, are brought from copies that the
