@@ -247,8 +247,10 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
             state = State(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
         state = _step(state, m, i + 1 < steps, tiles, work, scale, sizes, shared, form)
         if form.TURNS:
-            # The next head, if there is one. Without the choice, where there is none, ptxas spills in the loop (3.6.0).
-            m = gl.where(m == tiles.begin, tiles.end, m) - 1
+            if form.GROUPED:  # the other heads' tiles first
+                m = tiles.end - 1 - (i + 1) // sizes.share
+            else:  # after the last tile none is visited; but without the choice ptxas spills in the loop (3.6.0)
+                m = gl.where(m == tiles.begin, tiles.end, m) - 1
         else:
             m += 1
             if form.GROUPED:

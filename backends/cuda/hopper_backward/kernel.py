@@ -35,7 +35,7 @@ from portattn.backends.cuda.hopper_backward.turns import (
     earlier_end,
     wait_for,
 )
-from portattn.backends.cuda.hopper_backward.work import attending, query_tiles, tile_at, work_of
+from portattn.backends.cuda.hopper_backward.work import attending, member_of, place_of, query_tiles, tile_at, work_of
 from portattn.backends.cuda.named_barriers import arrive, sync
 
 
@@ -68,8 +68,8 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         load(k_desc, [work.slot, work.head, key, 0], shared.kv_full.index(0), shared.k)
     slot = 0
     for i in range(count * sizes.share):
-        m = tile_at(i % count, tiles, block, form)
-        head = work.head * sizes.share + i // count
+        m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
+        head = work.head * sizes.share + member_of(i, count, sizes, form)
         tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
         sync(Q_FREE + slot, PARTY)
         q_full = shared.q_full.index(slot)
@@ -136,8 +136,8 @@ def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
         i = j
         if form.LATE:
             i = gl.maximum(j - 1, 0)
-        m = tile_at(i % count, tiles, block, form)
-        head = work.head * sizes.share + i // count
+        m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
+        head = work.head * sizes.share + member_of(i, count, sizes, form)
         tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
         real = i >= 0
         if form.LATE:
@@ -153,8 +153,8 @@ def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
             arrive(other, WRITERS)
         if real:
             for part in gl.static_range(form.MESSAGES):
-                place = shared.dq.slice(part * rows, rows)
-                reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], place)
+                source = shared.dq.slice(part * rows, rows)
+                reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], source)
             tma.store_wait(0)
         if j + 1 < steps:
             arrive(DQ_FREE, PARTY)

@@ -207,7 +207,7 @@ class _Launcher(StepLauncher):
             "statistics_desc": flat(tensors["statistics"], 2),
             "dq_desc": flat(tensors["sums"], dim // 4 // s.messages) if s.messages else None,
             **_steps_of_8("dk_", tensors["grad_k"]), **_steps_of_8("dv_", tensors["grad_v"]),
-            **self._numbers(p.heads_k, tiles, together(p, tiles, self._cores)), **self._constants(s.keys),
+            **self._numbers(p.heads_k, tiles, together(p, tiles, self._cores, s.turns)), **self._constants(s.keys),
             "ROWS": STATISTICS_ROWS, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "STAGGER": s.stagger,
             "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip

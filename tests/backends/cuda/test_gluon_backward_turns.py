@@ -150,8 +150,8 @@ def block_of(drawn: int, case: Case) -> Block:
     number, count = int(found.start) // KEYS, int(tiles.end - tiles.begin)
     made = Block(number, [], [])
     for i in range(count * sizes.share):
-        m = int(BACKWARD.tile_at(i % count, tiles, number, form))
-        head = found.head * sizes.share + i // count
+        m = int(BACKWARD.tile_at(BACKWARD.place_of(i, count, sizes, form), tiles, number, form))
+        head = found.head * sizes.share + BACKWARD.member_of(i, count, sizes, form)
         made.tiles.append(int((found.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + found.tile + m))
         made.waits.append(m < seen)
     return made
