@@ -61,16 +61,21 @@ def launch_again(
     """
     error, kernel = refused
     if error == INVALID_CONTEXT:
-        import torch
-
-        context = ctypes.c_void_p()
-        error = _library().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
-        error = error or _library().cuCtxSetCurrent(context)
+        error = make_current()
         if not error:
             again = block.launch(stream, addresses, sizes, kernel)
             error = again[0] if again else 0
     if error:
         refuse(error)
+
+
+def make_current() -> int:
+    """Give this thread a context, that of torch's current device: 0, or an error."""
+    import torch
+
+    context = ctypes.c_void_p()
+    error = _library().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+    return error or _library().cuCtxSetCurrent(context)
 
 
 def refuse(error: int) -> None:

@@ -271,7 +271,8 @@ class _Maps(dict[tuple[int, ...], bytes]):
         """What native.c makes the maps of; None where what it makes is not what Triton makes."""
         how = (cudadriver.encode_function(), *self._made.encoding)
         address = 4096  # nothing is read there: any aligned one
-        if native.tensor_map(how, address, self._sample) != self._bytes((address, *self._sample)):
+        expected = self._bytes((address, *self._sample))  # first: it gives the thread a context where there is none
+        if native.tensor_map(how, address, self._sample) != expected:
             return None
         return how
 
@@ -285,7 +286,14 @@ class _Maps(dict[tuple[int, ...], bytes]):
 
     def _bytes(self, key: tuple[int, ...]) -> bytes:
         axes = len(self._made.shape)
-        made = self._made.fill(key[0], list(key[1 : 1 + axes]), list(key[1 + axes :]))
+        numbers = key[0], list(key[1 : 1 + axes]), list(key[1 + axes :])
+        try:
+            made = self._made.fill(*numbers)
+        except RuntimeError as error:
+            # Autograd's thread, say, where nothing has called CUDA's run-time library: memory was there already.
+            if cudadriver.error_text(cudadriver.INVALID_CONTEXT) not in str(error) or cudadriver.make_current():
+                raise
+            made = self._made.fill(*numbers)
         if type(made).__basicsize__ != _OBJECT_BYTES:
             raise Unsupported(f"a tensor map of Triton's takes {type(made).__basicsize__} bytes")
         return ctypes.string_at(id(made) + TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)

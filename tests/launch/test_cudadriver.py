@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from portattn import config
-from portattn.launch import cudadriver, native
+from portattn.launch import cudadriver, driver_launch, native
 from portattn.launch.cudadriver import Block, Kernel, Map
-from portattn.launch.triton_compat import TENSOR_MAP, Parameter
+from portattn.launch.triton_compat import TENSOR_MAP, Parameter, TensorMap
+from portattn.schema.sizes import Outputs
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
@@ -234,3 +235,37 @@ def test_the_library_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cudadriver.ctypes, "CDLL", load)
     assert cudadriver._library.__wrapped__().cuLaunchKernelEx == 1
     assert loaded == ["libcuda.so.1"]
+
+
+class Filled:
+    """What Triton makes of a tensor map, as large as its own."""
+
+    __slots__ = tuple(f"word{i}" for i in range(30))  # 256 bytes with Python's head
+
+
+@pytest.mark.parametrize(("words", "retain", "tries"), [("no device", 0, 2), ("no device", 2, 1), ("no memory", 0, 1)])
+def test_a_tensor_map_of_a_thread_without_a_context(
+    monkeypatch: pytest.MonkeyPatch, words: str, retain: int, tries: int
+) -> None:
+    """It gets one, and the map is made; where it gets none, and of any other failure, Triton's error is raised."""
+    import torch
+
+    library, asked = Library(retain), []
+    monkeypatch.setattr(cudadriver, "_library", lambda: library)
+    monkeypatch.setattr(cudadriver, "error_text", {201: "no device"}.get)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+
+    def fill(*numbers: Any) -> Filled:
+        asked.append(numbers)
+        if "set" not in library.called:
+            raise RuntimeError(f"Failed to create tensor map descriptor: {words}")
+        return Filled()
+
+    maps = driver_launch._Maps(0, TensorMap(shape=(3, 4), strides=(4, 1), fill=fill, encoding=()), Outputs())
+    if tries == 2:
+        assert len(maps[64, 3, 4, 4, 1]) == 128
+        assert maps[64, 3, 4, 4, 1] is maps[64, 3, 4, 4, 1]
+    else:
+        with pytest.raises(RuntimeError, match=words):
+            maps[64, 3, 4, 4, 1]
+    assert asked == [(64, [3, 4], [4, 1])] * tries
