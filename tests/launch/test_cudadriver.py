@@ -234,3 +234,34 @@ def test_the_library_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cudadriver.ctypes, "CDLL", load)
     assert cudadriver._library.__wrapped__().cuLaunchKernelEx == 1
     assert loaded == ["libcuda.so.1"]
+
+
+@pytest.mark.parametrize(
+    ("context", "error", "retain", "called", "said"),
+    [
+        (7, 0, 0, [], ""),
+        (0, 0, 0, ["retain 5", "set"], ""),
+        (0, 0, 2, ["retain 5"], "out of memory"),
+        (0, 1, 0, [], "invalid argument"),
+    ],
+)
+def test_a_thread_without_a_context_gets_one(
+    monkeypatch: pytest.MonkeyPatch, context: int, error: int, retain: int, called: list[str], said: str
+) -> None:
+    import torch
+
+    library = Library(retain)
+
+    def current(found: Any) -> int:
+        found._obj.value = context
+        return error
+
+    library.cuCtxGetCurrent = current  # type: ignore[attr-defined]
+    monkeypatch.setattr(cudadriver, "_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    if said:
+        with pytest.raises(RuntimeError, match=f"^CUDA's driver gave a thread no context: {said}$"):
+            cudadriver.make_current()
+    else:
+        cudadriver.make_current()
+    assert library.called == called

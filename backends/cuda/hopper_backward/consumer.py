@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portattn.backends.cuda.hopper_backward.form import State
 from portattn.backends.cuda.hopper_backward.memory import cleared, rows_stored
+from portattn.backends.cuda.hopper_backward.turns import block_number
 from portattn.backends.cuda.hopper_backward.work import first_seen, query_tiles, work_of
 from portattn.backends.cuda.hopper_forward.parts import following
 from portattn.backends.cuda.hopper_forward.work import last_seen, position_of
@@ -214,7 +215,7 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
     for j in gl.static_range(form.STAGES):  # every buffer starts free
         arrive(Q_FREE + j, PARTY)
         arrive(DO_FREE + j, PARTY)
-    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 8)
+    work = work_of(block_number(shared, form, 8), sizes, form, form.KEYS, True, 8)
     tiles = query_tiles(work, sizes, form)
     steps = (tiles.end - tiles.begin) * sizes.share
     zero = gl.to_tensor(0)
@@ -239,13 +240,21 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
         fence_async_shared()
     state = State(s, dk, dv, zero, zero)
     m = tiles.begin
+    if form.TURNS:
+        m = tiles.end - 1
     for i in range(steps):
         if form.STAGES == 2:  # two registers less
             state = State(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
         state = _step(state, m, i + 1 < steps, tiles, work, scale, sizes, shared, form)
-        m += 1
-        if form.GROUPED:
-            m = gl.where(m == tiles.end, tiles.begin, m)  # the next head
+        if form.TURNS:
+            if form.GROUPED:  # the other heads' tiles first
+                m = tiles.end - 1 - (i + 1) // sizes.share
+            else:  # after the last tile none is visited; but without the choice ptxas spills in the loop (3.6.0)
+                m = gl.where(m == tiles.begin, tiles.end, m) - 1
+        else:
+            m += 1
+            if form.GROUPED:
+                m = gl.where(m == tiles.end, tiles.begin, m)  # the next head
     if form.LATE:
         if steps > 0:
             put(warpgroup_mma_wait(0, deps=[_dq(shared, form)]), shared, form)
@@ -255,7 +264,7 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
     fence_async_shared()
     sync(TOGETHER, THREADS)
     # What is the block's is computed again, not kept in registers over the loops, which need all that there are.
-    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 8)
+    work = work_of(block_number(shared, form, 8), sizes, form, form.KEYS, True, 8)
     if work.rows > 0:
         at = work.k_first + work.start
         rows_stored(shared.v, dv_desc, grad_v, dv_strides[0], dv_strides[1], work.slot, work.head, at, work.rows,

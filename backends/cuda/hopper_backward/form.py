@@ -16,6 +16,7 @@ class Form:
     MESSAGES  in how many parts a tile of dQ is added to memory; 0: another kernel computes dQ
     LATE      dQ of a tile is computed while the next one's exponentials are
     STAGGER   by how many query tiles neighbouring blocks of a head begin apart, so that they add to other parts of dQ
+    TURNS     blocks add to a tile of dQ in the order of their keys (turns.py): the same bits every time
     GROUPED   query heads share a key head
     RIGHT, LEFT   queries see keys up to `right` after, and from `left` before, their own position
     TOP_LEFT      query i's position is key i; otherwise the last query's is the last key
@@ -34,6 +35,7 @@ class Form:
     MESSAGES: gl.constexpr
     LATE: gl.constexpr
     STAGGER: gl.constexpr
+    TURNS: gl.constexpr
     GROUPED: gl.constexpr
     RIGHT: gl.constexpr
     LEFT: gl.constexpr
@@ -52,11 +54,12 @@ class Form:
     QUERIES: gl.constexpr  # of dQ [ROWS, DIM]
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
-                 VARYING, EDGES, UNSEEN):  # fmt: skip
+    def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT,
+                 RAGGED, VARYING, EDGES, UNSEEN):  # fmt: skip
         self.ROWS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (ROWS, KEYS, DIM, STAGES))
         self.MESSAGES, self.LATE, self.STAGGER = map(gl.constexpr, (MESSAGES, LATE, STAGGER))
-        self.GROUPED, self.RIGHT, self.LEFT = map(gl.constexpr, (GROUPED, RIGHT, LEFT))
+        self.TURNS, self.GROUPED = map(gl.constexpr, (TURNS, GROUPED))
+        self.RIGHT, self.LEFT = map(gl.constexpr, (RIGHT, LEFT))
         self.TOP_LEFT, self.RAGGED, self.VARYING = map(gl.constexpr, (TOP_LEFT, RAGGED, VARYING))
         self.EDGES, self.UNSEEN = map(gl.constexpr, (EDGES, UNSEEN))
         self.MASKED = gl.constexpr(RIGHT or LEFT or RAGGED or UNSEEN)
@@ -85,10 +88,11 @@ class Shared:
     kv_full: gl.shared_memory_descriptor  # [2] mbarriers: K, V
     q_full: gl.shared_memory_descriptor  # [STAGES]: Q and the statistics
     do_full: gl.shared_memory_descriptor  # [STAGES]
+    block: gl.shared_memory_descriptor  # [1] int32: the block's number, where blocks draw it (turns.py)
 
     @gluon.constexpr_function
-    def __init__(self, q, do, k, v, statistics, p, ds, dq, kv_full, q_full, do_full):
-        self.q, self.do, self.k, self.v, self.statistics = q, do, k, v, statistics
+    def __init__(self, q, do, k, v, statistics, p, ds, dq, kv_full, q_full, do_full, block):
+        self.q, self.do, self.k, self.v, self.statistics, self.block = q, do, k, v, statistics, block
         self.p, self.ds, self.dq, self.kv_full, self.q_full, self.do_full = p, ds, dq, kv_full, q_full, do_full
 
 

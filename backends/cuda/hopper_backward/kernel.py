@@ -4,11 +4,12 @@ A block per tile of keys and key head, for all query heads of the head's group:
 
     producer   one warp: brings K and V, then tile after tile of Q, its statistics and dO, through TMA
     consumer   eight warps: the products (consumer.py); dK and dV stay in its registers
-    writer     one warp: adds tiles of dQ to float32 sums in memory, by TMA's reduction
+    writer     one warp, or two in turns: adds tiles of dQ to float32 sums in memory, by TMA's reduction
 
-The sums' order is not the same every time, so that dQ is not repeatable bit by bit. With 256 columns the additions
-would be bound by the L2 (some 2 TB/s on an H200); there, and where repeatable results are asked for, dQ has a kernel of
-its own (queries.py), for two products more. rows.py has the kernels before and after.
+The sums' order is not the same every time, so that dQ is not repeatable bit by bit. Where that is asked for, blocks add
+to a tile of dQ in turns, by two writers (turns.py). With 256 columns additions would be bound by the L2 (some 2 TB/s on
+an H200); there, and where blocks would wait too long for their turn (order.py), dQ has a kernel of its own
+(queries.py), for two products more. rows.py has the kernels before and after.
 
 Rows that do not count may be NaN, and 0·NaN is NaN. K and V are cleared in shared memory where no query sees them.
 Tiles of Q and dO with rows that attend nothing, or that are behind a sequence's last, are brought from copies that the
@@ -24,7 +25,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load, reduce_add
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
 from portattn.backends.cuda.hopper_backward.form import Form, Shared, Sizes
-from portattn.backends.cuda.hopper_backward.work import attending, query_tiles, tile_at, work_of
+from portattn.backends.cuda.hopper_backward.turns import (
+    TO_FIRST,
+    TO_SECOND,
+    WRITERS,
+    added,
+    block_number,
+    draw,
+    earlier_end,
+    wait_for,
+)
+from portattn.backends.cuda.hopper_backward.work import attending, member_of, place_of, query_tiles, tile_at, work_of
 from portattn.backends.cuda.named_barriers import arrive, sync
 
 
@@ -47,7 +58,7 @@ def _rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
 @gluon.jit
 def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form):
     """One warp."""
-    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
+    work = work_of(block_number(shared, form, 1), sizes, form, form.KEYS, True, 1)
     tiles = query_tiles(work, sizes, form)
     count = tiles.end - tiles.begin
     key = work.k_first + work.start
@@ -57,8 +68,8 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         load(k_desc, [work.slot, work.head, key, 0], shared.kv_full.index(0), shared.k)
     slot = 0
     for i in range(count * sizes.share):
-        m = tile_at(i % count, tiles, block, form)
-        head = work.head * sizes.share + i // count
+        m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
+        head = work.head * sizes.share + member_of(i, count, sizes, form)
         tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
         sync(Q_FREE + slot, PARTY)
         q_full = shared.q_full.index(slot)
@@ -106,6 +117,51 @@ def _write(dq_desc, sizes, shared, form):
             tma.store_wait(0)
 
 
+@gluon.jit
+def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
+    """One warp of two, which write tiles in turns: one waits until its additions are complete while the other adds.
+    What turns.py says is done here. A late consumer's first tile, of zeros, is not added."""
+    rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
+    mine: gl.constexpr = TO_SECOND if second else TO_FIRST
+    other: gl.constexpr = TO_FIRST if second else TO_SECOND
+    work = work_of(block_number(shared, form, 1), sizes, form, form.KEYS, True, 1)
+    tiles = query_tiles(work, sizes, form)
+    count = tiles.end - tiles.begin
+    steps = count * sizes.share
+    if form.LATE:
+        steps = gl.where(count > 0, steps + 1, 0)
+    seen = earlier_end(work, sizes, form)
+    block = work.start // form.KEYS
+    for j in range(1 if second else 0, steps, 2):
+        i = j
+        if form.LATE:
+            i = gl.maximum(j - 1, 0)
+        m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
+        head = work.head * sizes.share + member_of(i, count, sizes, form)
+        tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+        real = i >= 0
+        if form.LATE:
+            real = j > 0
+        if real & (m < seen):
+            wait_for(turns + 1 + tile, block)
+        if j > 0:
+            sync(mine, WRITERS)  # the other warp has been told of the tile before
+        else:
+            arrive(DQ_FREE, PARTY)
+        sync(DQ_FULL, PARTY)
+        if j + 1 < steps:
+            arrive(other, WRITERS)
+        if real:
+            for part in gl.static_range(form.MESSAGES):
+                source = shared.dq.slice(part * rows, rows)
+                reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], source)
+            tma.store_wait(0)
+        if j + 1 < steps:
+            arrive(DQ_FREE, PARTY)
+        if real:
+            added(turns + 1 + tile, block + 1)
+
+
 @gluon.jit(
     do_not_specialize=[
         "scale", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads", "share",
@@ -113,12 +169,13 @@ def _write(dq_desc, sizes, shared, form):
     ]
 )  # fmt: skip
 def scheduled_backward(
-    q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, dk_desc, dv_desc, grad_k,
-    grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches, heads,
-    share, seq_q, seq_k, left, right, tiles, query_tiles, together,
+    q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc, dv_desc,
+    grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
+    heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
-    LATE: gl.constexpr, STAGGER: gl.constexpr, GROUPED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
-    TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, EDGES: gl.constexpr, UNSEEN: gl.constexpr,
+    LATE: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr, GROUPED: gl.constexpr, RIGHT: gl.constexpr,
+    LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, EDGES: gl.constexpr,
+    UNSEEN: gl.constexpr,
     WORKER: gl.constexpr,
 ):  # fmt: skip
     """A block for each tile of keys of each key head.
@@ -128,6 +185,8 @@ def scheduled_backward(
     edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count (rows.py); None without EDGES
     statistics_desc  (2·tiles, ROWS) float32 by blocks of 2: of each query tile LSE in powers of 2, and delta
     dq_desc   (tiles·DIM/4, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
+    turns     (1 + tiles,) int32, all 0: the next block's number, and of each tile of dQ whose turn it is; None without
+          TURNS
     grad_k, grad_v  the tensors of dk_desc and dv_desc, for the last rows of packed sequences, with their strides in
           steps of 8 elements
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
@@ -135,10 +194,11 @@ def scheduled_backward(
     factor    the softmax scale: dK is dS Q times it
     WORKER    registers of a thread of producer and writer. The other constants: Form
     """
-    form = Form(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING,
-                EDGES, UNSEEN)  # fmt: skip
+    form = Form(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
+                VARYING, EDGES, UNSEEN)  # fmt: skip
     gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
-    gl.static_assert(MESSAGES > 0 or not LATE, "there is no dQ to be late")
+    gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
+    gl.static_assert(not (TURNS and STAGGER), "in turns blocks begin at their last tile")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
@@ -156,11 +216,16 @@ def scheduled_backward(
         dq_smem = gl.allocate_shared_memory(gl.float32, [DIM // 4, 256], dq_desc.layout)
     else:
         dq_smem = statistics
+    if TURNS:
+        block_smem = draw(turns)
+    else:
+        block_smem = statistics
     shared = Shared(
         q_smem, do_smem, k_smem, v_smem, statistics, p_smem, ds_smem, dq_smem,
         gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        block_smem,
     )  # fmt: skip
     for j in gl.static_range(2):
         mbarrier.init(shared.kv_full.index(j), count=1)
@@ -174,15 +239,36 @@ def scheduled_backward(
         lengths_k = grad_k
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together)
     dk_strides, dv_strides = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s)
-    gl.warp_specialize(
-        [
-            (consume, (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form)),
-            (
-                _produce,
-                (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form),
-            ),
-            (_write, (dq_desc, sizes, shared, form)),
-        ],
-        [1, 1],
-        [WORKER, WORKER],
-    )
+    if TURNS:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form),
+                ),
+                (
+                    _produce,
+                    (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form),
+                ),
+                (_write_in_turns, (dq_desc, turns, sizes, shared, form, False)),
+                (_write_in_turns, (dq_desc, turns, sizes, shared, form, True)),
+            ],
+            [1, 1, 1],
+            [WORKER, WORKER, WORKER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form),
+                ),
+                (
+                    _produce,
+                    (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form),
+                ),
+                (_write, (dq_desc, sizes, shared, form)),
+            ],
+            [1, 1],
+            [WORKER, WORKER],
+        )

@@ -47,6 +47,7 @@ class Form:
     V_STAGES: gl.constexpr
     RIGHT: gl.constexpr
     LEFT: gl.constexpr
+    TURNS: gl.constexpr
     TOP_LEFT: gl.constexpr
     RAGGED: gl.constexpr
     VARYING: gl.constexpr
@@ -62,7 +63,7 @@ class Form:
         self.ROWS, self.KEYS, self.DIM = map(gl.constexpr, (ROWS, KEYS, DIM))
         self.K_STAGES, self.V_STAGES = map(gl.constexpr, (K_STAGES, V_STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT))
-        self.RAGGED, self.VARYING = map(gl.constexpr, (RAGGED, VARYING))
+        self.RAGGED, self.VARYING, self.TURNS = map(gl.constexpr, (RAGGED, VARYING, False))
         self.EDGES, self.UNSEEN = map(gl.constexpr, (EDGES, UNSEEN))
         self.MASKED = gl.constexpr(RIGHT or LEFT or RAGGED or UNSEEN)
         sums = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])

@@ -13,26 +13,25 @@ from portattn.backends.cuda.copies import with_copies
 from portattn.backends.cuda.counters import multiprocessors
 from portattn.backends.cuda.descriptors import described, flat
 from portattn.backends.cuda.gluon import NEEDS, TIMED_WITH, foreign
+from portattn.backends.cuda.hopper_backward.order import arch, limited_right, slots, tiles_of, together
 from portattn.backends.cuda.hopper_backward.schedule import QUERIES, WIDTHS, Schedule, choice, width
 from portattn.backends.cuda.sizes import STATISTICS_ROWS
 from portattn.planning.backend import Variant
-from portattn.planning.kernel_specs import ceil_div, heads_together
+from portattn.planning.kernel_specs import heads_together
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
-from portattn.schema.sizes import least, most
+from portattn.schema.sizes import most
 from portattn.schema.steps import Buffers, Step, StepLauncher
 
 if TYPE_CHECKING:
     from portattn.schema.call import Call
     from portattn.schema.problem import Problem
-    from portattn.schema.target import Arch, Target
+    from portattn.schema.target import Target
     from portattn.schema.toolchain import Toolchain
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
 QUERY_ROWS = 128  # of a block of the kernel of dQ
-MOST_TOGETHER = 32  # heads that are worked on side by side
-FEW = 8  # blocks a multiprocessor
 # Registers of a thread: what the launches ask for, and what warps get that only move memory; the consumer has the rest.
 REGISTERS, WORKER = 168, 24
 # A program of the kernels before and after the products has a tile of 64 rows.
@@ -84,7 +83,7 @@ class BackwardVariant(Variant):
             "writes through descriptors: heads of a multiple of 8 columns": p.head_dim % 8 != 0
             or p.head_dim_v % 8 != 0,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
-            "has too many tiles of rows": _slots(p) * p.heads_q * _tiles(p.seq_q, p.total_q, p, STATISTICS_ROWS)
+            "has too many tiles of rows": slots(p) * p.heads_q * tiles_of(p.seq_q, p.total_q, p, STATISTICS_ROWS)
             > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
@@ -122,26 +121,6 @@ class BackwardVariant(Variant):
         return seen
 
 
-def _arch() -> Arch:
-    from portattn.planning.registry import Registry  # which imports the backends
-
-    return Registry.load().arch(f"cuda:{BackwardVariant.arches[0]}")
-
-
-def _slots(p: Problem) -> int:
-    """Of the tensors' first axis."""
-    return 1 if p.packed else p.batch
-
-
-def _tiles(rows: int, total: int | None, p: Problem, size: int) -> int:
-    """Tiles of so many rows of a head; of packed rows the numbers that sequences are looked up by (work.py)."""
-    return ceil_div(rows, size) if total is None else total // size + p.batch + 1
-
-
-def _limited_right(p: Problem) -> bool:
-    return p.causal != "none" or p.window_right != UNLIMITED
-
-
 def _edges(p: Problem) -> bool:
     """Whether rows that count and rows that do not may share a tile of queries, other than behind the tensor's end."""
     if p.packed or p.seqlens_q:
@@ -150,17 +129,6 @@ def _edges(p: Problem) -> bool:
     before = right != UNLIMITED and p.causal != "top_left" and (p.seqlens_k or p.seq_q > p.seq_k + right)
     after = p.window_left != UNLIMITED and p.causal == "top_left" and (p.seqlens_k or p.seq_q > p.seq_k + p.window_left)
     return before or after
-
-
-def _together(p: Problem, tiles: int, cores: int) -> int:
-    """Key heads whose blocks run side by side, the longest first: all where blocks are few, so that no long one is left
-    for the end; else as many as have their queries and those's gradients in the cache's share."""
-    heads = p.heads_k * _slots(p)
-    if tiles * heads < FEW * cores:
-        return heads
-    rows = p.seq_q if p.total_q is None else ceil_div(p.total_q, most(p.batch, 1))
-    of_head = 2 * rows * (p.head_dim + p.head_dim_v) * p.group
-    return most(least(_arch().cache_share // most(of_head, 1), MOST_TOGETHER, heads), 1)
 
 
 class _Launcher(StepLauncher):
@@ -173,13 +141,15 @@ class _Launcher(StepLauncher):
         s = self._schedule = schedule
         self._dim = dim = width(p.head_dim)
         self._scale, self._cores = float(call.scale), multiprocessors(call.q.device)
-        self._query_tiles = _tiles(p.seq_q, p.total_q, p, STATISTICS_ROWS)
-        tiles = self._tiles = self._query_tiles * p.heads_q * _slots(p)
+        self._query_tiles = tiles_of(p.seq_q, p.total_q, p, STATISTICS_ROWS)
+        tiles = self._tiles = self._query_tiles * p.heads_q * slots(p)
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
         self._varying = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
         buffers: Buffers = {"statistics": ((2 * tiles, STATISTICS_ROWS), torch.float32)}
         if s.messages:
             buffers["sums"] = ((tiles * dim // 4, 256), torch.float32)
+        if s.turns:
+            buffers["turns"] = ((1 + tiles,), torch.int32)
         self._edges = _edges(p)
         if self._edges:
             rows = (2 * p.batch, p.heads_q, STATISTICS_ROWS)
@@ -201,7 +171,10 @@ class _Launcher(StepLauncher):
         from portattn.launch.arguments import outer_strides
 
         p, dim = self._problem, self._dim
-        names = ("forward_out", "forward_lse", "grad_out", "grad_lse", "q", "statistics", "sums", "edge_q", "edge_do")
+        names = (
+            "forward_out", "forward_lse", "grad_out", "grad_lse", "q", "statistics", "sums", "turns", "edge_q",
+            "edge_do",
+        )  # fmt: skip
         roles = {name: name for name in names} | {"delta": "out", "lengths_q": self._lengths()["lengths_q"]}
         arguments = {name: tensors.get(role) for name, role in roles.items()}
         for name, role in {"o": "forward_out", "do": "grad_out", "q": "q"}.items():
@@ -218,11 +191,11 @@ class _Launcher(StepLauncher):
         from portattn.backends.cuda.hopper_backward.kernel import scheduled_backward
 
         p, s, dim = self._problem, self._schedule, self._dim
-        tiles = _tiles(p.seq_k, p.total_k, p, s.keys)
+        tiles = tiles_of(p.seq_k, p.total_k, p, s.keys)
         roles = {
             "q_desc": "q", "do_desc": "grad_out", "k_desc": "k", "v_desc": "v", "dk_desc": "grad_k",
             "dv_desc": "grad_v", "edge_q_desc": "edge_q", "edge_do_desc": "edge_do", "statistics_desc": "statistics",
-            "dq_desc": "sums", "grad_k": "grad_k", "grad_v": "grad_v", **self._lengths(),
+            "dq_desc": "sums", "turns": "turns", "grad_k": "grad_k", "grad_v": "grad_v", **self._lengths(),
         }  # fmt: skip
         rows = {"q_desc": STATISTICS_ROWS, "do_desc": STATISTICS_ROWS, "edge_q_desc": STATISTICS_ROWS,
                 "edge_do_desc": STATISTICS_ROWS}  # fmt: skip
@@ -234,11 +207,11 @@ class _Launcher(StepLauncher):
             "statistics_desc": flat(tensors["statistics"], 2),
             "dq_desc": flat(tensors["sums"], dim // 4 // s.messages) if s.messages else None,
             **_steps_of_8("dk_", tensors["grad_k"]), **_steps_of_8("dv_", tensors["grad_v"]),
-            **self._numbers(p.heads_k, tiles, _together(p, tiles, self._cores)), **self._constants(s.keys),
+            **self._numbers(p.heads_k, tiles, together(p, tiles, self._cores, s.turns)), **self._constants(s.keys),
             "ROWS": STATISTICS_ROWS, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "STAGGER": s.stagger,
-            "GROUPED": p.group > 1,
+            "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
-        grid = (tiles * p.heads_k * _slots(p),)
+        grid = (tiles * p.heads_k * slots(p),)
         return Step(scheduled_backward, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS}, roles)
 
     def _queries(self, tensors: Mapping[str, Any]) -> Step:
@@ -246,7 +219,7 @@ class _Launcher(StepLauncher):
 
         p, dim = self._problem, self._dim
         keys, k_stages, v_stages = QUERIES[dim]
-        tiles = _tiles(p.seq_q, p.total_q, p, QUERY_ROWS)
+        tiles = tiles_of(p.seq_q, p.total_q, p, QUERY_ROWS)
         roles = {
             "q_desc": "q", "do_desc": "grad_out", "k_desc": "k", "v_desc": "v", "dq_desc": "grad_q", "out": "grad_q",
             "statistics": "statistics", **self._lengths(),
@@ -258,10 +231,10 @@ class _Launcher(StepLauncher):
             else tensors.get(role)
             for name, role in roles.items()
         } | {
-            **_steps_of_8("", tensors["grad_q"]), **self._numbers(p.heads_q, tiles, heads_together(p, _arch())),
+            **_steps_of_8("", tensors["grad_q"]), **self._numbers(p.heads_q, tiles, heads_together(p, arch())),
             **self._constants(keys), "ROWS": QUERY_ROWS, "K_STAGES": k_stages, "V_STAGES": v_stages,
         }  # fmt: skip
-        grid = (tiles * p.heads_q * _slots(p),)
+        grid = (tiles * p.heads_q * slots(p),)
         return Step(scheduled_queries, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS}, roles)
 
     def _gradients(self, tensors: Mapping[str, Any]) -> Step:
@@ -290,7 +263,7 @@ class _Launcher(StepLauncher):
         p = self._problem
         left = p.window_left != UNLIMITED
         return {
-            "KEYS": keys, "DIM": self._dim, "RIGHT": _limited_right(p), "LEFT": left,
+            "KEYS": keys, "DIM": self._dim, "RIGHT": limited_right(p), "LEFT": left,
             "TOP_LEFT": p.causal == "top_left",
             "RAGGED": self._varying == "none" and p.seq_k % keys != 0, "VARYING": self._varying,
             "EDGES": self._edges, "UNSEEN": self._varying != "none" or p.causal == "top_left" or left, "WORKER": WORKER,

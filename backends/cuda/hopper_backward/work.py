@@ -61,7 +61,7 @@ def work_of(block, sizes, form, size: gl.constexpr, by_keys: gl.constexpr, WARPS
     heads = sizes.heads
     if form.VARYING != "packed":
         heads = heads * sizes.batches
-    if form.RIGHT or form.VARYING == "packed":
+    if form.RIGHT or form.TURNS or form.VARYING == "packed":
         number, head = in_turn(block, sizes.tiles, heads, sizes)
     else:
         number, head = block % sizes.tiles, block // sizes.tiles
@@ -134,9 +134,31 @@ def query_tiles(work, sizes, form):
 
 
 @gluon.jit
+def place_of(i, count, sizes, form):
+    """Which of its `count` query tiles a block visits in step i, for tile_at."""
+    if form.TURNS:  # heads side by side: one after the other, blocks of few tiles would wait at each one's first tile
+        place = i // sizes.share
+    else:
+        place = i % count
+    return place
+
+
+@gluon.jit
+def member_of(i, count, sizes, form):
+    """Which query head of its key head's group a block visits in step i."""
+    if form.TURNS:
+        member = i % sizes.share
+    else:
+        member = i // count
+    return member
+
+
+@gluon.jit
 def tile_at(place, tiles, block, form):
     """The query tile that is visited in this place: in order, those without a mask turned by the block's number."""
     tile = tiles.begin + place
+    if form.TURNS:  # from the last one back
+        tile = tiles.end - 1 - place
     if form.STAGGER:
         among = tile - tiles.clean
         count = tiles.unclean - tiles.clean

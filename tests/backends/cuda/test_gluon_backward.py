@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -14,8 +15,11 @@ from support import Device, random_call
 from test_register_operands import PRODUCT, instructions, written
 from variantchip import assert_variant_right, device_for
 
+import portattn
 from portattn import Problem
 from portattn.backends.cuda.gluon import TIMED_WITH
+from portattn.backends.cuda.hopper_backward import schedule
+from portattn.backends.cuda.hopper_backward.order import in_turns
 from portattn.backends.cuda.hopper_backward.schedule import WIDTHS, Schedule, choice
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.compile.ensure import compile_in
@@ -25,6 +29,7 @@ from portattn.launch.described import signatures
 from portattn.launch.variant import launch_tensors
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.schema.call import Call
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed
@@ -43,6 +48,11 @@ PACKED = Problem(
     head_dim=128, dtype="bf16",
 )  # fmt: skip
 LENGTHS: dict[str, Any] = {"seqlens_q": True, "seqlens_k": True}
+# With blocks for each multiprocessor many times over.
+LARGE = msgspec.structs.replace(BASE, heads_q=16, heads_k=16, seq_q=4096, seq_k=4096)
+LARGE_PACKED = msgspec.structs.replace(
+    PACKED, heads_q=16, heads_k=8, seq_q=4096, seq_k=4096, total_q=16000, total_k=16000
+)
 
 
 def problem(base: Problem = BASE, **fields: Any) -> Problem:
@@ -61,6 +71,7 @@ TAKEN: dict[str, Problem] = {
     "a gradient of the LSE": problem(grad_lse=True),
     "a negative scale": problem(negative_scale=True),
     "repeatable": problem(deterministic=True),
+    "repeatable, in turns": problem(LARGE, deterministic=True),
     "packed": PACKED,
     "packed, causal, window": problem(PACKED, causal="bottom_right", window_left=40, head_dim=256, head_dim_v=256),
 }
@@ -121,10 +132,42 @@ def test_schedules() -> None:
     for dim in WIDTHS:  # sums in memory are added in any order
         repeatable = choice(problem(head_dim=dim, head_dim_v=dim, deterministic=True), TIMED_WITH).schedule
         assert repeatable == Schedule(keys=summed[dim].keys, stages=2, messages=0)
+        large = choice(problem(LARGE, head_dim=dim, head_dim_v=dim, deterministic=True), TIMED_WITH)
+        if summed[dim].messages:  # except in turns
+            assert large.schedule == msgspec.structs.replace(summed[dim], stagger=0, turns=True)
+        else:
+            assert large.schedule == summed[dim]
     with pytest.raises(ValueError, match="late"):
         Schedule(keys=128, stages=2, messages=0, late=True)
     with pytest.raises(ValueError, match="128 keys"):
         Schedule(keys=64, stages=2, messages=2)
+    for fields in ({"messages": 0}, {"messages": 2, "stagger": 8}):
+        with pytest.raises(ValueError, match="turns are about dQ that is added"):
+            Schedule(keys=128, stages=2, turns=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "turns"),
+    [
+        ({}, True),
+        ({"causal": "bottom_right"}, True),
+        ({"heads_k": 2}, True),
+        ({"batch": 1, "heads_q": 4, "heads_k": 4}, False),  # all blocks of a head start at once and follow each other
+        ({"batch": 1, "heads_q": 4, "heads_k": 4, "causal": "bottom_right"}, True),  # the later ones have less to do
+        ({"batch": 1, "heads_q": 4, "heads_k": 4, "causal": "bottom_right", "seq_q": 128}, False),
+        ({"batch": 1, "heads_q": 2, "heads_k": 2, "seq_q": 512, "seq_k": 512}, False),
+        ({"batch": 1, "seq_q": 16384, "seq_k": 16384, "window_left": 1023, "causal": "bottom_right"}, True),
+        ({"batch": 1, "seq_q": 1, "seq_k": 16384}, False),
+    ],
+)
+def test_when_repeatable_gradients_are_added_in_turns(fields: dict[str, Any], turns: bool) -> None:
+    p = problem(LARGE, **fields, deterministic=True)
+    assert in_turns(p, 128) is turns
+    made = plan(p, SM_90)
+    assert made.path == "gluon_backward"
+    assert made.schedule["turns"] is turns
+    assert (made.schedule["messages"] == 0) is not turns
+    assert not plan(problem(LARGE, **fields), SM_90).schedule["turns"]  # nobody asked for it
 
 
 def test_views_are_those_of_a_call() -> None:
@@ -154,6 +197,11 @@ def test_launches_as_a_compiler_sees_them() -> None:
     assert [s.function for s in repeatable] == ["row_statistics", "scheduled_backward", "scheduled_queries"]
     assert repeatable[0].constants["sums"] is None
     assert repeatable[1].constants["dq_desc"] is None
+    assert repeatable[1].constants["turns"] is None
+    large = signatures(VARIANT, meta_call(problem(LARGE, deterministic=True)))
+    assert [s.function for s in large] == ["row_statistics", "scheduled_backward", "query_gradients"]
+    assert large[0].types["turns"] == large[1].types["turns"] == "*i32"
+    assert (large[1].constants["TURNS"], large[1].constants["STAGGER"]) == (True, 0)
     packed = signatures(VARIANT, meta_call(PACKED))[1]
     assert packed.constants["EDGES"]
     assert packed.types["edge_q_desc"] == packed.types["q_desc"]
@@ -192,6 +240,8 @@ FORMS: dict[str, Problem] = {
     "128, causal": problem(causal="bottom_right"),
     "128, padded, window": problem(**LENGTHS, window_left=40),
     "128, repeatable": problem(deterministic=True),
+    "128, in turns, causal": problem(LARGE, causal="bottom_right", deterministic=True),
+    "64, in turns, packed": problem(LARGE_PACKED, head_dim=64, head_dim_v=64, deterministic=True),
     "256, causal": problem(head_dim=256, head_dim_v=256, causal="bottom_right"),
     "256, packed": problem(PACKED, head_dim=256, head_dim_v=256),
 }
@@ -253,7 +303,7 @@ def overwritten(code: list[str]) -> list[str]:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("form", ["64, full", "128, causal", "128, repeatable"])
+@pytest.mark.parametrize("form", ["64, full", "128, causal", "128, repeatable", "128, in turns, causal"])
 def test_a_left_operand_stays_until_its_product_has_ended(
     gluon_compiler: Worker, gluon_target: Target, tmp_path: Path, form: str
 ) -> None:
@@ -344,19 +394,73 @@ def test_any_scale(chip: Device, scale: float) -> None:
         assert_variant_right(VARIANT, random_call(p, 3, device=chip.name, scale=scale))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_repeatable_gradients_are_bit_equal(chip: Device, head_dim: int) -> None:
-    p = problem(head_dim=head_dim, head_dim_v=head_dim, batch=4, heads_q=16, seq_q=1024, seq_k=1024, deterministic=True)
-    call = random_call(p, 5, device=chip.name)
+def assert_repeats(call: Call, times: int) -> None:
     tensors, launch = launch_tensors(call), VARIANT.launcher(call)
     launch(tensors)
     names = ("grad_q", "grad_k", "grad_v")
     first = [tensors[name].clone() for name in names]
-    for _ in range(50):
+    for _ in range(times):
         with nan_filled_memory():
             launch(tensors)
         assert all(torch.equal(tensors[name], one) for name, one in zip(names, first, strict=True))
+
+
+@pytest.fixture(params=["in turns", "two kernels"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How dQ is made repeatable, whatever the sizes ask for."""
+    monkeypatch.setattr(schedule, "in_turns", lambda p, keys: request.param == "in turns")
+    return str(request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeatable_gradients_are_bit_equal(chip: Device, form: str, head_dim: int) -> None:
+    p = problem(head_dim=head_dim, head_dim_v=head_dim, batch=4, heads_q=16, seq_q=1024, seq_k=1024, deterministic=True)
+    assert_repeats(random_call(p, 5, device=chip.name), 50)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("name", [*SIZES, "packed", "packed, window"])
+def test_gradients_in_turns(
+    chip: Device, monkeypatch: pytest.MonkeyPatch, name: str, head_dim: int, causal: str
+) -> None:
+    monkeypatch.setattr(schedule, "in_turns", lambda p, keys: True)
+    fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal, "deterministic": True}
+    if name in SIZES:
+        p = problem(**SIZES[name] | fields)
+    else:
+        p = problem(PACKED, **fields, window_left=30 if "window" in name else -1)
+    assert choice(p, TIMED_WITH).schedule.turns
+    call = random_call(p, 1, device=chip.name)
+    assert_variant_right(VARIANT, call)
+    assert_repeats(call, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_more_blocks_of_a_head_than_run_at_a_time(chip: Device, monkeypatch: pytest.MonkeyPatch, causal: str) -> None:
+    """157 blocks of one head, which wait for each other: they end, and say what two kernels say."""
+    p = problem(batch=1, heads_q=1, heads_k=1, seq_q=20000, seq_k=20000, causal=causal, deterministic=True)
+    call = dataclasses.replace(meta_call(p), **inputs_of(p, chip.name))
+    found = []
+    for turns in (True, False):
+        monkeypatch.setattr(schedule, "in_turns", lambda p, keys, turns=turns: turns)
+        assert_repeats(call, 3)
+        assert call.grad_q is not None
+        found.append(call.grad_q.float())
+    assert (found[0] - found[1]).norm() < 4e-3 * found[1].norm()
+
+
+def inputs_of(p: Problem, device: str) -> dict[str, torch.Tensor]:
+    """Tensors of a gradient's call whose reference would take too long; the result and its LSE by the public call."""
+    generator = torch.Generator(device).manual_seed(3)
+    shape = (p.batch, p.heads_q, p.seq_q, p.head_dim)
+    q, k, v, grad = (torch.randn(shape, device=device, generator=generator).bfloat16() for _ in range(4))
+    out, lse = portattn.attention(q, k, v, causal=p.causal != "none", return_lse=True)
+    given = {"q": q, "k": k, "v": v, "forward_out": out, "forward_lse": lse, "grad_out": grad}
+    return given | {name: torch.empty_like(q) for name in ("grad_q", "grad_k", "grad_v")}
 
 
 @pytest.mark.gpu

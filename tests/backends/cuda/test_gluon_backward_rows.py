@@ -12,6 +12,7 @@ import torch
 from support import random_call
 
 from portattn import Problem
+from portattn.backends.cuda.hopper_backward import schedule
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.launch.variant import launch_tensors
 from portattn.schema.call import Call
@@ -34,6 +35,7 @@ FORMS: dict[str, Problem] = {
     "ragged": problem(),
     "narrow, a gradient of the LSE": problem(seq_q=70, head_dim=40, head_dim_v=48, grad_lse=True, layout="bshd"),
     "more queries than keys": problem(seq_q=150, seq_k=50, causal="bottom_right"),
+    "in turns": problem(seq_q=130, deterministic=True),
     "padded": problem(seq_q=130, batch=3, seqlens_q=True, seqlens_k=True),
     "packed": problem(
         op="varlen_attention_backward", batch=4, seq_q=100, seq_k=100, total_q=230, total_k=200,
@@ -53,8 +55,9 @@ def spans(call: Call) -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_before_and_after_the_products(form: str) -> None:
-    """The statistics, the copies without rows that do not count, and dQ from its sums."""
+def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The statistics, the copies without rows that do not count, dQ from its sums, and turns that nobody has taken."""
+    monkeypatch.setattr(schedule, "in_turns", lambda p, keys: True)
     pytest.importorskip("triton.experimental.gluon")  # which describes the launches
     call = random_call(FORMS[form], 3)
     p, launcher = call.problem, VARIANT.described(call)
@@ -74,6 +77,9 @@ def test_rows_before_and_after_the_products(form: str) -> None:
     delta = delta.masked_fill(nothing, 0.0)
     torch.testing.assert_close(tensors["out"].double(), delta, atol=1e-5, rtol=1e-5)
     assert int((tensors["sums"] != 0).sum()) == 0
+    assert ("turns" in tensors) is p.deterministic
+    if p.deterministic:
+        assert tensors["turns"].tolist() == [0] * (1 + len(tensors["sums"]) * 256 // (64 * SUMMED_WIDTH))
 
     tiles = steps[0].arguments["tiles"]
     statistics = tensors["statistics"].view(-1, p.heads_q, tiles, 2, 64)

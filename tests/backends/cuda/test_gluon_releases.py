@@ -53,6 +53,10 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
         "gluon_backward", BACKWARD_FORMS["128, repeatable"],
         ("row_statistics", "scheduled_backward", "scheduled_queries"),
     ),
+    "backward, in turns": (
+        "gluon_backward", BACKWARD_FORMS["128, in turns, causal"],
+        ("row_statistics", "scheduled_backward", "query_gradients"),
+    ),
 }  # fmt: skip
 MOST_SPILLED = 128  # bytes a thread; docs/performance/hopper-forward.md has what each release spills
 

@@ -93,13 +93,19 @@ MAIN = ("scheduled_forward", "scheduled_backward")
 @pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.10.0"])
 def test_every_backward_has_a_schedule(release: str) -> None:
     toolchain = Toolchain.parse(f"triton=={release}")
-    for dim, causal, left, deterministic in itertools.product(
-        (8, 64, 72, 128, 136, 256), ("none", "bottom_right", "top_left"), (-1, 40), (False, True)
+    for dim, causal, left, deterministic, rows in itertools.product(
+        (8, 64, 72, 128, 136, 256), ("none", "bottom_right", "top_left"), (-1, 40), (False, True), (333, 8192)
     ):
-        p = backward_problem(head_dim=dim, head_dim_v=dim, causal=causal, window_left=left, deterministic=deterministic)
+        p = backward_problem(
+            head_dim=dim, head_dim_v=dim, causal=causal, window_left=left, deterministic=deterministic, seq_q=rows,
+            seq_k=rows, heads_q=16, heads_k=16,
+        )  # fmt: skip
         chosen, timed_with = schedule.choice(p, toolchain)
-        assert (chosen.messages == 0) is (deterministic or dim > 128)
-        assert (chosen.stages == 3) is (dim <= 64 and not deterministic and (causal != "none" or left >= 0))
+        turns = deterministic and dim <= 128 and schedule.in_turns(p, chosen.keys)
+        assert chosen.turns is turns
+        assert turns or not (deterministic and dim <= 128 and rows == 8192)
+        assert (chosen.messages == 0) is ((deterministic and not turns) or dim > 128)
+        assert (chosen.stages == 3) is (dim <= 64 and chosen.messages > 0 and (causal != "none" or left >= 0))
         assert bool(timed_with) is (not deterministic or dim > 128)
 
 

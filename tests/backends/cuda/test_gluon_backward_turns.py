@@ -1,0 +1,238 @@
+"""The order of additions to dQ in turns (hopper_backward/turns.py), by the kernels' own functions on plain numbers.
+
+What a launch does with its turns is run here for some programs at a time that go on in any order: no deadlock, and each
+tile of dQ gets the additions of all blocks that see it, always in the order of their keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import types
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from portattn.backends.cuda.hopper_backward import turns, work
+from portattn.backends.cuda.hopper_forward import work as forward_work
+
+KEYS, ROWS = 128, 64
+
+
+class Pointer:
+    """An address in an array."""
+
+    def __init__(self, values: list[int], at: Any = 0) -> None:
+        self.values, self.at = np.array(values), at
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(list(self.values), self.at + more)
+
+
+PLAIN = types.SimpleNamespace(
+    maximum=np.maximum, minimum=np.minimum, where=np.where, cdiv=lambda a, b: -(-a // b),
+    load=lambda pointer: pointer.values[pointer.at], arange=lambda begin, end, layout: np.arange(begin, end),
+    max=lambda x, axis: x.max(), BlockedLayout=lambda *given: None, constexpr=int,
+)  # fmt: skip
+
+
+# The records of form.py, whose fields only the compiler can ask for.
+Work = namedtuple(
+    "Work", "start rows head slot sequence q_first q_length k_first k_length tile"
+)  # fmt: skip
+Tiles = namedtuple("Tiles", "begin clean unclean end")
+
+
+def plain(module: types.ModuleType, **more: Any) -> types.SimpleNamespace:
+    """A kernel module's functions, to be called with plain numbers."""
+    known: dict[str, Any] = {"gl": PLAIN, "_ROWS": ROWS, "range": range, "Work": Work, "Tiles": Tiles, **more}
+    for name, value in vars(module).items():
+        if hasattr(value, "fn") and name not in known:
+            known[name] = types.FunctionType(value.fn.__code__, known, name, value.fn.__defaults__)
+    return types.SimpleNamespace(**known)
+
+
+FORWARD = plain(forward_work)
+BACKWARD = plain(
+    work, in_turn=FORWARD.in_turn, first_row=FORWARD.first_row, last_seen=FORWARD.last_seen,
+    position_of=FORWARD.position_of,
+)  # fmt: skip
+TURNS = plain(turns, query_tiles=BACKWARD.query_tiles)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch. lengths: of each sequence (queries, keys); packed where asked for, else padded."""
+
+    seq_q: int = 640
+    seq_k: int = 640
+    right: int | None = None
+    left: int | None = None
+    top_left: bool = False
+    heads: int = 2
+    share: int = 1
+    together: int = 2
+    lengths: tuple[tuple[int, int], ...] = ()
+    packed: bool = False
+
+    def form(self) -> Any:
+        varying = "none" if not self.lengths else "packed" if self.packed else "padded"
+        limited, left = self.right is not None, self.left is not None
+        return types.SimpleNamespace(
+            KEYS=KEYS, ROWS=ROWS, RIGHT=limited, LEFT=left, TOP_LEFT=self.top_left, VARYING=varying, STAGGER=0,
+            TURNS=True, RAGGED=varying == "none" and self.seq_k % KEYS != 0,
+            UNSEEN=varying != "none" or (self.top_left and limited) or left,
+        )  # fmt: skip
+
+    def sizes(self) -> Any:
+        batches = len(self.lengths) or 1
+        q, k = ([pair[i] for pair in self.lengths] for i in (0, 1))
+        seq_q, seq_k = self.seq_q, self.seq_k
+        if self.packed:
+            seq_q, seq_k = sum(q), sum(k)
+            q, k = ([0, *itertools.accumulate(each)] for each in (q, k))
+        tiles = seq_k // KEYS + batches + 1 if self.packed else -(-seq_k // KEYS)
+        query_tiles = seq_q // ROWS + batches + 1 if self.packed else -(-seq_q // ROWS)
+        return types.SimpleNamespace(
+            lengths_q=Pointer(q or [0]), lengths_k=Pointer(k or [0]), batches=batches, heads=self.heads,
+            share=self.share, seq_q=seq_q, seq_k=seq_k, left=self.left or 0, right=self.right or 0, tiles=tiles,
+            query_tiles=query_tiles, together=self.together,
+        )  # fmt: skip
+
+    def blocks(self) -> int:
+        sizes = self.sizes()
+        return int(sizes.tiles * sizes.heads * (1 if self.packed else sizes.batches))
+
+
+CASES = {
+    "full": Case(),
+    "full, last tiles of a few": Case(seq_q=333, seq_k=700),
+    "causal": Case(right=0),
+    "causal, more keys": Case(right=0, seq_q=200, seq_k=900),
+    "causal, more queries": Case(right=0, seq_q=900, seq_k=300),
+    "causal, top left": Case(right=0, top_left=True, seq_q=300, seq_k=900),
+    "a window": Case(right=0, left=150),
+    "a window on both sides, top left": Case(right=30, left=70, top_left=True, seq_q=800, seq_k=500),
+    "a window narrower than a tile": Case(right=0, left=3, seq_q=500, seq_k=501),
+    "a window to the left": Case(left=40, seq_q=700, seq_k=400),
+    "grouped": Case(right=0, heads=1, share=4, together=1),
+    "padded": Case(right=0, lengths=((640, 640), (0, 300), (100, 0), (333, 129)), together=5),
+    "padded, window": Case(right=0, left=90, lengths=((640, 500), (64, 640)), together=3),
+    "packed": Case(lengths=((300, 300), (0, 200), (129, 700), (64, 1)), packed=True, together=1),
+    "packed, causal, grouped": Case(
+        right=0, lengths=((300, 300), (200, 500), (500, 200)), packed=True, share=2, together=2
+    ),
+}
+
+
+@dataclass
+class Block:
+    """What the writers of a block do."""
+
+    number: int
+    tiles: list[int]  # of dQ, in the block's order
+    waits: list[bool]
+
+
+def block_of(drawn: int, case: Case) -> Block:
+    """The block that has drawn a number; numbers of its additions as kernel.py has them."""
+    form, sizes = case.form(), case.sizes()
+    found = BACKWARD.work_of(drawn, sizes, form, KEYS, True, 1)
+    tiles = BACKWARD.query_tiles(found, sizes, form)
+    seen = TURNS.earlier_end(found, sizes, form)
+    number, count = int(found.start) // KEYS, int(tiles.end - tiles.begin)
+    made = Block(number, [], [])
+    for i in range(count * sizes.share):
+        m = int(BACKWARD.tile_at(BACKWARD.place_of(i, count, sizes, form), tiles, number, form))
+        head = found.head * sizes.share + BACKWARD.member_of(i, count, sizes, form)
+        made.tiles.append(int((found.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + found.tile + m))
+        made.waits.append(m < seen)
+    return made
+
+
+def run(blocks: list[Block], programs: int, seed: int) -> dict[int, list[int]]:
+    """The numbers of the blocks that added to each tile, in order. Running blocks go on in any order; the next one
+    starts when one has ended. Raises RuntimeError where none can go on."""
+    chosen = random.Random(seed)
+    turn: dict[int, int] = {}
+    added: dict[int, list[int]] = {}
+    waiting: Iterator[Block] = iter(blocks)
+    running = [[block, 0] for block in itertools.islice(waiting, programs)]
+    while running:
+        ready = [r for r in running if r[1] == len(r[0].tiles) or not r[0].waits[r[1]]
+                 or turn.get(r[0].tiles[r[1]], 0) == r[0].number]  # fmt: skip
+        if not ready:
+            raise RuntimeError(f"{len(running)} blocks wait for each other")
+        one = chosen.choice(ready)
+        block, place = one
+        if place == len(block.tiles):
+            running.remove(one)
+            running.extend([block, 0] for block in itertools.islice(waiting, 1))
+            continue
+        added.setdefault(block.tiles[place], []).append(block.number)
+        turn[block.tiles[place]] = block.number + 1
+        one[1] += 1
+    return added
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_add_in_the_order_of_their_keys_and_none_waits_for_ever(name: str) -> None:
+    case = CASES[name]
+    blocks = [block_of(drawn, case) for drawn in range(case.blocks())]
+    wanted = {}
+    for block in sorted(blocks, key=lambda b: b.number):
+        for tile in block.tiles:
+            wanted.setdefault(tile, []).append(block.number)
+    assert wanted
+    for programs, seed in itertools.product((1, 2, 3, 7, len(blocks)), range(3)):
+        assert run(blocks, programs, seed) == wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tile_s_blocks_follow_each_other_and_the_first_one_waits_for_nobody(name: str) -> None:
+    case = CASES[name]
+    blocks = [block_of(drawn, case) for drawn in range(case.blocks())]
+    added: dict[int, list[tuple[int, bool]]] = {}
+    for block in blocks:
+        assert len(set(block.tiles)) == len(block.tiles)
+        for tile, waits in zip(block.tiles, block.waits, strict=True):
+            added.setdefault(tile, []).append((block.number, waits))
+    for given in added.values():  # in the order in which blocks draw their numbers
+        first = given[0][0]
+        assert given == [(first + i, i > 0) for i in range(len(given))]
+
+
+def sees(case: Case, q_length: int, k_length: int) -> torch.Tensor:
+    row, key = torch.arange(q_length)[:, None], torch.arange(k_length)[None]
+    position = row + (0 if case.top_left else k_length - q_length)
+    seen = torch.ones(q_length, k_length, dtype=torch.bool)
+    if case.right is not None:
+        seen &= key <= position + case.right
+    if case.left is not None:
+        seen &= key >= position - case.left
+    return seen
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not CASES[name].lengths])
+def test_every_pair_that_counts_is_visited(name: str) -> None:
+    case = CASES[name]
+    seen, tiles = sees(case, case.seq_q, case.seq_k), case.sizes().query_tiles
+    visited = {(b.number, t) for b in (block_of(d, case) for d in range(case.blocks())) for t in b.tiles}
+    for block, m in itertools.product(range(case.sizes().tiles), range(tiles)):
+        if seen[m * ROWS : (m + 1) * ROWS, block * KEYS : (block + 1) * KEYS].any():
+            for head in range(case.heads * case.share):
+                assert (block, head * tiles + m) in visited
+
+
+def test_a_deadlock_is_seen() -> None:
+    """Blocks that draw the numbers of a head the other way round."""
+    blocks = [block_of(drawn, CASES["full"]) for drawn in range(CASES["full"].blocks())]
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        run(blocks[::-1], 2, 0)
