@@ -161,6 +161,11 @@ else:
     holder.launch_enter_hook = lambda metadata: called.append("enter")
 direct(7, [v.data_ptr(), 0, u.data_ptr()])
 hooked = fake.launches()
+if "maps" in found:
+    fake.library.fake_lose_context()
+    both[1](7, [wide.data_ptr(), c.data_ptr()])
+    called.pop()
+    found["hooked without a context"] = len(fake.launches())
 if hasattr(before, "add"):
     before.remove(hook)
 else:

@@ -121,6 +121,8 @@ def wrong_places(out: torch.Tensor, lse: torch.Tensor) -> dict[str, tuple[Any, A
         "out of another size": (longer, lse), "out not contiguous": (twice[..., 0], lse),
         "out off by an element": (shifted, lse), "out elsewhere": (out.to("meta"), lse), "out no tensor": ([1.0], lse),
         "lse of another dtype": (out, lse.half()), "lse of another shape": (out, lse.flatten()),
+        "out with a history": (out.detach().clone().requires_grad_(), lse),
+        "lse with a history": (out, lse.detach().clone().requires_grad_()),
     }  # fmt: skip
 
 

@@ -100,7 +100,7 @@ class Prepared:
 
         args, kwargs  the operation's own arguments; they may differ from the prepared call's in data only
         out   where the result goes: contiguous, in the operation's shape, as (B, Hq, Sq, Dv), and q's dtype; allocated
-              when None
+              when None. It shares no memory with q, k and v
         lse   where the LSE goes, float32, as (B, Hq, Sq), if the operation returns one; allocated when None
 
         Returns what the operation returns: `out`, or (out, lse) with return_lse; of one that fills a cache None.
@@ -121,7 +121,10 @@ class Prepared:
             return left_out["run"](self, args, kwargs)
         try:
             kind = self._in_c
-            if kind is not None and kind.hit is not None and (lse is None or self._returns_lse):
+            if (
+                kind is not None and kind.hit is not None and (lse is None or self._returns_lse)
+                and not _has_history(out) and not _has_history(lse)
+            ):  # fmt: skip
                 # What its kind takes of a call is made of the arguments, and no more. A bad `out` is found there.
                 tensors, values, lengths = self._parts(*args, **kwargs)
                 found = kind.hit(tensors, values, lengths, current(), out, lse, self._memory)
@@ -226,9 +229,16 @@ class Prepared:
                 check_dense(self._name, name, tensor)
                 limit = f"must be contiguous on {where}, from a multiple of {POINTER_ALIGNMENT} bytes on"
                 raise ArgumentError(self._name, name, (str(tensor.device), tensor.stride()), limit)
+            if self._cached is not None and tensor.requires_grad:
+                limit = "must not require grad: autograd would not learn what a kernel writes into it"
+                raise ArgumentError(self._name, name, "requires_grad", limit)
         except RuntimeError:  # nested ones have no shape, and others no address. To ask first would cost each run
             check_dense(self._name, name, tensor)
             raise
+
+
+def _has_history(place: Any) -> bool:
+    return place is not None and getattr(place, "requires_grad", False)
 
 
 def _run(handle: Prepared, args: Any, kwargs: Any) -> Any:

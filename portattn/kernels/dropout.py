@@ -48,7 +48,7 @@ def philox_by_halves(seed, c0, c1, c2, c3):
 
 @triton.jit
 def head_words(seed, head, MULHI: tl.constexpr):
-    """(key, turn) of a head, int32 and uint32: of its scores the generator's key, and what turns rows' numbers.
+    """(key, turn) of a head, uint32 and int32: of its scores the generator's key, and what turns rows' numbers.
 
     seed  pointer to one int64
     head  number of the query head among those of all sequences

@@ -11,6 +11,9 @@ import torch
 
 from portattn.schema.sizes import most
 
+# Torch's own allocators: they give memory by address wherever they give tensors. Others may not.
+ALLOCATORS = ("native", "cudaMallocAsync", "pluggable")
+
 
 @dataclass(slots=True, frozen=True)
 class Runtime:
@@ -45,7 +48,8 @@ def runtime(device_type: str) -> Runtime:
     # What torch.cuda.caching_allocator_alloc and …_delete call.
     take = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
     give = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
-    known = take is not None and give is not None
+    backend = getattr(torch._C, "_cuda_getAllocatorBackend", None)
+    known = None not in (take, give, backend) and backend() in ALLOCATORS  # type: ignore[misc]
     return Runtime(
         current=torch._C._cuda_getDevice, stream=torch._C._cuda_getCurrentRawStream, empty=_shortest(plain.empty),
         take=take if known else None, give=give if known else None,

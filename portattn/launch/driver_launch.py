@@ -226,7 +226,7 @@ class _Kernel:
 
     def run(self, stream: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         """Launch through Triton's launcher, with its hooks."""
-        if self._descriptors:
+        if self._descriptors and self.compiled.metadata.target.backend == cudadriver.KIND:
             cudadriver.make_current()
         arguments = self._arguments.copy()
         for index, size in self._sizes:

@@ -101,8 +101,10 @@ def test_dropout(device: Device, base: dict, fields: dict) -> None:
     check(device, random(device, base=base, dropout=True, **fields))
 
 
-def test_the_gradient_of_a_bias_under_dropout(device: Device) -> None:
-    check(device, random(device, dropout=True, bias=True, grad_bias=True, mask=True, alibi_slopes=True, softcap=True))
+@pytest.mark.parametrize("mulhi", ["native", "halves"])
+def test_the_gradient_of_a_bias_under_dropout(device: Device, mulhi: str) -> None:
+    fields = {"dropout": True, "bias": True, "grad_bias": True, "mask": True, "alibi_slopes": True, "softcap": True}
+    check(device, random(device, **fields), {"mulhi": mulhi})
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])

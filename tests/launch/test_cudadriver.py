@@ -265,3 +265,23 @@ def test_a_thread_without_a_context_gets_one(
     else:
         cudadriver.make_current()
     assert library.called == called
+
+
+def test_a_guarded_device_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of CUDA alone: not on a CPU, and not with HIP, which torch calls CUDA too."""
+    import contextlib
+    from types import SimpleNamespace
+
+    import torch
+
+    from portattn.launch import run
+
+    made: list[str] = []
+    monkeypatch.setattr(cudadriver, "make_current", lambda: made.append("current"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    tensor: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with run.device_guard(tensor):
+        assert made == ["current"]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with run.device_guard(tensor), run.device_guard(torch.zeros(1)):
+        assert made == ["current"]

@@ -62,6 +62,7 @@ def test_tensor_maps_are_made_for_each_address_and_kept(seen: dict[str, Any]) ->
         pytest.skip("this Triton passes no tensor maps from the host")
     assert seen["maps"] == 2 * [[True, False], [False, True], [True, False]], "by Python and by C"
     assert seen["maps without a context"] == [1, 1], "a backward's thread may have none yet"
+    assert seen["hooked without a context"] == 1
     assert seen["maps kept"] == [0, 64]
     assert seen["maps by C"]
     assert not seen["maps of another make"], "native.c's maps are used where they are Triton's, byte for byte"

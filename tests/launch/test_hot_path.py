@@ -83,7 +83,7 @@ def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> N
     made = {name: found["refused"] for name, found in seen.items() if isinstance(found, dict) and "refused" in found}
     assert len(made) >= len(OPS)
     for name, refused in made.items():
-        assert len(refused) == 9, name
+        assert len(refused) == 11, name
         assert refused == {what: [what.split()[0], 0] for what in refused}, name
 
 

@@ -154,3 +154,17 @@ def test_cuda_is_asked_by_the_shortest_way(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=index))
     found = runtime.__wrapped__("cuda")
     assert (found.current(), found.stream(2)) == (9, 2)
+
+
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync", "pluggable", "somebody's"])
+def test_memory_comes_by_address_from_torch_s_own_allocators(monkeypatch: pytest.MonkeyPatch, allocator: str) -> None:
+    """Another one may give tensors, and no memory by address."""
+    take, give = object(), object()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 4, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: index, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", take, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", give, raising=False)
+    assert runtime.__wrapped__("cuda").take is None, "this torch does not say whose it is"
+    monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: allocator, raising=False)
+    found = runtime.__wrapped__("cuda")
+    assert (found.take, found.give) == ((None, None) if allocator == "somebody's" else (take, give))

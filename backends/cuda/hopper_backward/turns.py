@@ -3,8 +3,9 @@
 Floating-point sums depend on their order, so that dQ is then the same in every run, bit by bit, and no kernel has to
 compute S and dP a second time for it.
 
-Order. A block of keys is number b of its sequence and key head, and sees the query tiles [begin(b), end(b)); neither
-bound falls as b grows, and no block between two that see a tile sees none. So a tile gets its additions from
+Order. A block of keys is number b of its sequence and key head, and sees the query tiles [begin(b), end(b)). Of blocks
+that see a tile neither bound falls as b grows, and they follow each other; a block before the first of them has end 0.
+So a tile gets its additions from
 consecutive blocks f, f + 1, …, and block b is its first one if b = 0 or the tile is not below end(b - 1). turns[1 + t]
 is the number of the block whose turn it is at tile t. Block b waits until it reads b there (its first block does not
 wait), adds, waits until the addition is complete in memory, and writes b + 1.
@@ -15,7 +16,8 @@ keys' blocks, which began there too, are already below them.
 No deadlock. A block draws its number in the grid from turns[0] when it starts to run, so that every block with a lower
 number has started. work.in_turn gives a head's blocks rising numbers in the order of their keys. So a block waits only
 for blocks of lower numbers, which run, and stay where they run until they end. The lowest number that has not ended
-waits for nobody: by induction all end. Inside a block, the writers take tiles in the order in which the consumer makes
+waits for nobody: by induction all end. A tile is one sequence's, also where packed lengths are not valid
+(work._rising_bounds). Inside a block, the writers take tiles in the order in which the consumer makes
 them. How many blocks run at a time does not matter for this, only for the time: a head's blocks that start together
 follow each other at a distance of what one addition takes.
 

@@ -33,13 +33,31 @@ def _bounds(lengths, sequence, batches, total):
 
 
 @gluon.jit
+def _rising_bounds(lengths, sequence, batches, total, WARPS: gl.constexpr):
+    """_bounds where no sequence begins before the one before it, as of valid lengths: of others too each tile of rows
+    is then one sequence's, and blocks that add in turns do not wait for what another sequence's blocks count."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    first, end = sequence - sequence, sequence - sequence
+    for chunk in range(gl.cdiv(batches + 1, 32)):
+        b = chunk * 32 + gl.arange(0, 32, layout)
+        row = gl.load(lengths + gl.minimum(b, batches))
+        row = gl.minimum(gl.maximum(row, 0), total)
+        first = gl.maximum(first, gl.max(gl.where(b <= sequence, row, 0), 0))
+        end = gl.maximum(end, gl.max(gl.where(b <= sequence + 1, row, 0), 0))
+    return first, gl.where(sequence == batches, total, end) - first
+
+
+@gluon.jit
 def _packed(number, head, sizes, size: gl.constexpr, by_keys: gl.constexpr, reverse: gl.constexpr,
-            WARPS: gl.constexpr):  # fmt: skip
+            rising: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     if by_keys:
         sequence = _sequence_of(number, sizes.lengths_k, sizes.seq_k, size, sizes.batches, WARPS)
     else:
         sequence = _sequence_of(number, sizes.lengths_q, sizes.seq_q, size, sizes.batches, WARPS)
-    q_first, q_length = _bounds(sizes.lengths_q, sequence, sizes.batches, sizes.seq_q)
+    if rising:
+        q_first, q_length = _rising_bounds(sizes.lengths_q, sequence, sizes.batches, sizes.seq_q, WARPS)
+    else:
+        q_first, q_length = _bounds(sizes.lengths_q, sequence, sizes.batches, sizes.seq_q)
     k_first, k_length = _bounds(sizes.lengths_k, sequence, sizes.batches, sizes.seq_k)
     first, length = q_first, q_length
     if by_keys:
@@ -66,7 +84,7 @@ def work_of(block, sizes, form, size: gl.constexpr, by_keys: gl.constexpr, WARPS
     else:
         number, head = block % sizes.tiles, block // sizes.tiles
     if form.VARYING == "packed":
-        work = _packed(number, head, sizes, size, by_keys, reverse, WARPS)
+        work = _packed(number, head, sizes, size, by_keys, reverse, form.TURNS, WARPS)
     else:
         if reverse:
             number = sizes.tiles - 1 - number

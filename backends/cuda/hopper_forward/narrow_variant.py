@@ -26,7 +26,7 @@ FORMAT = "e4m3"
 WIDEST = 256
 COLUMN_STEP = 16  # columns of a head: a multiple of so many, 16 bytes
 TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
-MOST_BATCHES = 65_535  # blocks of a grid along its third axis, which counts the batches of the values
+MOST_BATCHES = 65_535  # blocks of a grid along its third axis: batches of the values, by parts of their columns
 SCALES = ("q_scale", "k_scale", "v_scale")
 
 
@@ -55,8 +55,9 @@ class NarrowVariant(ForwardVariant):
             if getattr(p, name) % COLUMN_STEP:
                 reason = f"takes heads of a multiple of {COLUMN_STEP} columns, not {getattr(p, name)}"
                 return Rejection(path=self.name, reason=reason)
-        if not p.packed and p.batch > MOST_BATCHES:
-            return Rejection(path=self.name, reason=f"takes at most {MOST_BATCHES} sequences that are not packed")
+        most = MOST_BATCHES // ceil_div(p.head_dim_v, TRANSPOSED_COLUMNS)
+        if not p.packed and p.batch > most:
+            return Rejection(path=self.name, reason=f"takes at most {most} sequences that are not packed")
         return super().rejects(problem, target)
 
     def defers_to_core(self, problem: Problem) -> str:

@@ -69,7 +69,11 @@ TURNS = plain(turns, query_tiles=BACKWARD.query_tiles)
 
 @dataclass(frozen=True)
 class Case:
-    """A launch. lengths: of each sequence (queries, keys); packed where asked for, else padded."""
+    """A launch.
+
+    lengths     of each sequence (queries, keys); packed where asked for, else padded
+    first_rows  cu_seqlens_q where it is not that of the lengths
+    """
 
     seq_q: int = 640
     seq_k: int = 640
@@ -81,6 +85,7 @@ class Case:
     together: int = 2
     lengths: tuple[tuple[int, int], ...] = ()
     packed: bool = False
+    first_rows: tuple[int, ...] = ()
 
     def form(self) -> Any:
         varying = "none" if not self.lengths else "packed" if self.packed else "padded"
@@ -98,6 +103,7 @@ class Case:
         if self.packed:
             seq_q, seq_k = sum(q), sum(k)
             q, k = ([0, *itertools.accumulate(each)] for each in (q, k))
+            q = list(self.first_rows) or q
         tiles = seq_k // KEYS + batches + 1 if self.packed else -(-seq_k // KEYS)
         query_tiles = seq_q // ROWS + batches + 1 if self.packed else -(-seq_q // ROWS)
         return types.SimpleNamespace(
@@ -128,6 +134,17 @@ CASES = {
     "packed": Case(lengths=((300, 300), (0, 200), (129, 700), (64, 1)), packed=True, together=1),
     "packed, causal, grouped": Case(
         right=0, lengths=((300, 300), (200, 500), (500, 200)), packed=True, share=2, together=2
+    ),
+    "packed, rows that fall": Case(
+        lengths=((100, 200), (200, 200), (340, 240)), packed=True, together=1, first_rows=(0, 600, 300, 640)
+    ),
+    "packed, causal, rows that fall twice": Case(
+        right=0,
+        lengths=((300, 300), (200, 500), (100, 90), (40, 200)),
+        packed=True,
+        share=2,
+        together=2,
+        first_rows=(500, 90, 640, -7, 20),
     ),
 }
 

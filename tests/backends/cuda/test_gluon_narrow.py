@@ -40,6 +40,8 @@ ALL = [
     for causal in wide.CAUSAL
     if causal == "none" or "window_right" not in fields
 ]
+WIDE = {"head_dim": 256, "head_dim_v": 256}
+FEW_SPILLED = 704  # of FEW's form of 256 columns, which spills 624
 MOST_SPILLED = {64: 256, 128: 256, 192: 256, 256: 2048}  # bytes a thread; of 256 columns 16 to 33 registers a tile
 
 
@@ -73,7 +75,9 @@ def test_it_compiles_clean(
     assert bool(merging) is form.startswith("split")
     if str(gluon_target.toolchain) == str(SM_90.toolchain):
         most = MOST_SPILLED[head_dim]
-        assert main.facts["spills"] <= (0 if (form, head_dim, causal) in FEW and head_dim < 256 else most)
+        if (form, head_dim, causal) in FEW:
+            most = FEW_SPILLED if head_dim == 256 else 0
+        assert main.facts["spills"] <= most
         assert transposing.facts["spills"] == 0
     assert "serialized_wgmma" not in main.facts
     assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
@@ -160,6 +164,7 @@ def test_scales_that_are_not_there_are_no_arguments() -> None:
         ({"head_dim": 192, "head_dim_v": 128}, "takes K and V of one width, not 192 and 128"),
         ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
         ({"batch": 65_536}, "takes at most 65535 sequences that are not packed"),
+        (WIDE | {"batch": 32_768}, "takes at most 32767 sequences that are not packed"),
         ({"bias": True}, "takes no bias"),
         ({"negative_scale": True}, "takes no negative_scale"),
         ({"aligned": False}, "reads through descriptors: contiguous rows, bases and strides of 16 bytes"),
