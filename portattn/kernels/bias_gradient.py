@@ -106,8 +106,8 @@ def backward_bias(
                 added, shown, scale, softcap, True, WINDOW, SOFTCAP, EXP,
             )  # fmt: skip
             if dropout_seed is not None:
-                word, turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
-                kept = kept_scores(word, keys[None, :], (rows ^ turn)[:, None], threshold, MULHI)
+                drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
+                kept = kept_scores(drop_word, keys[None, :], (rows ^ drop_turn)[:, None], threshold, MULHI)
                 dp = tl.where(kept, dp * keep_scale, 0.0)
             acc += tl.where(keep, p * (dp - row_delta[:, None]), 0.0)
         base = grad_bias + (own_batch * own_heads + own_head).to(tl.int64) * own_rows * own_keys

@@ -104,7 +104,7 @@ def test_dropout(device: Device, base: dict, fields: dict) -> None:
 @pytest.mark.parametrize("mulhi", ["native", "halves"])
 def test_the_gradient_of_a_bias_under_dropout(device: Device, mulhi: str) -> None:
     fields = {"dropout": True, "bias": True, "grad_bias": True, "mask": True, "alibi_slopes": True, "softcap": True}
-    check(device, random(device, **fields), {"mulhi": mulhi})
+    check(device, random(device, **fields), {"mulhi": mulhi, "grid": "persistent"})
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])
