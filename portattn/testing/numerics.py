@@ -152,6 +152,8 @@ class Interpreter:
         fields["launch"] |= {"num_warps": 1, "num_stages": 1, "rows_warps": 0, "rows_stages": 0, "options": []}
         if "dot_precision" in fields["lowering"]:
             fields["lowering"]["dot_precision"] = "ieee"  # as exact as numpy whatever it is; hf32 it does not know
+        if fields["lowering"].get("unpack") == "ptx":  # the same numbers without PTX, which it does not know
+            fields["lowering"]["unpack"] = "bytes" if ROWS[problem.op].writes else "words"
         if "reads" in fields["lowering"]:
             fields["lowering"]["reads"] = "masked"  # its tiles are powers of two, and it reads what a mask lets it
         fields["env"] = {}

@@ -99,6 +99,21 @@ def test_both_tiles_of_gradients_are_filled():
         assert run_plan.plan_of(asked, parse_target("cpu:generic", "none")).launch.of_rows().block_m == tiles["rows_m"]
 
 
+@pytest.mark.parametrize(("op", "read"), [("write_pages", "bytes"), ("paged_attention", "words")])
+def test_ptx_is_interpreted_as_the_form_without_it(op, read):
+    problem = Problem(
+        op=op, batch=4, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=128, page_size=16, kv_format="e4m3",
+        kv_scales="token",
+    )  # fmt: skip
+    made = plan(problem, parse_target(SM_90, "triton==3.6.0"), settings=Settings(backend="triton"))
+    assert made.lowering.unpack == "ptx"
+    interpreter, worker = Interpreter(1.0), CountingWorker()
+    interpreter.missing = ""
+    worker.go.set()
+    interpreter.check(made, worker)
+    assert [asked["lowering"]["unpack"] for asked in worker.requests] == [read]
+
+
 class CountingWorker:
     def __init__(self):
         self.requests = []
