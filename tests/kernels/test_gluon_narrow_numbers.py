@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import test_gluon_forward as wide
 import torch
-from kernel_cases import with_lengths
+from kernel_cases import NAN_BYTE, with_lengths
 from support import Device, random_call
 from test_quantised_accuracy import INPUTS, rms
 from variantchip import assert_variant_right, device_for
@@ -27,7 +27,6 @@ VARIANT = NarrowVariant()
 NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 BASE = msgspec.structs.replace(wide.BASE, **NARROW)
 PACKED = msgspec.structs.replace(wide.PACKED, **NARROW)
-NAN = 0x7F
 
 
 def problem(base: Problem = BASE, **fields: Any) -> Problem:
@@ -103,7 +102,7 @@ def test_what_no_row_sees_may_be_anything(chip: Device, name: str, head_dim: int
     call = random_call(problem(head_dim=head_dim, head_dim_v=head_dim, **fields), 3, device=chip.name)
     expected = run_variant(VARIANT, call)[1]
     for spoilt in ("k", "v"):
-        getattr(call, spoilt)[:, :, keys] = NAN
+        getattr(call, spoilt)[:, :, keys] = NAN_BYTE
         assert torch.equal(run_variant(VARIANT, call)[1], expected)
 
 
@@ -115,7 +114,7 @@ def test_packed_neighbours_may_hold_anything(chip: Device, head_dim: int) -> Non
     expected = run_variant(VARIANT, call)[1]
     spoilt = dataclasses.replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
     for tensor, lengths in ((spoilt.q, queries), (spoilt.k, keys), (spoilt.v, keys)):
-        tensor[:, :, lengths[0] : lengths[0] + lengths[1]] = NAN
+        tensor[:, :, lengths[0] : lengths[0] + lengths[1]] = NAN_BYTE
     out = run_variant(VARIANT, spoilt)[1]
     others = torch.ones(p.query_rows[1], dtype=torch.bool, device=out.device)
     others[100:101] = False
@@ -139,21 +138,25 @@ def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -
         assert lse[rows].isneginf().all()
 
 
+def assert_schedule_right(call: Call, **changes: Any) -> None:
+    """The call by its own schedule, changed so, against float64."""
+    launcher = VARIANT.described(call)
+    assert isinstance(launcher, NarrowLauncher)
+    with nan_filled_memory():
+        tensors = launch_tensors(call)
+    NarrowLauncher(call, msgspec.structs.replace(launcher.schedule, **changes))(tensors)
+    facts = judge(call, tensors["out"], tensors["lse"], probabilities=VARIANT.probabilities)
+    assert not facts["wrong"]
+    assert facts["error"] <= facts["budget"]
+    assert facts["lse_error"] <= facts["lse_budget"]
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("turns", [False, True])
 def test_schedules(chip: Device, turns: bool, keys: int, kept: bool) -> None:
     call = random_call(problem(**wide.SIZES["many tiles"]), 3, device=chip.name)
-    launcher = VARIANT.described(call)
-    assert isinstance(launcher, NarrowLauncher)
-    schedule = msgspec.structs.replace(launcher.schedule, kept=kept, keys=keys, turns=turns)
-    with nan_filled_memory():
-        tensors = launch_tensors(call)
-    NarrowLauncher(call, schedule)(tensors)
-    facts = judge(call, tensors["out"], tensors["lse"], probabilities=VARIANT.probabilities)
-    assert not facts["wrong"]
-    assert facts["error"] <= facts["budget"]
-    assert facts["lse_error"] <= facts["lse_budget"]
+    assert_schedule_right(call, kept=kept, keys=keys, turns=turns)
 
 
 @pytest.mark.parametrize("queries", [1, 2])
@@ -162,18 +165,7 @@ def test_schedules(chip: Device, turns: bool, keys: int, kept: bool) -> None:
 def test_schedules_of_wide_heads(chip: Device, turns: bool, keys: int, queries: int) -> None:
     for fields in (wide.SIZES["many tiles"], {"causal": "bottom_right", "seq_q": 700, "seq_k": 1900}):
         call = random_call(problem(head_dim=256, head_dim_v=256, **fields), 3, device=chip.name)
-        launcher = VARIANT.described(call)
-        assert isinstance(launcher, NarrowLauncher)
-        schedule = msgspec.structs.replace(
-            launcher.schedule, keys=keys, stages=256 // keys, turns=turns, queries=queries, parts=queries
-        )
-        with nan_filled_memory():
-            tensors = launch_tensors(call)
-        NarrowLauncher(call, schedule)(tensors)
-        facts = judge(call, tensors["out"], tensors["lse"], probabilities=VARIANT.probabilities)
-        assert not facts["wrong"]
-        assert facts["error"] <= facts["budget"]
-        assert facts["lse_error"] <= facts["lse_budget"]
+        assert_schedule_right(call, keys=keys, stages=256 // keys, turns=turns, queries=queries, parts=queries)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
