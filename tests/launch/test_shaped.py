@@ -164,6 +164,7 @@ def test_memory_comes_by_address_from_torch_s_own_allocators(monkeypatch: pytest
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: index, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", take, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", give, raising=False)
+    monkeypatch.delattr(torch._C, "_cuda_getAllocatorBackend", raising=False)
     assert runtime.__wrapped__("cuda").take is None, "this torch does not say whose it is"
     monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: allocator, raising=False)
     found = runtime.__wrapped__("cuda")
