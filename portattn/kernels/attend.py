@@ -6,7 +6,7 @@ Algorithm: Dao, "FlashAttention-2" (2023), section 3.1. Scores live in the base 
 import triton
 import triton.language as tl
 
-from portattn.kernels.dropout import head_words, kept_scores
+from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.operands import operand, products, query_tile, split_product
 from portattn.kernels.stored import (
     NV_BLOCK,
@@ -109,11 +109,10 @@ def key_scores(q_tile, q_tail, k_rows, k_tail_rows, table, start, end, pages, st
 
 
 @triton.jit
-def drop_out(p, key, rows, start, threshold, BLOCK_N: tl.constexpr, MULHI: tl.constexpr):
-    """Probabilities [BLOCK_M, BLOCK_N] of the keys from `start` on, 0 where they are dropped. What is kept is scaled
-    once, at the end; the row's sum is of all of them. `key` and `rows` are as kept_scores has them."""
-    keys = start + tl.arange(0, BLOCK_N)
-    return tl.where(kept_scores(key, keys[None, :], rows[:, None], threshold, MULHI), p, 0.0)
+def drop_out(p, key, turn, row, start, threshold, DROPS: tl.constexpr):
+    """Probabilities [BLOCK_M, BLOCK_N] of the rows from `row` and the keys from `start` on, 0 where they are dropped.
+    What is kept is scaled once, at the end; the row's sum is of all of them. The rest is as kept_tile has it."""
+    return tl.where(kept_tile(key, turn, start, row, threshold, p.shape[1], p.shape[0], False, DROPS), p, 0.0)
 
 
 @triton.jit
@@ -200,7 +199,7 @@ def attend(
     k_scales, k_scale_stride_p, k_scale_stride_s, v_scales, v_scale_stride_p, v_scale_stride_s,
     origin, first_step, full_begin, full_end, last_step, end,
     row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
-    dropout_seed, drop_rows, drop_origin, drop_head, threshold,
+    dropout_seed, drop_row, drop_origin, drop_head, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr,
@@ -208,7 +207,7 @@ def attend(
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, PAGE_LOOP: tl.constexpr, Q_OPERAND: tl.constexpr,
     PIPELINE: tl.constexpr, READS: tl.constexpr, CLAMPED: tl.constexpr, NONE: tl.constexpr,
-    MULHI: tl.constexpr, KV_FORMAT: tl.constexpr,
+    DROPS: tl.constexpr, KV_FORMAT: tl.constexpr,
     row_scales, V_FORMAT: tl.constexpr, Q_FORMAT: tl.constexpr, OPERANDS: tl.constexpr, P_TERMS: tl.constexpr,
     tree_low=None, tree_high=None, tree_first=None,
 ):  # fmt: skip
@@ -222,8 +221,8 @@ def attend(
     False. Where it is decided over a tile's rows which values count, none of them attends a key that no real row does;
     what they hold at the end is anything.
 
-    dropout_seed: None, or what kernels/dropout.py drops probabilities by. drop_rows are rows by their positions in the
-    sequence, drop_origin is what keys' positions count from.
+    dropout_seed: None, or what kernels/dropout.py drops probabilities by. drop_row is the tile's first row by its
+    position in the sequence, drop_origin is what keys' positions count from.
 
     KV_FORMAT: how keys and values are stored (kernels/stored.py). k_scales, v_scales: None, or a scale for each token,
     read as keys are, from the key/value head's base pointer on; of nvfp4 a row of scales for each, as long as the
@@ -253,8 +252,7 @@ def attend(
     else:
         q_tail = None
     if dropout_seed is not None:
-        drop_word, drop_turn = head_words(dropout_seed, drop_head, MULHI)
-        drop_rows = drop_rows ^ drop_turn
+        drop_word, drop_turn = head_words(dropout_seed, drop_head, DROPS)
     if PIPELINE == "single":
         # Without a loop there is half as much code, and registers are those of one step.
         PER: tl.constexpr = 2 if V_FORMAT == "int4" or V_FORMAT == "nvfp4" else 1  # numbers of a byte
@@ -272,7 +270,7 @@ def attend(
             EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
         )  # fmt: skip
         if dropout_seed is not None:
-            p = drop_out(p, drop_word, drop_rows, origin - drop_origin, threshold, BLOCK_N, MULHI)
+            p = drop_out(p, drop_word, drop_turn, drop_row, origin - drop_origin, threshold, DROPS)
         acc = add_values(
             acc, correction, p, v_rows, values, table, origin, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
@@ -306,7 +304,7 @@ def attend(
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
                 )  # fmt: skip
                 if dropout_seed is not None:
-                    p = drop_out(p, drop_word, drop_rows, start - drop_origin, threshold, BLOCK_N, MULHI)
+                    p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
                 if Q_OPERAND == "reload":
                     q_tile = query_tile(q_pointers, row_valid, q_stride_d, MAIN, BLOCK_D, NEGATED, Q_FORMAT, OPERANDS)
                     if BLOCK_TAIL != 0:
@@ -331,7 +329,7 @@ def attend(
             EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
         )  # fmt: skip
         if dropout_seed is not None:
-            p = drop_out(p, drop_word, drop_rows, start - drop_origin, threshold, BLOCK_N, MULHI)
+            p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
         acc = add_values(
             acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
             q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,
@@ -371,7 +369,7 @@ def attend(
                     BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, tree_low, tree_high, tree_first,
                 )  # fmt: skip
                 if dropout_seed is not None:
-                    p = drop_out(p, drop_word, drop_rows, start - drop_origin, threshold, BLOCK_N, MULHI)
+                    p = drop_out(p, drop_word, drop_turn, drop_row, start - drop_origin, threshold, DROPS)
                 acc = add_values(
                     acc, correction, p, v_rows, k_tile, table, start, end, pages, v_stride_p, v_stride_s, v_stride_d,
                     q_tile, v_scales, v_scale_stride_p, v_scale_stride_s,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.attend import key_steps
-from portattn.kernels.dropout import head_words, kept_scores
+from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import (
     load_numbers,
     load_row_numbers,
@@ -89,7 +89,7 @@ def backward_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
-    Q_OPERAND: tl.constexpr, MULHI: tl.constexpr, NUMBERS: tl.constexpr,
+    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """One program computes dK and dV of BLOCK_M keys of one key/value head, or of several such tiles in turn.
 
@@ -175,7 +175,7 @@ def backward_keys(
                     mask=batch < batches, other=0,
                 )  # fmt: skip
             if dropout_seed is not None:
-                drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
+                drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, DROPS)
             for edge in tl.static_range(2):
                 if edge == 0:
                     count = full_end - full_begin
@@ -240,8 +240,8 @@ def backward_keys(
                         do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
                     p_kept = p
                     if dropout_seed is not None:
-                        kept = kept_scores(drop_word, keys[:, None] - drop_key, (rows - drop_row ^ drop_turn)[None, :],
-                                           threshold, MULHI)  # fmt: skip
+                        kept = kept_tile(drop_word, drop_turn, key_0 - drop_key, start - drop_row, threshold, BLOCK_M,
+                                         BLOCK_N, True, DROPS)  # fmt: skip
                         p_kept = tl.where(kept, p * keep_scale, 0.0)
                     dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
                     if dropout_seed is not None:
@@ -294,7 +294,7 @@ def backward_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
-    Q_OPERAND: tl.constexpr, MULHI: tl.constexpr,
+    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """One program computes dQ of BLOCK_M query rows of one head, or of several such tiles in turn.
 
@@ -378,7 +378,7 @@ def backward_rows(
                 mask=batch < batches, other=0,
             )  # fmt: skip
         if dropout_seed is not None:
-            drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
+            drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, DROPS)
         dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         by_distance = tl.full([BLOCK_M], 0.0, tl.float32)
         for edge in tl.static_range(2):
@@ -419,8 +419,8 @@ def backward_rows(
                     slope, added, shown, scale, softcap, edge == 1, WINDOW, SOFTCAP, EXP,
                 )  # fmt: skip
                 if dropout_seed is not None:
-                    kept = kept_scores(drop_word, keys[None, :] - drop_key, (rows - drop_row ^ drop_turn)[:, None],
-                                       threshold, MULHI)  # fmt: skip
+                    kept = kept_tile(drop_word, drop_turn, start - drop_key, row_0 - drop_row, threshold, BLOCK_N,
+                                     BLOCK_M, False, DROPS)  # fmt: skip
                     dp = tl.where(kept, dp * keep_scale, 0.0)
                 ds = p * (dp - row_delta[:, None])
                 if edge == 1 or (bias is not None or mask is not None):

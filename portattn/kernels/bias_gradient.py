@@ -7,7 +7,7 @@ one element, so that results repeat bit by bit.
 import triton
 import triton.language as tl
 
-from portattn.kernels.dropout import head_words, kept_scores
+from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.tiles import load_query_rows, sequence_bounds
 
@@ -36,7 +36,7 @@ def backward_bias(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_ROW: tl.constexpr, BY_KEY: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, MULHI: tl.constexpr,
+    EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """grad_bias (own_batches, own_heads, own_rows, own_keys) float32, contiguous; each size is 1, or the scores' own.
 
@@ -106,8 +106,8 @@ def backward_bias(
                 added, shown, scale, softcap, True, WINDOW, SOFTCAP, EXP,
             )  # fmt: skip
             if dropout_seed is not None:
-                drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, MULHI)
-                kept = kept_scores(drop_word, keys[None, :], (rows ^ drop_turn)[:, None], threshold, MULHI)
+                drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, DROPS)
+                kept = kept_tile(drop_word, drop_turn, key_0, row_0, threshold, BLOCK_N, BLOCK_M, False, DROPS)
                 dp = tl.where(kept, dp * keep_scale, 0.0)
             acc += tl.where(keep, p * (dp - row_delta[:, None]), 0.0)
         base = grad_bias + (own_batch * own_heads + own_head).to(tl.int64) * own_rows * own_keys

@@ -13,13 +13,13 @@ def attend_listed(
     k_rows, k_tail_rows, v_rows, k_stride_s, k_stride_d, v_stride_s, v_stride_d,
     origin, first_step, full_begin, full_end, last_step, end,
     row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride, scale, softcap,
-    dropout_seed, drop_rows, drop_origin, drop_head, threshold,
+    dropout_seed, drop_row, drop_origin, drop_head, threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, NEGATED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr, MASK_BY_KEY: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr,
-    MULHI: tl.constexpr, LISTED_K: tl.constexpr,
+    DROPS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
     """Attend the tiles of [first_step, last_step) whose block of LISTED_K keys is marked in `listed`, a row of bools.
 
@@ -45,10 +45,10 @@ def attend_listed(
                 0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, None, 0, 0, None, 0, 0,
                 origin, first, whole, tl.minimum(tl.maximum(full_end, whole), last), last, end,
                 row_start, row_end, positions, slopes, bias_rows, bias_stride, mask_rows, mask_stride,
-                scale, softcap, dropout_seed, drop_rows, drop_origin, drop_head, threshold,
+                scale, softcap, dropout_seed, drop_row, drop_origin, drop_head, threshold,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                "per_page", Q_OPERAND, PIPELINE, "masked", False, False, MULHI, "as_q",
+                "per_page", Q_OPERAND, PIPELINE, "masked", False, False, DROPS, "as_q",
                 None, "as_q", "as_q", "widened", 1,
             )  # fmt: skip
         begin = tl.where(marked, begin, block + 1)

@@ -228,7 +228,7 @@ def decode_split(
                 score_scale, softcap, None, None, None, None, None,
                 HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                 BIAS_BY_KEY, MASK_BY_KEY, LATENT, PAGE_SIZE, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE,
-                DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE, READS, CLAMPED, True, "native", KV_FORMAT, None,
+                DOT_PRECISION, PAGE_LOOP, Q_OPERAND, PIPELINE, READS, CLAMPED, True, "scores", KV_FORMAT, None,
                 KV_FORMAT, "as_q", "widened", 1, tree_low, tree_high, tree_first,
             )  # fmt: skip
         else:

@@ -50,7 +50,7 @@ def dense_forward(
     MASK_BY_KEY: tl.constexpr, NEGATED: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, K_TILE: tl.constexpr, BLOCK_ORDER: tl.constexpr, EXP: tl.constexpr,
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PIPELINE: tl.constexpr,
-    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, MULHI: tl.constexpr, OPERANDS: tl.constexpr,
+    Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, DROPS: tl.constexpr, OPERANDS: tl.constexpr,
     KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, Q_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     P_TERMS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
@@ -184,10 +184,10 @@ def dense_forward(
                     k_rows, k_tail_rows, v_rows, k_stride_s, k_stride_d, v_stride_s, v_stride_d,
                     k_first, first_step, full_begin, full_end, last_step, far,
                     row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-                    score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
+                    score_scale, softcap, dropout_seed, row_0 - drop_row, drop_key, batch * heads_q + head, threshold,
                     HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                     BIAS_BY_KEY, MASK_BY_KEY, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION, Q_OPERAND,
-                    PIPELINE, MULHI, LISTED_K,
+                    PIPELINE, DROPS, LISTED_K,
                 )  # fmt: skip
             else:
                 acc, row_max, row_sum = attend(
@@ -197,10 +197,10 @@ def dense_forward(
                     0, k_stride_s, k_stride_d, 0, v_stride_s, v_stride_d, k_scales, 0, k_scale_stride_s, None, 0, 0,
                     k_first, first_step, full_begin, full_end, last_step, far,
                     row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
-                    score_scale, softcap, dropout_seed, rows - drop_row, drop_key, batch * heads_q + head, threshold,
+                    score_scale, softcap, dropout_seed, row_0 - drop_row, drop_key, batch * heads_q + head, threshold,
                     HEAD_DIM, HEAD_DIM_V, MAIN, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, NEGATED, WINDOW, SOFTCAP,
                     BIAS_BY_KEY, MASK_BY_KEY, False, 0, LOAD, K_TILE, BLOCK_ORDER, EXP, MASK_VALUE, DOT_PRECISION,
-                    "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", MULHI, KV_FORMAT,
+                    "per_page", Q_OPERAND, PIPELINE, "masked", False, SELECT != "branch", DROPS, KV_FORMAT,
                     row_scales, V_FORMAT, Q_FORMAT, OPERANDS, P_TERMS,
                 )  # fmt: skip
 

@@ -2,14 +2,15 @@
 
 The forward, the backward and every backend compute the same mask, whatever tiles they use. Source of the generators:
 Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). Philox4x32-10 turns seed and head into
-two words, once for all scores of a head; Philox2x32-10, half as much work, turns these and a score's place into a word.
+two words, once for all scores of a head; Philox2x32-10, half as much work, turns these and a group's place into two.
+
+A group is four scores: rows r and r + 8 by keys k and k + 8, of 16 bits each. With 16 rows and 16 keys a thread of a
+tensor core's result holds all four, whichever of both its rows are.
 """
 
 import triton
 import triton.language as tl
 
-# Flips the highest bit: unsigned numbers compare as signed ones do.
-HIGHEST_BIT: tl.constexpr = tl.constexpr(-2147483648)
 ROUNDS: tl.constexpr = tl.constexpr(10)
 
 # Philox4x32: the multipliers of its two products, each as its halves of 16 bits. FACTOR is that of Philox2x32.
@@ -47,14 +48,15 @@ def philox_by_halves(seed, c0, c1, c2, c3):
 
 
 @triton.jit
-def head_words(seed, head, MULHI: tl.constexpr):
+def head_words(seed, head, DROPS: tl.constexpr):
     """(key, turn) of a head, uint32 and int32: of its scores the generator's key, and what turns rows' numbers.
 
-    seed  pointer to one int64
-    head  number of the query head among those of all sequences
+    seed   pointer to one int64
+    head   number of the query head among those of all sequences
+    DROPS  `halves` where a product's high half is made of products of 16-bit halves
     """
     nothing = head - head
-    if MULHI == "halves":
+    if DROPS == "halves":
         none = nothing.to(tl.uint32, bitcast=True)
         key, turn = philox_by_halves(tl.load(seed), head.to(tl.uint32, bitcast=True), none, none, none)
     else:
@@ -63,21 +65,66 @@ def head_words(seed, head, MULHI: tl.constexpr):
 
 
 @triton.jit
-def kept_scores(key, keys, rows, threshold, MULHI: tl.constexpr):
-    """Which scores are kept, of the shape that keys and rows together broadcast to.
-
-    key        of the head, by head_words
-    keys       positions in the sequence, int32
-    rows       the same, each with the head's turn: row ^ turn
-    threshold  round(p·2³²) - 2³¹: the share p of all numbers is below it
-    """
+def group_words(key, keys, rows, DROPS: tl.constexpr):
+    """Both words of Philox2x32-10, of the shape that keys and rows, numbers of groups, together broadcast to."""
     word, other = keys.to(tl.uint32, bitcast=True), rows.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(ROUNDS):
-        if MULHI == "halves":
+        if DROPS == "halves":
             high, low = product(word, FACTOR_HIGH, FACTOR_LOW)
         else:  # one instruction of NVIDIA's and of AMD's chips, where both halves by themselves are three times as long
             wide = word.to(tl.uint64) * FACTOR
             high, low = (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
         word, other = high ^ key ^ other, low
         key += WEYL
-    return (word.to(tl.int32, bitcast=True) ^ HIGHEST_BIT) >= threshold
+    return word, other
+
+
+@triton.jit
+def kept(word, other, later_row, later_key, threshold):
+    """Which scores are kept of those whose group's words these are; later_row, later_key: its second row, or key."""
+    bits = tl.where(later_row, other, word)
+    bits = tl.where(later_key, bits >> 16, bits & 0xFFFF)
+    return bits.to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit
+def kept_scores(key, turn, keys, rows, threshold, DROPS: tl.constexpr):
+    """Which scores are kept, of the shape that keys and rows together broadcast to: a group's words for each.
+
+    key, turn   of the head, by head_words
+    keys, rows  positions in the sequence, int32
+    threshold   round(p·2¹⁶): the share p of 16 bits is below it
+    """
+    word, other = group_words(key, keys >> 4 << 3 | keys & 7, (rows >> 4 << 3 | rows & 7) ^ turn, DROPS)
+    return kept(word, other, (rows & 8) != 0, (keys & 8) != 0, threshold)
+
+
+@triton.jit
+def kept_tile(key, turn, key_0, row_0, threshold, KEYS: tl.constexpr, ROWS: tl.constexpr, BY_KEY: tl.constexpr,
+              DROPS: tl.constexpr):  # fmt: skip
+    """As kept_scores, of a tile: [ROWS, KEYS], or with BY_KEY [KEYS, ROWS]. A group's words are computed once where
+    DROPS is `tiles`: then key_0 and row_0, the tile's first positions, are multiples of 16."""
+    if DROPS == "tiles":
+        of_keys, of_rows = key_0 // 2 + tl.arange(0, KEYS // 2), (row_0 // 2 + tl.arange(0, ROWS // 2)) ^ turn
+        second = tl.arange(0, 2) != 0
+        if BY_KEY:
+            word, other = group_words(
+                key, tl.reshape(of_keys, [KEYS // 16, 1, 8, 1, 1, 1]), tl.reshape(of_rows, [1, 1, 1, ROWS // 16, 1, 8]),
+                DROPS,
+            )  # fmt: skip
+            later_key, later_row = tl.reshape(second, [1, 2, 1, 1, 1, 1]), tl.reshape(second, [1, 1, 1, 1, 2, 1])
+            found = tl.reshape(kept(word, other, later_row, later_key, threshold), [KEYS, ROWS])
+        else:
+            word, other = group_words(
+                key, tl.reshape(of_keys, [1, 1, 1, KEYS // 16, 1, 8]), tl.reshape(of_rows, [ROWS // 16, 1, 8, 1, 1, 1]),
+                DROPS,
+            )  # fmt: skip
+            later_row, later_key = tl.reshape(second, [1, 2, 1, 1, 1, 1]), tl.reshape(second, [1, 1, 1, 1, 2, 1])
+            found = tl.reshape(kept(word, other, later_row, later_key, threshold), [ROWS, KEYS])
+    else:
+        keys, rows = key_0 + tl.arange(0, KEYS), row_0 + tl.arange(0, ROWS)
+        if BY_KEY:
+            found = kept_scores(key, turn, keys[:, None], rows[None, :], threshold, DROPS)
+        else:
+            found = kept_scores(key, turn, keys[None, :], rows[:, None], threshold, DROPS)
+    return found

@@ -95,7 +95,12 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
             "heads_q": problem.heads_q, "heads_k": problem.heads_k, **sizes, "key_tiles": key_tiles,
             "together": together, "tiles": tiles, **rest,
         },
-        constants | {"NUMBERS": _numbers_by(call, lowering, constants["CAUSAL"])}, launch, UNSPECIALISED,
+        constants
+        | {
+            "NUMBERS": _numbers_by(call, lowering, constants["CAUSAL"]),
+            "DROPS": kernel.drops_by_keys(problem, lowering),
+        },
+        launch, UNSPECIALISED,
     )  # fmt: skip
 
     tiles = kernel.row_tiles(problem, launch)

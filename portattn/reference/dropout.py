@@ -47,8 +47,8 @@ def philox_of_two(key: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tens
 
 
 def threshold(probability: float) -> int:
-    """The smallest word that is kept: round(p·2³²), from 0 to 2³² (nothing is kept; only where p > 1 − 2⁻³³)."""
-    return round(probability * 2**32)
+    """The smallest 16 bits that are kept: round(p·2¹⁶), from 0 to 2¹⁶ (nothing is kept; only where p > 1 − 2⁻¹⁷)."""
+    return round(probability * 2**16)
 
 
 def keep_mask(
@@ -78,7 +78,15 @@ def keep_mask(
         return torch.cat(parts, dim=axis)
     nothing = torch.zeros((), dtype=torch.long, device=keys.device)
     key, turn, _, _ = philox(seed, batch_heads, nothing, nothing, nothing)
-    return philox_of_two(key, keys, rows ^ turn)[0] >= threshold(probability)
+    word, other = philox_of_two(key, _group(keys), _group(rows) ^ turn)
+    bits = torch.where((rows & 8) != 0, other, word)
+    bits = torch.where((keys & 8) != 0, bits >> 16, bits & 0xFFFF)
+    return bits >= threshold(probability)
+
+
+def _group(positions: torch.Tensor) -> torch.Tensor:
+    """Number of a position's group along its axis: of p and p + 8, without bit 3."""
+    return positions >> 4 << 3 | positions & 7
 
 
 def _part(indices: torch.Tensor, axes: int, axis: int, begin: int, size: int) -> torch.Tensor:

@@ -55,13 +55,13 @@ def test_known_answers_of_two_words(counter: str, key: str, expected: str) -> No
 
 
 def in_python(seed: int, head: int, row: int, key: int) -> int:
-    """The word that decides about a score, in Python's integers."""
+    """The 16 bits that decide about a score, in Python's integers."""
     of_head, turn, _, _ = philox_in_python(seed, [head, 0, 0, 0])
-    c, k = [key, row ^ turn], of_head
+    c, k = [key // 16 * 8 + key % 8, (row // 16 * 8 + row % 8) ^ turn], of_head
     for _ in range(10):
         product = c[0] * 0xD256D193
         c, k = [product >> 32 ^ k ^ c[1], product & dropout.WORD], (k + 0x9E3779B9) & dropout.WORD
-    return c[0]
+    return c[row // 8 % 2] >> 16 * (key // 8 % 2) & 0xFFFF
 
 
 def philox_in_python(seed: int, counter: list[int]) -> list[int]:
@@ -94,17 +94,17 @@ def test_words_are_tritons(tmp_path: Path) -> None:
 @pytest.mark.parametrize("elements", [1, 7, 50, 10**6])
 def test_a_mask_is_the_same_in_any_parts(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """Element by element as Python's integers say, whatever is made at a time, and in a block of its own."""
-    seed, p, batch, heads, rows, keys = torch.tensor([-12345678901234567]), 0.3, 2, 3, 5, 7
+    seed, p, batch, heads, rows, keys = torch.tensor([-12345678901234567]), 0.3, 2, 3, 18, 27
     monkeypatch.setattr(dropout, "CPU_ELEMENTS", elements)
     mask = block_mask(seed, p, batch, heads, range(rows), range(keys))
     expected = [
-        in_python(int(seed), bh, i, j) >= round(p * 2**32)
+        in_python(int(seed), bh, i, j) >= round(p * 2**16)
         for bh in range(batch * heads) for i in range(rows) for j in range(keys)
     ]  # fmt: skip
     assert mask.flatten().tolist() == expected
-    assert torch.equal(mask[:, :, 2:4, 3:], block_mask(seed, p, batch, heads, range(2, 4), range(3, keys)))
-    scattered = keep_mask(seed, p, torch.tensor(5), torch.tensor([4, 0])[:, None], torch.tensor([6, 1]))
-    assert torch.equal(scattered, mask[1, 2][[4, 0]][:, [6, 1]])
+    assert torch.equal(mask[:, :, 2:17, 3:], block_mask(seed, p, batch, heads, range(2, 17), range(3, keys)))
+    scattered = keep_mask(seed, p, torch.tensor(5), torch.tensor([17, 0])[:, None], torch.tensor([26, 1]))
+    assert torch.equal(scattered, mask[1, 2][[17, 0]][:, [26, 1]])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
@@ -124,9 +124,10 @@ def test_as_many_are_dropped_as_asked_for(p: float) -> None:
 
 def test_thresholds() -> None:
     assert threshold(0.0) == 0
-    assert threshold(0.5) == 2**31
-    assert threshold(2.0**-32) == 1
-    assert threshold(1.0 - 2.0**-53) == 2**32
+    assert threshold(0.5) == 2**15
+    assert threshold(2.0**-16) == 1
+    assert threshold(2.0**-18) == 0
+    assert threshold(1.0 - 2.0**-53) == 2**16
     assert not block_mask(torch.tensor([1]), 1.0 - 2.0**-53, 1, 1, range(9), range(9)).any()
 
 

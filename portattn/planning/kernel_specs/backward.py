@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from portattn.planning.kernel_specs.base import MASKED, SCORED, TAKES, CoreKernel, ceil_div, packed_tiles
+from portattn.planning.kernel_specs.base import (
+    MASKED,
+    MIN_DOT,
+    SCORED,
+    TAKES,
+    CoreKernel,
+    ceil_div,
+    drops,
+    packed_tiles,
+)
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
+from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.sizes import most
 
 
@@ -42,11 +52,28 @@ class DenseBackward(CoreKernel):
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         common = super().constexprs(problem, lowering, launch)
-        return {name: common[name] for name in common if name not in _FORWARD_ONLY}
+        found = {name: common[name] for name in common if name not in _NOT_HERE}
+        return found | {"DROPS": drops(problem, lowering)}
+
+    def drops_by_keys(self, problem: Problem, lowering: Lowering) -> str:
+        """`drops` of the kernel that holds keys. Its tiles of rows begin at the first row that sees a key. Where that
+        is, only the sizes of a call without lengths say."""
+        found = drops(problem, lowering)
+        if found != "tiles":
+            return found
+        limited = problem.causal == "bottom_right" or problem.window_right != UNLIMITED
+        if problem.leftpad_q or (limited and (problem.packed or problem.padded)):
+            return "scores"
+        first = 0
+        if limited:
+            right = 0 if problem.window_right == UNLIMITED else problem.window_right
+            first = most(0, problem.seq_q - problem.seq_k - right)
+        return "tiles" if first % MIN_DOT == 0 else "scores"
 
 
-# What the gradients' kernels have no place for: a head's second part, a sign, scores that all rows share.
-_FORWARD_ONLY = frozenset({"MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "NEGATED"})
+# What the gradients' kernels have no place for: a head's second part, a sign, scores that all rows share; and what
+# `drops` says.
+_NOT_HERE = frozenset({"MULHI", "MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "NEGATED"})
 
 
 class VarlenBackward(DenseBackward):

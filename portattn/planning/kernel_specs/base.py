@@ -147,6 +147,17 @@ class CoreKernel:
         }
 
 
+def drops(problem: Problem, lowering: Lowering) -> str:
+    """How kernels tell which scores are dropped (kernels/dropout.py): by random numbers made for each of the `scores`,
+    or once for four of them, where `tiles` begin at positions that are multiples of 16: not behind padding on the left.
+
+    A kernel without dropout has one form.
+    """
+    if lowering.mulhi == "halves":
+        return "halves"
+    return "tiles" if problem.dropout and not problem.leftpad_k else "scores"
+
+
 def tile_width(columns: int, exact: bool) -> int:
     """Columns of the tile that holds so many columns of a product's operand."""
     return columns if exact else max(next_power_of_two(columns), MIN_DOT)

@@ -15,6 +15,7 @@ from portattn.planning.kernel_specs.base import (
     WIDEST_TILE,
     CoreKernel,
     ceil_div,
+    drops,
     head_columns,
     packed_tiles,
     tile_width,
@@ -50,7 +51,10 @@ class DenseForward(CoreKernel):
         return found
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return super().constexprs(problem, lowering, launch) | {
+        common = super().constexprs(problem, lowering, launch)
+        del common["MULHI"]
+        return common | {
+            "DROPS": drops(problem, lowering),
             "KV_FORMAT": problem.kv_format,
             "KV_SCALES": problem.kv_scales,
             "Q_FORMAT": problem.q_format,
