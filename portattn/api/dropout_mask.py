@@ -27,7 +27,7 @@ def dropout_mask(
     device. A kept probability counts 1/(1 − dropout_p) times, a dropped one not at all; the LSE knows no dropout.
 
     seed       an int in [−2⁶³, 2⁶³), or a tensor (1,) of int64
-    dropout_p  probability of each to be dropped, in [0, 1)
+    dropout_p  probability of each to be dropped, in [0, 1), to 2⁻¹⁷
     batch, heads, seq_q, seq_k  sizes; heads are the query heads. Rows and keys count from the first of the (B, H, S, D)
                tensors, padding included; of packed sequences from the first row and key of each, and batch is their
                number
@@ -35,10 +35,11 @@ def dropout_mask(
 
     Returns bool (batch, heads, seq_q, seq_k).
 
-    Element (b, h, i, j) is kept where word 0 of Philox2x32-10 with the key a and the counter (j, i ^ c) is no less than
-    round(dropout_p·2³²); a and c are words 0 and 1 of Philox4x32-10 with the key `seed` and the counter (b·heads + h,
-    0, 0, 0) (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). So a larger mask with as many heads
-    contains a smaller one.
+    Element (b, h, i, j) is kept where its 16 bits are no less than round(dropout_p·2¹⁶). They are of word w of
+    Philox2x32-10 with the key a and the counter (g(j), g(i) ^ c): the upper ones where bit 3 of j is set, of word 1
+    where bit 3 of i is. g leaves bit 3 out: g(x) = 8·⌊x/16⌋ + x mod 8. a and c are words 0 and 1 of Philox4x32-10 with
+    the key `seed` and the counter (b·heads + h, 0, 0, 0) (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+    2011). So a larger mask with as many heads contains a smaller one.
 
     Memory: the mask, and on a device other than the CPU a few int64 tensors of its shape.
 

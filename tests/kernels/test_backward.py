@@ -13,7 +13,8 @@ from support import TILE, Device, core_plan, run_core
 from portattn import launch
 from portattn.launch import kernel_calls
 from portattn.planning.kernel_specs import CORES
-from portattn.schema.lowering import CHOICES, Lowering
+from portattn.planning.kernel_specs.backward import DenseBackward
+from portattn.schema.lowering import CHOICES, Launch, Lowering
 from portattn.testing.verdict import judge
 
 
@@ -99,6 +100,29 @@ def test_slopes(device: Device, base: dict, causal: str, seed: int) -> None:
 @pytest.mark.parametrize("fields", [{}, {"causal": "bottom_right", "heads_q": 4}, {"window_left": 9}], ids=str)
 def test_dropout(device: Device, base: dict, fields: dict) -> None:
     check(device, random(device, base=base, dropout=True, **fields))
+
+
+# Tiles of rows begin at the first row that sees a key: 19, 32, and what lengths on the device say.
+@pytest.mark.parametrize(
+    ("fields", "drops"),
+    [
+        ({"causal": "bottom_right", "seq_q": 37, "seq_k": 18}, ("tiles", "scores")),
+        ({"causal": "bottom_right", "seq_q": 48, "seq_k": 16}, ("tiles", "tiles")),
+        ({"causal": "bottom_right", "seqlens_q": True}, ("tiles", "scores")),
+        ({"causal": "top_left", "seqlens_k": True}, ("tiles", "tiles")),
+        ({"window_right": 3, "seq_q": 37, "seq_k": 18}, ("tiles", "tiles")),
+        ({"leftpad_q": True}, ("tiles", "scores")),
+        ({"leftpad_k": True}, ("scores", "scores")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_dropout_where_tiles_begin_anywhere(device: Device, fields: dict, drops: tuple[str, str]) -> None:
+    call = random(device, dropout=True, heads_q=4, **fields)
+    kernel = CORES["attention_backward"]
+    assert isinstance(kernel, DenseBackward)
+    found = kernel.constexprs(call.problem, Lowering(), Launch())["DROPS"]
+    assert (found, kernel.drops_by_keys(call.problem, Lowering())) == drops
+    check(device, call)
 
 
 @pytest.mark.parametrize("mulhi", ["native", "halves"])
