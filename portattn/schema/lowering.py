@@ -32,8 +32,9 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                    up its own page, for pages smaller than a tile and compilers that cannot loop over pages; `by_page`:
                    words alone, a tile is two or four pages, whose ids are read once each, a step ahead
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
-    mulhi          how dropout's random numbers get the high half of a product: `native`, or from products of 16-bit
-                   `halves`, for compilers that compute the signed one
+    drops          how dropout's random numbers are made: once for four scores, in `tiles` that begin at multiples of
+                   16; for each of the `scores`, for compilers that spread numbers over registers by way of shared memory;
+                   so, from products of 16-bit `halves`, for compilers that compute the signed high half
     reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
                    mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
                    head, which takes tiles that are no power of two
@@ -60,7 +61,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_loop: Literal["per_page", "flat_masked", "by_page"] = "per_page"
     q_operand: Literal["keep", "reload"] = "keep"
     reads: Literal["masked", "inside"] = "masked"
-    mulhi: Literal["native", "halves"] = "native"
+    drops: Literal["tiles", "scores", "halves"] = "tiles"
     operands: Literal["widened", "stored"] = "widened"
     unpack: Literal["bytes", "words", "ptx"] = "bytes"
 

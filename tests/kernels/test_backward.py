@@ -125,10 +125,10 @@ def test_dropout_where_tiles_begin_anywhere(device: Device, fields: dict, drops:
     check(device, call)
 
 
-@pytest.mark.parametrize("mulhi", ["native", "halves"])
-def test_the_gradient_of_a_bias_under_dropout(device: Device, mulhi: str) -> None:
+@pytest.mark.parametrize("drops", ["tiles", "scores", "halves"])
+def test_the_gradient_of_a_bias_under_dropout(device: Device, drops: str) -> None:
     fields = {"dropout": True, "bias": True, "grad_bias": True, "mask": True, "alibi_slopes": True, "softcap": True}
-    check(device, random(device, **fields), {"mulhi": mulhi, "grid": "persistent"})
+    check(device, random(device, **fields), {"drops": drops, "grid": "persistent"})
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "expanded"])
@@ -158,7 +158,7 @@ LOWERINGS = [
 @pytest.mark.parametrize("lowering", LOWERINGS, ids=str)
 @pytest.mark.parametrize("base", [DENSE, PACKED], ids=["dense", "packed"])
 def test_lowerings(device: Device, base: dict, lowering: dict[str, str]) -> None:
-    fields = {"causal": "bottom_right", "window_left": 20, "heads_q": 4, "dropout": "mulhi" in lowering}
+    fields = {"causal": "bottom_right", "window_left": 20, "heads_q": 4, "dropout": "drops" in lowering}
     check(device, random(device, base=base, **fields), lowering)
 
 

@@ -29,8 +29,7 @@ def test_a_single_tile(device: Device) -> None:
     check(device, call, pipeline="single")
 
 
+@pytest.mark.parametrize("drops", ["scores", "halves"])
 @pytest.mark.parametrize("name", ["dense", "varlen"])
-def test_products_of_halves_give_the_same_numbers(device: Device, name: str) -> None:
-    check(
-        device, random_call(problem(name, dropout=True, causal="bottom_right"), 4, device=device.name), mulhi="halves"
-    )
+def test_other_lowerings_give_the_same_numbers(device: Device, name: str, drops: str) -> None:
+    check(device, random_call(problem(name, dropout=True, causal="bottom_right"), 4, device=device.name), drops=drops)

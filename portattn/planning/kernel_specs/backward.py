@@ -31,7 +31,7 @@ class DenseBackward(CoreKernel):
     takes = TAKES | SCORED | MASKED | {
         "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
     }  # fmt: skip
-    choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "mulhi")
+    choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "drops")
     max_head_dim = 256  # both accumulators of a tile of keys stay in registers
     max_head_dim_v = 256
 
@@ -52,7 +52,7 @@ class DenseBackward(CoreKernel):
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         common = super().constexprs(problem, lowering, launch)
-        found = {name: common[name] for name in common if name not in _NOT_HERE}
+        found = {name: common[name] for name in common if name not in _FORWARD_ONLY}
         return found | {"DROPS": drops(problem, lowering)}
 
     def drops_by_keys(self, problem: Problem, lowering: Lowering) -> str:
@@ -71,9 +71,8 @@ class DenseBackward(CoreKernel):
         return "tiles" if first % MIN_DOT == 0 else "scores"
 
 
-# What the gradients' kernels have no place for: a head's second part, a sign, scores that all rows share; and what
-# `drops` says.
-_NOT_HERE = frozenset({"MULHI", "MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "NEGATED"})
+# What the gradients' kernels have no place for: a head's second part, a sign, scores that all rows share.
+_FORWARD_ONLY = frozenset({"MAIN", "BLOCK_TAIL", "BIAS_BY_KEY", "MASK_BY_KEY", "NEGATED"})
 
 
 class VarlenBackward(DenseBackward):

@@ -153,9 +153,8 @@ def drops(problem: Problem, lowering: Lowering) -> str:
 
     A kernel without dropout has one form.
     """
-    if lowering.mulhi == "halves":
-        return "halves"
-    return "tiles" if problem.dropout and not problem.leftpad_k else "scores"
+    placed = problem.dropout and not problem.leftpad_k
+    return lowering.drops if placed or lowering.drops == "halves" else "scores"
 
 
 def tile_width(columns: int, exact: bool) -> int:

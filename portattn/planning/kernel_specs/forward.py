@@ -37,7 +37,7 @@ class DenseForward(CoreKernel):
     }  # fmt: skip
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
-        "q_operand", "mulhi", "operands",
+        "q_operand", "drops", "operands",
     )  # fmt: skip
 
     def limits(self, problem: Problem, lowering: Lowering, launch: Launch) -> tuple[tuple[str, str, str], ...]:
@@ -51,9 +51,7 @@ class DenseForward(CoreKernel):
         return found
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        common = super().constexprs(problem, lowering, launch)
-        del common["MULHI"]
-        return common | {
+        return super().constexprs(problem, lowering, launch) | {
             "DROPS": drops(problem, lowering),
             "KV_FORMAT": problem.kv_format,
             "KV_SCALES": problem.kv_scales,
