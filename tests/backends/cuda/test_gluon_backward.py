@@ -19,7 +19,7 @@ import portattn
 from portattn import Problem
 from portattn.backends.cuda.gluon import TIMED_WITH
 from portattn.backends.cuda.hopper_backward import schedule
-from portattn.backends.cuda.hopper_backward.order import in_turns
+from portattn.backends.cuda.hopper_backward.order import in_turns, tiles_of, together
 from portattn.backends.cuda.hopper_backward.schedule import WIDTHS, Schedule, choice
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.compile.ensure import compile_in
@@ -120,6 +120,28 @@ def test_other_chips() -> None:
     assert no.reason == "is for sm_90, and this is sm_100"
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"batch": 4, "heads_q": 32, "heads_k": 8, "seq": 4096}, 4),
+        ({"batch": 2, "heads_q": 32, "heads_k": 8, "seq": 2048}, 8),
+        ({"batch": 16, "heads_q": 16, "heads_k": 2, "seq": 1024}, 16),
+        ({"batch": 1, "heads_q": 16, "heads_k": 2, "seq": 16384}, 2),
+        ({"batch": 4, "heads_q": 32, "heads_k": 8, "seq": 4096, "window_left": 512}, 32),
+        ({"batch": 4, "heads_q": 32, "heads_k": 8, "seq": 4096, "causal": "none"}, 32),
+        ({"batch": 4, "heads_q": 16, "heads_k": 16, "seq": 4096}, 8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heads_side_by_side(fields: dict[str, Any], expected: int) -> None:
+    """Few causal blocks: as many heads as have a block for each of 132 multiprocessors, and four at least."""
+    seq = fields.pop("seq")
+    given = {"causal": "bottom_right", "head_dim": 128, "head_dim_v": 128, "seq_q": seq, "seq_k": seq} | fields
+    p = problem(**given)
+    assert together(p, tiles_of(p.seq_k, p.total_k, p, 128), 132) == expected
+    assert p.window_left >= 0 or together(p, tiles_of(p.seq_k, p.total_k, p, 128), 132, turns=True) >= expected
+
+
 def test_schedules() -> None:
     summed = {dim: choice(problem(head_dim=dim, head_dim_v=dim), TIMED_WITH).schedule for dim in WIDTHS}
     assert summed == {
@@ -128,6 +150,8 @@ def test_schedules() -> None:
         256: Schedule(keys=64, stages=2, messages=0),
     }
     assert choice(problem(head_dim=64, head_dim_v=64, causal="bottom_right"), TIMED_WITH).schedule.stages == 3
+    grouped = problem(head_dim=128, head_dim_v=128, causal="bottom_right", heads_q=8, heads_k=2)
+    assert choice(grouped, TIMED_WITH).schedule == msgspec.structs.replace(summed[128], stagger=0)
     assert VARIANT.describe(problem(head_dim=72, head_dim_v=72))["messages"] == summed[128].messages > 0
     for dim in WIDTHS:  # sums in memory are added in any order
         repeatable = choice(problem(head_dim=dim, head_dim_v=dim, deterministic=True), TIMED_WITH).schedule
