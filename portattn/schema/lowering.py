@@ -33,8 +33,8 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                    words alone, a tile is two or four pages, whose ids are read once each, a step ahead
     q_operand      `reload` reads Q again before each product, for compilers that overwrite a product's left operand
     drops          how dropout's random numbers are made: once for four scores, in `tiles` that begin at multiples of
-                   16; for each of the `scores`, for compilers that spread numbers over registers by way of shared memory;
-                   so, from products of 16-bit `halves`, for compilers that compute the signed high half
+                   16; for each of the `scores`, for compilers that spread numbers over registers through shared
+                   memory; so, from products of 16-bit `halves`, for compilers that compute the signed high half
     reads          `masked`: what a mask hides is not read. `inside`: for compilers that read a gathered tile whole and
                    mask it then; hidden rows and keys are looked up inside their tensors, and tiles are as wide as the
                    head, which takes tiles that are no power of two
