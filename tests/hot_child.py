@@ -8,6 +8,7 @@ calls by Python, and what warm-up and monitor do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -136,6 +137,31 @@ def wrongly_placed(handle: portattn.Prepared, arguments: dict[str, Any], out: An
     return ["", len(fake.launches())]
 
 
+def written_past(op: str, arguments: dict[str, Any], places: list[torch.Tensor]) -> list[str]:
+    """Places that a kernel of into() was given, though they are not as the call would allocate its result."""
+    name = "q_nope" if "q_nope" in arguments else "q"
+    over = arguments[name].clone()  # over its own queries: of the result's shape, but not apart
+    wrong = {what: (out, arguments) for what, (out, _) in wrong_places(*places).items() if what.startswith("out ")}
+    wrong |= {
+        "out over q": (over, {**arguments, name: over}),
+        "out to be negated": (torch._neg_view(places[0]), arguments),
+    }
+    found = []
+    for what, (out, given) in wrong.items():
+        fake.library.fake_clear()
+        chip.allocated.clear()
+        with contextlib.suppress(portattn.ArgumentError):
+            into(out, op, **{**given, "return_lse": False})
+        if out is over:  # whose address is among the launch's in any case
+            taken = not any(t.dtype == over.dtype for t in chip.allocated)
+        else:
+            taken = isinstance(out, torch.Tensor) and out.device.type == "cpu" and any(
+                _holds(one, out) for one in fake.launches()
+            )  # fmt: skip
+        found += [what] * taken
+    return found
+
+
 def compare(name: str, path: str) -> None:
     op, arguments = calls(name, path)
     with portattn.settings(isolate="never", canary="never"):
@@ -185,8 +211,9 @@ def compare(name: str, path: str) -> None:
                 "allocated": [list(t.shape) for t in chip.allocated if t.dtype == placed.dtype],
             })  # fmt: skip
             kind_of(op).hit = kept
+        past = written_past(op, arguments, places)
         found[name if name in VARIANTS else f"{name} {path}"] = {
-            "copied": copied, "into": lone,
+            "copied": copied, "into": lone, "past": past,
             "path": entry.classes[0].plan.path, "hit": hit is not None, "launches": len(by_c[0]),
             "way": entry.classes[0].direct.way, "reason": entry.classes[0].direct.reason, "same": by_c == by_python,
             "first": first, "by C": [[*one[:6], len(one[7])] for one in by_c[0]], "held": held(op, arguments),

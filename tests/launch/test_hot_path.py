@@ -95,6 +95,7 @@ def test_kernels_write_into_memory_that_the_caller_brings(seen: dict[str, Any]) 
     for name, found in made.items():
         assert found["copied"], name
         assert found["into"] == [{"returned": True, "held": True, "allocated": []}] * 2, name
+        assert found["past"] == [], name
 
 
 @pytest.mark.compiles
