@@ -22,7 +22,7 @@ import msgspec
 from portattn.errors import DataError, PathUnavailable, PortattnError, QuirkConflict
 from portattn.planning.backend import Backend
 from portattn.planning.data_files import load_arches, load_tunings
-from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.planning.kernel_specs import CORES, KERNEL_NAMES
 from portattn.planning.planner import plan
 from portattn.planning.plugins import Broken
 from portattn.planning.quirk_files import check_file
@@ -33,7 +33,7 @@ from portattn.schema.lowering import CHOICES
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import Dtype
-from portattn.schema.quirk import Quirk, launch_holds
+from portattn.schema.quirk import Quirk, concerning, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import breadth, evidence, examples
@@ -331,9 +331,16 @@ def _reachable(first: Mapping[str, Any], second: Mapping[str, Any], moved: Mappi
 
 
 def _conflicts_by_planning(registry: Registry) -> _Pairs:
-    """Pairs that contradict each other in a plan of some common problem on some known target and release."""
+    """Pairs that contradict each other in a plan of some common problem on some known target and release.
+
+    Only where some two entries of a kernel on a target differ is anything planned: no other plan can contradict itself.
+    """
+    problems = _problems()
     for target in _targets(registry):
-        for problem in _problems():
+        differing = {kernel.name for kernel in CORES.values() if _differ(kernel.name, target, registry)}
+        for problem in problems:
+            if CORES[problem.op].name not in differing:
+                continue
             try:
                 plan(problem, target, registry)
             except PathUnavailable:
@@ -343,6 +350,16 @@ def _conflicts_by_planning(registry: Registry) -> _Pairs:
                 one = registry.quirks[conflict.quirks[0]]
                 message = f"{problem} on {target}: {conflict}"
                 yield frozenset(conflict.quirks), _at(one, ("effect", one.effect.kind), message)
+
+
+def _differ(kernel: str, target: Target, registry: Registry) -> bool:
+    """Whether two entries of a kernel on a target set one thing differently, whatever else they ask for."""
+    found: dict[tuple[str, str], Any] = {}
+    return any(
+        found.setdefault((quirk.effect.kind, name), value) != value
+        for quirk in concerning(registry.quirks.values(), kernel, target)
+        for name, value in quirk.effect.sets.items()
+    )
 
 
 def _targets(registry: Registry) -> list[Target]:
