@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import fakedriver
@@ -269,6 +270,21 @@ def concurrent() -> None:
     found["threads"] = [len(launches), len(firsts), wrong]
 
 
+def _of_sizes(took: Callable[[], int]) -> list[int]:
+    """Bytes for partial results of batches of 2, 4 and 2, whose sizes are of one class."""
+    found = []
+    with portattn.settings(validate="never"):  # a CPU's lengths would be read, and are kept for their own sizes alone
+        for batch in (2, 4, 2):
+            q = torch.zeros(batch, 8, 1, 64, dtype=torch.float16)
+            keys = torch.zeros(batch, 2, 640, 64, dtype=torch.float16)
+            given = {"seqlens_k": torch.zeros(batch, dtype=torch.int32), "num_splits": 3, "backend": "triton"}
+            for _ in range(2):  # the first one of all by Python
+                portattn.decode_attention(q, keys, keys.clone(), **given)
+            found.append(took())
+    assert len(kind_of("decode_attention").classes) == 1
+    return found
+
+
 def taken() -> None:
     """Partial results in memory that an allocator gives by its address: what is taken is given back, after launches and
     after errors."""
@@ -307,7 +323,9 @@ def taken() -> None:
             seen["before"] = list(given)
             opcalls.perform(op, arguments)
             seen |= {"given": list(given), "tensors": [t.dtype == torch.uint8 for t in chip.allocated]}
+            seen["sizes"] = _of_sizes(lambda: seen["took"][0])
             given.clear()
+            fake.launches()
             fake.library.fake_refuse(1)
             seen["refused"] = [error(lambda: opcalls.perform(op, arguments)), list(given)]
             given.clear()
